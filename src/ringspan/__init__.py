@@ -1,0 +1,1 @@
+from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window

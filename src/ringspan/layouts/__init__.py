@@ -1,0 +1,69 @@
+"""Layouts: functions ``mask, world -> Layout`` that say who owns which tokens. Any length, any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from ringspan.errors import LayoutError
+from ringspan.layouts.auto import auto
+from ringspan.layouts.contiguous import contiguous
+from ringspan.layouts.cut import Tiles, areas, balance, cut
+from ringspan.layouts.layout import Layout, Pieces, Span, check_world
+from ringspan.layouts.per_document import per_document
+from ringspan.layouts.round_robin import round_robin
+from ringspan.layouts.striped import striped
+from ringspan.layouts.zigzag import zigzag
+from ringspan.masks import Mask
+
+LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
+    f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin)
+}
+
+LayoutLike: TypeAlias = "str | Layout | Sequence[Iterable[Sequence[int]]] | Callable[[Mask, int], Layout]"
+
+
+def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]:
+    """The layout of the mask's queries that a user's ``layout=`` means, and a line that says how it came about.
+
+    A name, a ready :class:`Layout`, a list of spans for each rank, or any function of (mask, world).
+    """
+    world, n = check_world(world), mask.lengths[0]
+    if isinstance(given, str):
+        if given == "auto":
+            return auto(mask, world)
+        if given not in LAYOUTS:
+            raise LayoutError(f"no layout is called {given!r}; there are {', '.join(LAYOUTS)} and auto, or give a list of spans")
+        layout, note = LAYOUTS[given](mask, world), f"layout {given}: as asked"
+    elif isinstance(given, Layout):
+        layout, note = given, f"layout {given.name}: as given"
+    elif callable(given):
+        layout, note = given(mask, world), f"layout {getattr(given, '__name__', given)!s}: as given"
+    else:
+        layout, note = Layout(given, length=n), "layout spans: as given"
+    if (layout.length, layout.world) != (n, world):
+        raise LayoutError(
+            f"{layout!r} does not fit: the mask has {n} tokens here and the group {world} ranks. Make the layout for those"
+        )
+    return layout, note
+
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "LayoutLike",
+    "Pieces",
+    "Span",
+    "Tiles",
+    "areas",
+    "auto",
+    "balance",
+    "check_world",
+    "contiguous",
+    "cut",
+    "make_layout",
+    "per_document",
+    "round_robin",
+    "striped",
+    "zigzag",
+]

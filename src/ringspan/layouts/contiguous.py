@@ -1,0 +1,19 @@
+"""One unbroken span a rank: fewest bytes for local masks, poor balance for causal ones."""
+
+from __future__ import annotations
+
+from ringspan.layouts.layout import Layout, even_cuts
+from ringspan.masks import Mask
+
+
+def contiguous(mask: Mask, world: int) -> Layout:
+    """Equal shares in order.
+
+    >>> from ringspan import full
+    >>> print(contiguous(full(8), 3).ascii())
+    rank 0: [0,2)
+    rank 1: [2,5)
+    rank 2: [5,8)
+    """
+    cuts = even_cuts(mask.lengths[0], world)
+    return Layout([[(cuts[r], cuts[r + 1])] for r in range(world)], name="contiguous")

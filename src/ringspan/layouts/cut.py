@@ -1,0 +1,108 @@
+"""Cut a mask along layouts: what the queries of some spans see of the keys of others, in the ranks' own coordinates.
+
+This is the one place where global tokens become local rows, and it costs O(bands that touch), never O(tokens).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ringspan.layouts.layout import Ints, Layout, Pieces
+from ringspan.masks import Mask
+from ringspan.masks import table as tables
+from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
+
+
+class Tiles(NamedTuple):
+    """Bands in local rows: those of rank ``q_rank`` for queries, of rank ``k_rank`` for keys."""
+
+    q_rank: Ints
+    k_rank: Ints
+    bands: Table
+
+    def select(self, where: Ints) -> Tiles:
+        return Tiles(self.q_rank[where], self.k_rank[where], self.bands[where])
+
+    @property
+    def area(self) -> Ints:
+        return tables.area(self.bands)
+
+
+def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
+    """What the given pieces of queries see of the given pieces of keys."""
+    queries, keys = _same_step(queries, keys)
+    # queries × bands that meet them, then × keys that meet what those see
+    q, b = tables.overlapping(*_extent(queries), mask.table[:, Q0], mask.table[:, Q1])
+    band, kept = tables.tighten_indexed(_rows_within(mask.table[b], queries, q))
+    q = q[kept]
+    i, k = tables.overlapping(band[:, K0], band[:, K1], *_extent(keys))
+    q, band = q[i], band[i]
+    local, kept = tables.tighten_indexed(_localise(band, queries, q, keys, k))
+    return Tiles(queries.owner[q[kept]], keys.owner[k[kept]], local)
+
+
+def areas(mask: Mask, layout: Layout) -> Ints:
+    """How many pairs each rank computes when it owns the queries of its spans."""
+    everything = Pieces(*(np.array([x], dtype=np.int64) for x in (0, 0, mask.lengths[1], 1, 0)))
+    tiles = cut(mask, layout.pieces, everything)
+    total = np.zeros(layout.world, dtype=np.int64)
+    np.add.at(total, tiles.q_rank, tiles.area)
+    return total
+
+
+def balance(mask: Mask, layout: Layout) -> float:
+    """The largest rank's share of the work over the mean share: 1.0 is perfect, ``world`` is one rank doing it all."""
+    per_rank = areas(mask, layout)
+    return float(per_rank.max() * layout.world / per_rank.sum()) if per_rank.sum() else 1.0
+
+
+def _extent(p: Pieces) -> tuple[Ints, Ints]:
+    return p.start, p.start + (p.count - 1) * p.step + 1
+
+
+def _rows_within(band: Table, queries: Pieces, q: Ints) -> Table:
+    start, stop = _extent(queries)
+    band = band.copy()
+    band[:, Q0] = np.maximum(band[:, Q0], start[q])
+    band[:, Q1] = np.minimum(band[:, Q1], stop[q])
+    return band
+
+
+def _localise(band: Table, queries: Pieces, q: Ints, keys: Pieces, k: Ints) -> Table:
+    """Rewrite global bands in rows: query ``start + i * step`` is row ``at + i``. With ``lo <= k - q <= hi`` and both steps
+    alike, ``(lo - shift) / step <= j - i <= (hi - shift) / step`` where shift is the distance of the two starts."""
+    q_start, k_start, step = queries.start[q], keys.start[k], queries.step[q]
+    shift = k_start - q_start
+    local = np.empty_like(band)
+    local[:, Q0] = np.maximum(_ceil(band[:, Q0] - q_start, step), 0)
+    local[:, Q1] = np.minimum(_ceil(band[:, Q1] - q_start, step), queries.count[q])
+    local[:, K0] = np.maximum(_ceil(band[:, K0] - k_start, step), 0)
+    local[:, K1] = np.minimum(_ceil(band[:, K1] - k_start, step), keys.count[k])
+    local[:, LO] = _ceil(band[:, LO] - shift, step)
+    local[:, HI] = (band[:, HI] - shift) // step
+    q_at, k_at = queries.at[q], keys.at[k]
+    return local + np.stack([q_at, q_at, k_at, k_at, k_at - q_at, k_at - q_at], axis=1)
+
+
+def _ceil(a: Ints, step: Ints) -> Ints:
+    return -(-a // step)
+
+
+def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
+    """Thinned spans cut bands into bands only when all are thinned alike. Where steps differ (a striped layout for the
+    queries, a contiguous one for the keys) the thinned spans are taken token by token: exact, but as slow as it sounds."""
+    steps = np.unique(np.concatenate([queries.step[queries.count > 1], keys.step[keys.count > 1]]))
+    if len(steps) <= 1:
+        step = steps[0] if len(steps) else 1
+        return queries._replace(step=np.full_like(queries.step, step)), keys._replace(step=np.full_like(keys.step, step))
+    return _token_by_token(queries), _token_by_token(keys)
+
+
+def _token_by_token(p: Pieces) -> Pieces:
+    n = np.where(p.step > 1, p.count, 1)
+    i = np.repeat(np.arange(len(n)), n)
+    nth = np.arange(len(i)) - np.repeat(np.cumsum(n) - n, n)
+    count = np.where(p.step[i] > 1, 1, p.count[i])
+    return Pieces(p.owner[i], p.start[i] + nth * p.step[i], count, np.ones_like(count), p.at[i] + nth)

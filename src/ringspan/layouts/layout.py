@@ -1,0 +1,167 @@
+"""A layout: who owns which tokens. A bijection from the global tokens to (rank, local position)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.errors import LayoutError
+
+Ints = NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """The tokens ``range(start, stop, step)``. A step other than 1 is what makes a striped layout one span a rank."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(range(*self))
+
+    def __repr__(self) -> str:
+        return f"[{self.start},{self.stop})" if self.step == 1 else f"[{self.start},{self.stop}):{self.step}"
+
+
+class Pieces(NamedTuple):
+    """The spans of a layout as columns: token ``start + i * step`` lies at row ``at + i`` of rank ``owner``."""
+
+    owner: Ints
+    start: Ints
+    count: Ints
+    step: Ints
+    at: Ints
+
+    def of(self, rank: int) -> Pieces:
+        mine = self.owner == rank
+        return Pieces(*(column[mine] for column in self))
+
+
+class Layout:
+    """For each rank an ordered list of spans; together they hold every token exactly once.
+
+    >>> Layout([[(0, 2), (6, 8)], [(2, 6)]])
+    <Layout spans: 8 tokens over 2 ranks>
+    >>> print(Layout([[(0, 2), (6, 8)], [(2, 6)]]).ascii())
+    rank 0: [0,2) [6,8)
+    rank 1: [2,6)
+    """
+
+    def __init__(self, spans: Sequence[Iterable[Sequence[int]]], *, length: int | None = None, name: str = "spans") -> None:
+        self.name = name
+        self.spans = tuple(tuple(_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(spans))
+        self.spans = tuple(tuple(s for s in of_rank if s.count) for of_rank in self.spans)
+        if not self.spans:
+            raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
+        self.world = len(self.spans)
+        self.counts = tuple(sum(s.count for s in of_rank) for of_rank in self.spans)
+        self.length = sum(self.counts)
+        _check_bijection(self.pieces, self.length if length is None else length)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        rows = [(rank, s.start, s.count, s.step) for rank, of_rank in enumerate(self.spans) for s in of_rank]
+        owner, start, count, step = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        ends = np.cumsum(count)
+        before_rank = np.concatenate([[0], np.cumsum(self.counts)])[owner]
+        return Pieces(owner, start, count, step, ends - count - before_rank)
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits, equal exactly for equal spans in equal order."""
+        return hashlib.sha256(repr(self.spans).encode()).hexdigest()[:16]
+
+    def positions(self, rank: int) -> Ints:
+        """The global tokens of a rank, in the order in which it holds them.
+
+        >>> Layout([[(0, 2), (6, 8)], [(2, 6)]]).positions(0).tolist()
+        [0, 1, 6, 7]
+        """
+        parts = [np.arange(*s, dtype=np.int64) for s in self.spans[rank]]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+    def order(self) -> Ints:
+        """All tokens, rank after rank: ``x[order]`` lays a sequence out, ``y[argsort(order)]`` brings it back."""
+        return np.concatenate([self.positions(rank) for rank in range(self.world)])
+
+    def __eq__(self, other: object) -> bool:
+        return self.spans == other.spans if isinstance(other, Layout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.name}: {self.length} tokens over {self.world} rank{'s' * (self.world != 1)}>"
+
+    def ascii(self) -> str:
+        """A line for each rank with its spans."""
+        return "\n".join(f"rank {rank}: {' '.join(map(repr, s))}".rstrip() for rank, s in enumerate(self.spans))
+
+
+def even_cuts(length: int, parts: int) -> list[int]:
+    """Cuts into parts that differ by at most one token.
+
+    >>> even_cuts(10, 4)
+    [0, 2, 5, 7, 10]
+    """
+    return [i * length // parts for i in range(parts + 1)]
+
+
+def check_world(world: Any) -> int:
+    """``world`` as a number of ranks, or a :class:`LayoutError`."""
+    try:
+        n = operator.index(world)
+    except TypeError:
+        raise LayoutError(f"world must be a whole number of ranks, not {world!r}") from None
+    if n < 1:
+        raise LayoutError(f"world must be at least 1 rank, not {n}")
+    return n
+
+
+def _span(rank: int, given: Sequence[int]) -> Span:
+    try:
+        span = Span(*(operator.index(x) for x in given))
+    except TypeError:
+        raise LayoutError(f"rank {rank}: a span is (start, stop) or (start, stop, step) in whole tokens, not {given!r}") from None
+    if span.start < 0 or span.step < 1 or span.stop < span.start:
+        raise LayoutError(f"rank {rank}: span {tuple(span)} must have 0 <= start <= stop and step >= 1")
+    return span
+
+
+def _check_bijection(p: Pieces, length: int) -> None:
+    """Every token of ``range(length)`` exactly once.
+
+    Spans of all steps are first written with their common step; two of them can then only meet when they start in the same
+    residue class, where sorting finds them.
+    """
+    common = math.lcm(*set(p.step.tolist()))
+    split = np.minimum(common // p.step, p.count)
+    i = np.repeat(np.arange(len(p.step)), split)
+    nth = np.arange(len(i)) - np.repeat(np.cumsum(split) - split, split)
+    first = p.start[i] + nth * p.step[i]
+    last = p.start[i] + (p.count[i] - 1) * p.step[i]
+    last -= (last - first) % common
+    residue = first % common
+    order = np.lexsort((first, residue))
+    clash = (residue[order][1:] == residue[order][:-1]) & (first[order][1:] <= last[order][:-1])
+    if clash.any():
+        where = int(np.flatnonzero(clash)[0])
+        a, b = int(i[order[where]]), int(i[order[where + 1]])
+        token = int(first[order[where + 1]])
+        raise LayoutError(
+            f"token {token} is owned twice, by rank {p.owner[a]} and by rank {p.owner[b]}: the spans of a layout must not overlap"
+        )
+    total, beyond = int(p.count.sum()), int(last.max()) + 1 if len(last) else 0
+    if total != length or beyond > length:
+        raise LayoutError(
+            f"the spans hold {total} tokens up to token {beyond}, but the sequence has {length}: every token needs exactly one owner"
+        )

@@ -1,0 +1,33 @@
+"""Zigzag within every document, for packed sequences of a few long documents."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringspan.layouts.layout import Layout
+from ringspan.masks import Mask
+
+
+def per_document(mask: Mask, world: int) -> Layout:
+    """Each document of the mask is cut into ``2 * world`` chunks and dealt head to tail.
+
+    The documents are read off the mask (:meth:`Mask.documents`). Where a length is not divisible the odd tokens go to the
+    chunks whose turn it is, and the turn passes on from document to document, so that no rank collects them all.
+
+    >>> from ringspan import documents
+    >>> print(per_document(documents([4, 6]), 2).ascii())
+    rank 0: [0,1) [3,4) [4,6) [9,10)
+    rank 1: [1,2) [2,3) [6,8) [8,9)
+    """
+    chunks = 2 * world
+    cuts = mask.documents()
+    size, odd = np.divmod(np.diff(cuts), chunks)
+    turn = (np.cumsum(odd) - odd) % chunks
+    lucky = (np.arange(chunks)[None, :] - turn[:, None]) % chunks < odd[:, None]
+    stop = cuts[:-1, None] + np.cumsum(size[:, None] + lucky, axis=1)
+    start = np.concatenate([cuts[:-1, None], stop[:, :-1]], axis=1)
+    spans: list[list[tuple[int, int]]] = []
+    for r in range(world):
+        pair = [r, chunks - 1 - r]
+        spans.append(list(zip(start[:, pair].ravel().tolist(), stop[:, pair].ravel().tolist(), strict=True)))
+    return Layout(spans, name="per_document")

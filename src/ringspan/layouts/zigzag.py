@@ -1,0 +1,18 @@
+"""Head and tail together: every rank gets one early and one late chunk, which balances causal masks exactly."""
+
+from __future__ import annotations
+
+from ringspan.layouts.layout import Layout, even_cuts
+from ringspan.masks import Mask
+
+
+def zigzag(mask: Mask, world: int) -> Layout:
+    """The sequence in ``2 * world`` chunks; rank r owns chunk r from the front and chunk r from the back.
+
+    >>> from ringspan import causal
+    >>> print(zigzag(causal(8), 2).ascii())
+    rank 0: [0,2) [6,8)
+    rank 1: [2,4) [4,6)
+    """
+    cuts = even_cuts(mask.lengths[0], 2 * world)
+    return Layout([[(cuts[c], cuts[c + 1]) for c in (r, 2 * world - 1 - r)] for r in range(world)], name="zigzag")

@@ -1,0 +1,292 @@
+"""A mask: which queries see which keys, as a set of disjoint bands closed under ``&``, ``|`` and ``~``."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.errors import MaskError
+from ringspan.masks import table as tables
+from ringspan.masks.band import Band
+from ringspan.masks.table import K0, K1, Q0, Q1, Table
+
+# The longest sequence: the area of a mask of this many queries and keys still fits int64, with room for the sums over it.
+MAX_LENGTH = 2**31 - 1
+
+
+class Mask:
+    """Which queries see which keys. Immutable; build one with ``causal``, ``documents``, … and combine with ``& | ~ -``.
+
+    ``q_len`` and ``k_len`` are None for a *relation*, which holds at any length (``window``) and takes the lengths of
+    what it is combined with.
+
+    >>> from ringspan import causal, window
+    >>> mask = causal(6) & window(left=2)
+    >>> mask
+    <Mask causal(6) & window(left=2): 6 × 6, area 15, 1 band>
+    >>> print(mask.ascii())
+    x . . . . .
+    x x . . . .
+    x x x . . .
+    . x x x . .
+    . . x x x .
+    . . . x x x
+    """
+
+    __slots__ = ("__weakref__", "_area", "_digest", "k_len", "name", "q_len", "table")
+
+    q_len: int | None
+    k_len: int | None
+    table: Table
+    name: str
+
+    def __init__(self, table: Table, q_len: int | None, k_len: int | None, *, name: str) -> None:
+        """Internal: ``table`` must be tight and disjoint. Use :meth:`from_bands` for bands of your own."""
+        table.setflags(write=False)
+        for field, value in (("table", table), ("q_len", q_len), ("k_len", k_len), ("name", name)):
+            object.__setattr__(self, field, value)
+
+    def __setattr__(self, field: str, value: object) -> NoReturn:
+        raise AttributeError(f"a mask is immutable; {field!r} cannot be set. Combine masks with & | ~ instead")
+
+    @classmethod
+    def from_bands(cls, bands: Iterable[tuple[int, int, int, int, int, int]], q_len: int, k_len: int | None = None) -> Mask:
+        """The union of the given ``(q0, q1, k0, k1, lo, hi)``, which may overlap; parts outside the lengths are cut away.
+
+        >>> Mask.from_bands([(0, 4, 0, 2, -9, 9), (0, 4, 0, 4, -9, 0)], 4)
+        <Mask from_bands(2 bands): 4 × 4, area 11, 2 bands>
+        """
+        q_len = length("q_len", q_len)
+        k_len = q_len if k_len is None else length("k_len", k_len)
+        given = [Band(*(operator.index(x) for x in band)) for band in bands]
+        whole = tables.table((0, q_len, 0, k_len, -MAX_LENGTH, MAX_LENGTH))
+        union = tables.EMPTY
+        for band in given:
+            fresh = tables.intersect(whole, tables.table(band))
+            union = np.concatenate([union, tables.subtract(fresh, union)])
+        return cls(tables.coalesce(union), q_len, k_len, name=f"from_bands({len(given)} band{'s' * (len(given) != 1)})")
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_relation(self) -> bool:
+        """It has no lengths of its own."""
+        return self.q_len is None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """``(q_len, k_len)``; an error for a relation."""
+        if self.q_len is None or self.k_len is None:
+            raise MaskError(f"{self.name} holds at any length and has none of its own: combine it, as in causal(n) & {self.name}")
+        return self.q_len, self.k_len
+
+    @property
+    def area(self) -> int:
+        """How many (query, key) pairs are visible."""
+        try:
+            return self._area  # type: ignore[no-any-return, has-type]
+        except AttributeError:
+            _ = self.lengths
+            object.__setattr__(self, "_area", int(tables.area(self.table).sum()))
+            return self.area
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that are equal exactly for equal tables of bands of equal lengths, on every machine."""
+        try:
+            return self._digest  # type: ignore[no-any-return, has-type]
+        except AttributeError:
+            head = f"{self.q_len},{self.k_len};".encode()
+            body = np.ascontiguousarray(self.table, dtype="<i8").tobytes()
+            object.__setattr__(self, "_digest", hashlib.sha256(head + body).hexdigest()[:16])
+            return self.digest
+
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        return tuple(self)
+
+    def __iter__(self) -> Iterator[Band]:
+        return (Band(*row) for row in self.table.tolist())
+
+    def __len__(self) -> int:
+        """The number of bands."""
+        return len(self.table)
+
+    def __bool__(self) -> NoReturn:
+        raise MaskError("a mask has no truth value: write a & b, a | b, ~a (not `and`, `or`, `not`), or test mask.area")
+
+    def __eq__(self, other: object) -> bool:
+        """The same lengths and the same visible pairs, however they were written."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self is other or self.digest == other.digest:
+            return True
+        if (self.q_len, self.k_len) != (other.q_len, other.k_len):
+            return False
+        return len((self - other).table) == 0 and len((other - self).table) == 0
+
+    def __hash__(self) -> int:
+        return hash((self.q_len, self.k_len, None if self.is_relation else self.area))
+
+    def __repr__(self) -> str:
+        name = self.name if len(self.name) <= 60 else self.name[:57] + "..."
+        size = "any length" if self.is_relation else f"{self.q_len} × {self.k_len}, area {self.area}"
+        return f"<Mask {name}: {size}, {len(self)} band{'s' * (len(self) != 1)}>"
+
+    # -- algebra -------------------------------------------------------------------------------------------------------
+
+    def __and__(self, other: Mask) -> Mask:
+        """Pairs visible in both."""
+        q_len, k_len = _common_lengths(self, other, "&")
+        both = tables.intersect(self.table, other.table)
+        return Mask(both, q_len, k_len, name=_join(self, "&", other))
+
+    def __or__(self, other: Mask) -> Mask:
+        """Pairs visible in either."""
+        q_len, k_len = _common_lengths(self, other, "|")
+        a, b = _clip(self.table, q_len, k_len), _clip(other.table, q_len, k_len)
+        either = np.concatenate([a, tables.subtract(b, a)])
+        return Mask(tables.coalesce(either), q_len, k_len, name=_join(self, "|", other))
+
+    def __sub__(self, other: Mask) -> Mask:
+        """Pairs visible in this one and not in the other."""
+        q_len, k_len = _common_lengths(self, other, "-")
+        left = tables.subtract(_clip(self.table, q_len, k_len), other.table)
+        return Mask(tables.coalesce(left), q_len, k_len, name=_join(self, "-", other))
+
+    def __invert__(self) -> Mask:
+        """Pairs that are not visible.
+
+        >>> from ringspan import causal
+        >>> print((~causal(3)).ascii())
+        . x x
+        . . x
+        . . .
+        """
+        whole = _clip(_everything(), self.q_len, self.k_len)
+        rest = tables.subtract(whole, self.table)
+        return Mask(tables.coalesce(rest), self.q_len, self.k_len, name=f"~{_bracketed(self)}")
+
+    @property
+    def transposed(self) -> Mask:
+        """The mask with the parts of queries and keys exchanged."""
+        q0, q1, k0, k1, lo, hi = self.table.T
+        return Mask(np.stack([k0, k1, q0, q1, -hi, -lo], axis=1), self.k_len, self.q_len, name=f"{_bracketed(self)}.transposed")
+
+    # -- what planners ask ---------------------------------------------------------------------------------------------
+
+    def work(self, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The area of the rows between each two neighbouring cuts.
+
+        >>> from ringspan import causal
+        >>> causal(4).work(np.array([0, 2, 4])).tolist()
+        [3, 7]
+        """
+        low, high = cuts[:-1], cuts[1:]
+        i, j = tables.overlapping(low, high, self.table[:, Q0], self.table[:, Q1])
+        part = self.table[j]
+        part[:, Q0] = np.maximum(part[:, Q0], low[i])
+        part[:, Q1] = np.minimum(part[:, Q1], high[i])
+        part, kept = tables.tighten_indexed(part)
+        total = np.zeros(len(low), dtype=np.int64)
+        np.add.at(total, i[kept], tables.area(part))
+        return total
+
+    def documents(self) -> NDArray[np.int64]:
+        """Where the sequence falls apart: cuts ``[0, …, n]`` such that no query sees a key across one.
+
+        It is read off the bands, so it is right for every mask of equal lengths however it was made.
+
+        >>> from ringspan import documents, window
+        >>> (documents([2, 3, 1]) & window(left=1)).documents().tolist()
+        [0, 2, 5, 6]
+        """
+        q_len, k_len = self.lengths
+        if q_len != k_len:
+            raise MaskError(f"documents are read off a mask of one length; this one has {q_len} queries and {k_len} keys")
+        if q_len == 0:
+            return np.zeros(1, dtype=np.int64)
+        start = np.minimum(self.table[:, Q0], self.table[:, K0])
+        stop = np.maximum(self.table[:, Q1], self.table[:, K1])
+        order = np.argsort(start, kind="stable")
+        start, stop = start[order], stop[order]
+        reach = np.maximum.accumulate(stop) if len(stop) else stop
+        opens = start[1:][start[1:] >= reach[:-1]]
+        closes = reach[:-1][start[1:] >= reach[:-1]]
+        ends = np.concatenate([start[:1], reach[-1:]])
+        return np.unique(np.concatenate([[0, q_len], opens, closes, ends]))
+
+    # -- looking at it -------------------------------------------------------------------------------------------------
+
+    def dense(self) -> NDArray[np.bool_]:
+        """The mask as a (q_len, k_len) boolean array: for tests and pictures, not for planning."""
+        return tables.dense(self.table, *self.lengths)
+
+    def ascii(self) -> str:
+        """A picture for small masks: a row for each query, ``x`` where it sees the key."""
+        q_len, k_len = self.lengths
+        if q_len > 128 or k_len > 128:
+            raise MaskError(f"{q_len} × {k_len} is too large to print (128 × 128 at most)")
+        return "\n".join(" ".join("x" if seen else "." for seen in row) for row in self.dense())
+
+
+def length(what: str, value: Any) -> int:
+    """``value`` as a length, or a :class:`MaskError` that says what is wrong with it."""
+    try:
+        n = operator.index(value)
+    except TypeError:
+        raise MaskError(f"{what} must be a whole number of tokens, not {value!r}") from None
+    if not 0 <= n <= MAX_LENGTH:
+        raise MaskError(f"{what} must be between 0 and {MAX_LENGTH} tokens, not {n}")
+    return n
+
+
+def lengths(what: str, values: Any) -> NDArray[np.int64]:
+    """A list, array or tensor of lengths as int64, or a :class:`MaskError` naming the one that is not a length."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    try:
+        checked = [length(f"{what}[{i}]", n) for i, n in enumerate(values)]
+    except TypeError:
+        raise MaskError(f"{what} must be a list of lengths, one a document, not {values!r}") from None
+    length(f"the sum of {what}", sum(checked))
+    return np.array(checked, dtype=np.int64)
+
+
+def _everything() -> Table:
+    return tables.table((0, MAX_LENGTH, 0, MAX_LENGTH, -MAX_LENGTH, MAX_LENGTH))
+
+
+def _clip(t: Table, q_len: int | None, k_len: int | None) -> Table:
+    if q_len is None or k_len is None:
+        return t
+    return tables.intersect(t, tables.table((0, q_len, 0, k_len, -MAX_LENGTH, MAX_LENGTH)))
+
+
+def _common_lengths(a: Mask, b: Mask, sign: str) -> tuple[int | None, int | None]:
+    if not isinstance(b, Mask):
+        raise MaskError(f"{a.name} {sign} {b!r}: both sides must be masks")
+    if a.is_relation:
+        return b.q_len, b.k_len
+    if not b.is_relation and a.lengths != b.lengths:
+        raise MaskError(
+            f"{_join(a, sign, b)}: the lengths differ, {a.q_len} × {a.k_len} and {b.q_len} × {b.k_len} (queries × keys). "
+            "Make both for the same sequence"
+        )
+    return a.q_len, a.k_len
+
+
+def _bracketed(mask: Mask) -> str:
+    return f"({mask.name})" if " " in mask.name.split("(")[0] or ") " in mask.name else mask.name
+
+
+def _join(a: Mask, sign: str, b: Mask) -> str:
+    def side(m: Mask) -> str:
+        return m.name if sign == "&" and not any(f" {s} " in m.name for s in "|-") else _bracketed(m)
+
+    return f"{side(a)} {sign} {side(b)}"

@@ -1,0 +1,24 @@
+"""Prefix-LM: everyone sees the prefix, the rest is causal."""
+
+from __future__ import annotations
+
+from ringspan.errors import MaskError
+from ringspan.masks import table as tables
+from ringspan.masks.mask import MAX_LENGTH, Mask, length
+
+
+def prefix(n: int, prefix: int) -> Mask:
+    """Of ``n`` tokens the first ``prefix`` are seen by all; beyond them a query sees itself and what came before.
+
+    >>> print(prefix(4, 2).ascii())
+    x x . .
+    x x . .
+    x x x .
+    x x x x
+    """
+    n, p = length("n", n), length("prefix", prefix)
+    if p > n:
+        raise MaskError(f"a prefix of {p} tokens is longer than the sequence of {n}")
+    # Two bands: the square of the prefix with itself, and the rows under it, which are plainly causal.
+    bands = tables.table((0, p, 0, p, -MAX_LENGTH, MAX_LENGTH), (p, n, 0, n, -MAX_LENGTH, 0))
+    return Mask(bands, n, n, name=f"prefix({n}, {p})")

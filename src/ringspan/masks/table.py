@@ -1,0 +1,196 @@
+"""Tables of bands: the algebra of :class:`~ringspan.masks.band.Band`, a thousand bands at a time.
+
+A table is an int64 array with one band a row and the columns of ``Band``. All functions are pure; what they return is tight
+(see :func:`tighten`). Nothing here costs more than O(bands), or O(pairs of bands that touch).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.int64]
+Ints = NDArray[np.int64]
+
+Q0, Q1, K0, K1, LO, HI = range(6)
+
+EMPTY: Table = np.zeros((0, 6), dtype=np.int64)
+
+
+def table(*bands: tuple[int, int, int, int, int, int]) -> Table:
+    """A tight table of the given bands.
+
+    >>> table((0, 4, 0, 4, -99, 0)).tolist()
+    [[0, 4, 0, 4, -3, 0]]
+    """
+    return tighten(np.array(bands, dtype=np.int64).reshape(-1, 6))
+
+
+def tighten(t: Table) -> Table:
+    """Trim every band to its rows and columns that hold something, its diagonals to its corners; drop the empty ones."""
+    return tighten_indexed(t)[0]
+
+
+def tighten_indexed(t: Table) -> tuple[Table, Ints]:
+    """:func:`tighten`, and which rows of ``t`` were kept."""
+    q0, q1, k0, k1, lo, hi = t.T
+    # A row q holds something iff k0 <= q + hi and q + lo < k1; likewise a column.
+    rq0, rq1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    rk0, rk1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    keep = np.flatnonzero((q0 < q1) & (k0 < k1) & (lo <= hi) & (rq0 < rq1) & (rk0 < rk1))
+    rq0, rq1, rk0, rk1 = rq0[keep], rq1[keep], rk0[keep], rk1[keep]
+    lo = np.maximum(lo[keep], rk0 - rq1 + 1)
+    hi = np.minimum(hi[keep], rk1 - 1 - rq0)
+    return np.stack([rq0, rq1, rk0, rk1, lo, hi], axis=1), keep
+
+
+def area(t: Table) -> Ints:
+    """The number of pairs in each band of a tight table."""
+    rows, cols, turn = t[:, Q1] - t[:, Q0], t[:, K1] - t[:, K0], t[:, K0] - t[:, Q0]
+
+    def below(diagonal: Ints) -> Ints:
+        edge = diagonal - turn
+        return _staircase(rows + edge, cols) - _staircase(edge, cols)
+
+    return below(t[:, HI]) - below(t[:, LO] - 1)
+
+
+def _staircase(x: Ints, width: Ints) -> Ints:
+    t = np.clip(x, 0, width)
+    return t * (t + 1) // 2 + np.maximum(x - width, 0) * width
+
+
+def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
+    """All pairs (i, j) whose half-open intervals [a0, a1) and [b0, b1) share a point, ordered by i."""
+    order = np.argsort(b0, kind="stable")
+    starts, stops = b0[order], b1[order]
+    furthest = np.maximum.accumulate(stops) if len(stops) else stops
+    first = np.searchsorted(furthest, a0, side="right")
+    last = np.searchsorted(starts, a1, side="left")
+    count = np.maximum(last - first, 0)
+    i = np.repeat(np.arange(len(a0)), count)
+    j = order[ranges(first, count)]
+    hit = (b1[j] > a0[i]) & (b0[j] < a1[i])
+    return i[hit], j[hit]
+
+
+def ranges(first: Ints, count: Ints) -> Ints:
+    """``[first[0], first[0]+1, … (count[0] of them), first[1], …]``."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) - np.repeat(ends - count - first, count)
+
+
+def intersect(a: Table, b: Table) -> Table:
+    """The pairs that are in both. Disjoint in, disjoint out."""
+    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1])
+    return tighten(meet(a[i], b[j]))
+
+
+def meet(a: Table, b: Table) -> Table:
+    """Row by row, the band that both hold (not yet tight: it may be empty)."""
+    lower, upper = np.maximum(a, b), np.minimum(a, b)
+    out = np.empty_like(a)
+    out[:, [Q0, K0, LO]] = lower[:, [Q0, K0, LO]]
+    out[:, [Q1, K1, HI]] = upper[:, [Q1, K1, HI]]
+    return out
+
+
+def subtract(a: Table, b: Table) -> Table:
+    """The pairs of ``a`` that are not in ``b``."""
+    for band in b:
+        a = _without(a, band)
+    return a
+
+
+def _without(a: Table, band: Ints) -> Table:
+    """Cut one band out of each of ``a``. What is left of a band is at most six::
+
+        a a a a a a      above
+        l l - \\ u r      left, under the lower diagonal, over the upper one, right
+        l l \\ u u r
+        b b b b b b      below
+    """
+    q0, q1, k0, k1, lo, hi = band
+    touched = (a[:, Q0] < q1) & (q0 < a[:, Q1]) & (a[:, K0] < k1) & (k0 < a[:, K1])
+    touched &= (a[:, LO] <= hi) & (lo <= a[:, HI])
+    if not touched.any():
+        return a
+    hit = a[touched]
+    pieces = [a[~touched]]
+
+    def keep(column: int, value: int) -> Table:
+        """The part of ``hit`` on this side of the border, which is not touched again."""
+        part = hit.copy()
+        bound = np.minimum if column in (Q1, K1, HI) else np.maximum
+        part[:, column] = bound(part[:, column], value)
+        return part
+
+    for near, far, value, after in (
+        (Q1, Q0, q0, q0),
+        (Q0, Q1, q1, q1),
+        (K1, K0, k0, k0),
+        (K0, K1, k1, k1),
+        (HI, LO, lo - 1, lo),
+        (LO, HI, hi + 1, hi),
+    ):
+        pieces.append(keep(near, value))
+        hit = keep(far, after)
+    return tighten(np.concatenate(pieces))
+
+
+def coalesce(t: Table) -> Table:
+    """Join disjoint bands into fewer.
+
+    Two disjoint bands are one band exactly when the smallest band around both has the area of the two together.
+
+    >>> coalesce(table((0, 2, 0, 2, -9, 0), (2, 4, 0, 2, -9, 9), (2, 4, 2, 4, -9, 0))).tolist()
+    [[0, 4, 0, 4, -3, 0]]
+    """
+    return coalesce_grouped(t, np.zeros(len(t), dtype=np.int64))[0]
+
+
+def coalesce_grouped(t: Table, group: Ints) -> tuple[Table, Ints]:
+    """:func:`coalesce` within each group; with the bands, their groups, ordered by group, then rows, then columns."""
+    by_rows, by_cols = (K0, Q1, Q0), (Q0, K1, K0)
+    while True:
+        before = len(t)
+        for keys in (by_rows, by_cols):
+            t, group = _join_neighbours(t, group, keys)
+        if len(t) == before:
+            order = np.lexsort((t[:, K0], t[:, Q0], group))
+            return t[order], group[order]
+
+
+def _join_neighbours(t: Table, group: Ints, keys: tuple[int, ...]) -> tuple[Table, Ints]:
+    """Sort, then join neighbours in the sorted order until no two neighbours join."""
+    order = np.lexsort((*(t[:, key] for key in keys), group))
+    t, group = t[order], group[order]
+    while len(t) > 1:
+        a, b = t[:-1], t[1:]
+        hull = np.minimum(a, b)
+        hull[:, [Q1, K1, HI]] = np.maximum(a, b)[:, [Q1, K1, HI]]
+        sizes = area(t)
+        joins = (area(hull) == sizes[:-1] + sizes[1:]) & (group[:-1] == group[1:])
+        # Of a run of joining neighbours take every second pair, so that no band is joined twice in one pass.
+        index = np.arange(len(joins))
+        since = index - np.maximum.accumulate(np.where(joins, -1, index)) - 1
+        joins &= since % 2 == 0
+        if not joins.any():
+            break
+        first = np.flatnonzero(joins)
+        t = t.copy()
+        t[first] = hull[first]
+        keep = np.ones(len(t), dtype=bool)
+        keep[first + 1] = False
+        t, group = t[keep], group[keep]
+    return t, group
+
+
+def dense(t: Table, rows: int, cols: int) -> NDArray[np.bool_]:
+    """The bands as a boolean array of ``rows × cols``."""
+    out = np.zeros((rows, cols), dtype=np.bool_)
+    for q0, q1, k0, k1, lo, hi in t.tolist():
+        turn = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        out[q0:q1, k0:k1] |= (lo <= turn) & (turn <= hi)
+    return out
