@@ -17,8 +17,8 @@ def round_robin(mask: Mask, world: int) -> Layout:
 
     >>> from ringspan import causal
     >>> print(round_robin(causal(8), 2).ascii())
-    rank 0: [0,1) [3,4) [4,5) [7,8)
-    rank 1: [1,2) [2,3) [5,6) [6,7)
+    rank 0: [0,1) [3,5) [7,8)
+    rank 1: [1,3) [5,7)
     """
     n = mask.lengths[0]
     blocks = max(1, min(n, BLOCKS_PER_RANK * world))
