@@ -1,0 +1,152 @@
+"""Plans: pure functions from (mask, layout, strategy, rank) to data that says what a rank sends, receives and computes."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+from ringspan.errors import PlanError
+from ringspan.layouts import Layout, LayoutLike, make_layout
+from ringspan.masks import Mask
+from ringspan.plans.auto import auto
+from ringspan.plans.exchange import Exchange
+from ringspan.plans.gather import Gather
+from ringspan.plans.plan import Plan, Program, Slot, Step, Task, Transfer
+from ringspan.plans.ring import Ring
+from ringspan.plans.scene import Scene, needed_rows
+from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
+from ringspan.plans.verify import verify
+
+
+class Strategy(Protocol):
+    """A planner: a frozen dataclass that is called with a scene."""
+
+    def __call__(self, scene: Scene, /) -> Program: ...
+
+
+STRATEGIES: dict[str, type[Any]] = {"ring": Ring, "gather": Gather, "exchange": Exchange}
+
+
+def register_strategy(name: str, strategy: type[Any]) -> None:
+    """Make a planner of your own known by a name: a frozen dataclass whose instances map a Scene to a Program."""
+    if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
+        raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
+    STRATEGIES[name] = strategy
+
+
+def plan(
+    mask: Mask,
+    *,
+    world: int,
+    rank: int = 0,
+    strategy: str | Strategy = "auto",
+    layout: LayoutLike = "auto",
+    kv_layout: LayoutLike | None = None,
+) -> Plan:
+    """The plan of one rank. Pure and deterministic: every rank computes its own, and they fit together.
+
+    ``layout`` is for the queries; the keys have the same one unless their number differs or ``kv_layout`` is given.
+
+    >>> from ringspan import causal
+    >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")
+    <Plan b7adcf1d ring on zigzag: rank 1 of 4, 4 queries × 4 keys, area 34, 4 steps>
+    """
+    if not isinstance(mask, Mask):
+        raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
+    q_layout, note = make_layout(layout, mask, world)
+    notes = [note]
+    if kv_layout is None and mask.lengths[0] == mask.lengths[1]:
+        k_layout = q_layout
+    else:
+        if kv_layout is None:
+            kv_layout = layout if isinstance(layout, str) and layout != "auto" else "contiguous"
+        k_layout, note = make_layout(kv_layout, mask.transposed, world)
+        notes.append(f"kv {note}")
+    if strategy == "auto":
+        chosen, note = auto(mask, q_layout, k_layout)
+        strategy = _spec(chosen)
+    else:
+        strategy = _spec(strategy)
+        note = f"strategy {strategy}: as asked"
+    notes.append(note)
+    checked = _rank(rank, q_layout.world)
+    return replace(plan_rank(mask, q_layout, k_layout, strategy, checked), notes=tuple(notes))
+
+
+@lru_cache(maxsize=512)
+def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Plan:
+    """The plan of one rank with everything chosen. Remembered: a repeated call is a dictionary look-up."""
+    scene = Scene(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank)
+    program = parse_strategy(strategy)(scene)
+    return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program)
+
+
+def parse_strategy(text: str) -> Strategy:
+    """``"ring"``, ``"gather(stages=4)"``, … as a planner.
+
+    >>> parse_strategy("gather(stages=4)")
+    Gather(stages=4)
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", text)
+    if not match or match[1] not in STRATEGIES:
+        raise PlanError(f"no strategy is called {text!r}; there are {', '.join(STRATEGIES)} and auto")
+    kind = STRATEGIES[match[1]]
+    try:
+        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        return kind(**{word.arg: ast.literal_eval(word.value) for word in call.keywords})  # type: ignore[no-any-return]
+    except (SyntaxError, AssertionError, TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        options = ", ".join(f"{f.name}={f.default!r}" for f in fields(kind))
+        raise PlanError(f"cannot read strategy {text!r}: {match[1]} takes ({options})") from None
+
+
+def _spec(strategy: str | Strategy) -> str:
+    """The strategy as text, with its options spelled out: the form that goes into digests and files."""
+    if isinstance(strategy, str):
+        strategy = parse_strategy(strategy)
+    for name, kind in STRATEGIES.items():
+        if type(strategy) is kind:
+            options = ", ".join(f"{f.name}={getattr(strategy, f.name)!r}" for f in fields(strategy))  # type: ignore[arg-type]
+            return f"{name}({options})" if options else name
+    raise PlanError(f"{strategy!r} is not a registered strategy; make it known with ringspan.plans.register_strategy")
+
+
+def _rank(rank: Any, world: int) -> int:
+    try:
+        checked = operator.index(rank)
+    except TypeError:
+        checked = -1
+    if not 0 <= checked < world:
+        raise PlanError(f"rank must be one of 0 … {world - 1}, not {rank!r}")
+    return checked
+
+
+__all__ = [
+    "STRATEGIES",
+    "Exchange",
+    "Gather",
+    "Plan",
+    "Program",
+    "Ring",
+    "Scene",
+    "Shape",
+    "Slot",
+    "Step",
+    "Strategy",
+    "Task",
+    "Transfer",
+    "bytes_moved",
+    "needed_rows",
+    "parse_strategy",
+    "peak_bytes",
+    "plan",
+    "plan_rank",
+    "register_strategy",
+    "verify",
+]

@@ -1,0 +1,60 @@
+"""A plan in words and figures."""
+
+from __future__ import annotations
+
+from ringspan.layouts import areas
+from ringspan.plans.plan import PHASES, Phase, Plan, Step, Transfer
+from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
+
+EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+
+
+def explain(plan: Plan, shape: Shape | None = None) -> str:
+    """The plan of one rank: what was chosen, how balanced it is, and each step's wire and work.
+
+    Bytes depend on the tensors; without a shape they are those of 32 query heads, 8 key heads of 128 in bfloat16, and the text
+    says so.
+    """
+    example = " (an example; pass shape= for yours)" if shape is None else ""
+    shape = shape or EXAMPLE
+    per_rank = areas(plan.mask, plan.q_layout)
+    even = per_rank.sum() / plan.world
+    balance = per_rank.max() / even if even else 1.0
+    lines = [
+        f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
+        f"  mask      {plan.mask.name}: {plan.mask.lengths[0]} × {plan.mask.lengths[1]}, area {plan.mask.area:,}, {len(plan.mask)} bands",
+        f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
+        *(f"  choice    {note}" for note in plan.notes),
+        f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
+        f"{shape.head_dim}{f'/{shape.v_dim}' if shape.v_dim else ''} wide, {shape.dtype}{example}",
+    ]
+    for phase in PHASES:
+        lines += ["", *_phase(plan, shape, phase)]
+    return "\n".join(lines)
+
+
+def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
+    header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}   on the wire"
+    lines = [header, "-" * len(header)]
+    for n, step in enumerate(plan.program.steps(phase)):
+        sent, received = (sum(shape.transfer_bytes(t, phase) for t in ts if t.peer != plan.rank) for ts in (step.sends, step.recvs))
+        bands = sum(len(task.bands) for task in step.tasks)
+        lines.append(f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}   {_wire(step)}".rstrip())
+    sent, received = bytes_moved(plan, shape, phase)
+    area = sum(step.area for step in plan.program.steps(phase))
+    bands = sum(len(task.bands) for step in plan.program.steps(phase) for task in step.tasks)
+    lines.append(f"{'total':9}{sent:>14,}{received:>14,}{area:>16,}{bands:>8}   peak buffers {peak_bytes(plan, shape, phase):,} bytes")
+    return lines
+
+
+def _wire(step: Step) -> str:
+    return "; ".join(
+        f"{what} {arrow} {_ranks([t for t in transfers if t.what == what])}"
+        for arrow, transfers in (("→", step.sends), ("←", step.recvs))
+        for what in dict.fromkeys(t.what for t in transfers)
+    )
+
+
+def _ranks(transfers: list[Transfer]) -> str:
+    peers = [str(t.peer) for t in transfers]
+    return "rank " + " ".join(peers) if len(peers) <= 6 else f"{len(peers)} ranks"

@@ -1,0 +1,186 @@
+"""Plans as JSON files. Nothing is unpickled; a malformed file names the field that is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ringspan.errors import LayoutError, MaskError, PlanError
+from ringspan.layouts import Layout
+from ringspan.masks import Band, Mask
+from ringspan.masks import table as tables
+from ringspan.plans.plan import VERSION, WHATS, Plan, Program, Slot, Step, Task, Transfer
+
+T = TypeVar("T")
+
+
+def to_json(plan: Plan) -> str:
+    """The whole plan of one rank, with the mask and layouts it follows from."""
+    return json.dumps(
+        {
+            "ringspan_plan": VERSION,
+            "digest": plan.digest,
+            "rank": plan.rank,
+            "strategy": plan.strategy,
+            "mask": {
+                "name": plan.mask.name,
+                "q_len": plan.mask.q_len,
+                "k_len": plan.mask.k_len,
+                "bands": plan.mask.table.tolist(),
+            },
+            "q_layout": {"name": plan.q_layout.name, "spans": plan.q_layout.spans},
+            "kv_layout": {"name": plan.kv_layout.name, "spans": plan.kv_layout.spans},
+            "q_slots": [_slot_out(slot) for slot in plan.program.q_slots],
+            "kv_slots": [_slot_out(slot) for slot in plan.program.kv_slots],
+            "forward": [_step_out(step) for step in plan.program.forward],
+            "backward": [_step_out(step) for step in plan.program.backward],
+            "notes": plan.notes,
+        }
+    )
+
+
+def from_json(text: str) -> Plan:
+    """The plan back. What it says of itself is checked field by field; what it *means* is checked by ``plan.verify()``."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"not a plan file: {error}") from None
+    top = _Field(data, "plan")
+    version = top.get("ringspan_plan").int()
+    if version != VERSION:
+        raise PlanError(f"plan.ringspan_plan: this ringspan reads version {VERSION}, the file has version {version}")
+    mask = _mask(top.get("mask"))
+    q_layout = _layout(top.get("q_layout"), mask.lengths[0])
+    kv_layout = _layout(top.get("kv_layout"), mask.lengths[1])
+    rank = top.get("rank").int(0, q_layout.world - 1)
+    if q_layout.world != kv_layout.world:
+        raise PlanError(f"plan.kv_layout: has {kv_layout.world} ranks where q_layout has {q_layout.world}")
+    plan = Plan(
+        mask=mask,
+        q_layout=q_layout,
+        kv_layout=kv_layout,
+        strategy=top.get("strategy").str(),
+        rank=rank,
+        program=Program(
+            forward=top.get("forward").list(_step),
+            backward=top.get("backward").list(_step),
+            q_slots=top.get("q_slots").list(_slot),
+            kv_slots=top.get("kv_slots").list(_slot),
+        ),
+        notes=top.get("notes").list(_Field.str),
+    )
+    if plan.digest != top.get("digest").str():
+        raise PlanError(f"plan.digest: says {top.get('digest').str()}, but what the file holds has digest {plan.digest}")
+    return plan
+
+
+class _Field:
+    """A value of the file that knows its own name."""
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.value, self.name = value, name
+
+    def wrong(self, expected: str) -> PlanError:
+        came = repr(self.value)
+        return PlanError(f"{self.name}: expected {expected}, got {came if len(came) < 80 else came[:77] + '...'}")
+
+    def get(self, key: str) -> _Field:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        if key not in self.value:
+            raise PlanError(f"{self.name}.{key}: missing")
+        return _Field(self.value[key], f"{self.name}.{key}")
+
+    def int(self, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+        if not isinstance(self.value, int) or isinstance(self.value, bool) or not low <= self.value <= high:
+            raise self.wrong("a whole number" if low < 0 else f"a whole number from {low} to {high}")
+        return self.value
+
+    def str(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.wrong("text")
+        return self.value
+
+    def list(self, read: Callable[[_Field], T], size: int | None = None) -> tuple[T, ...]:
+        if not isinstance(self.value, list) or (size is not None and len(self.value) != size):
+            raise self.wrong("a list" if size is None else f"a list of {size}")
+        return tuple(read(_Field(item, f"{self.name}[{i}]")) for i, item in enumerate(self.value))
+
+    def optional(self, read: Callable[[_Field], T]) -> T | None:
+        return None if self.value is None else read(self)
+
+
+def _mask(field: _Field) -> Mask:
+    q_len, k_len = field.get("q_len").int(0), field.get("k_len").int(0)
+    bands = field.get("bands").list(_band)
+    table = tables.table(*bands)
+    try:
+        clean = Mask.from_bands(bands, q_len, k_len)
+    except MaskError as error:
+        raise PlanError(f"{field.name}: {error}") from None
+    mask = Mask(table, q_len, k_len, name=field.get("name").str())
+    if len(table) != len(bands) or mask.area != clean.area:
+        raise PlanError(f"{field.name}.bands: bands must be disjoint, tight and within {q_len} × {k_len}")
+    return mask
+
+
+def _layout(field: _Field, length: int) -> Layout:
+    spans = field.get("spans").list(lambda rank: rank.list(lambda span: span.list(_Field.int, 3)))
+    try:
+        return Layout(spans, length=length, name=field.get("name").str())
+    except LayoutError as error:
+        raise PlanError(f"{field.name}.spans: {error}") from None
+
+
+def _band(field: _Field) -> Band:
+    return Band(*field.list(_Field.int, 6))
+
+
+def _pair(field: _Field) -> tuple[int, int]:
+    start, stop = field.list(lambda x: x.int(0), 2)
+    if stop < start:
+        raise field.wrong("a range [start, stop] with start <= stop")
+    return start, stop
+
+
+def _slot_out(slot: Slot) -> dict[str, Any]:
+    return {"rows": slot.rows, "heads": slot.heads}
+
+
+def _slot(field: _Field) -> Slot:
+    return Slot(rows=field.get("rows").int(0), heads=field.get("heads").optional(lambda h: h.int(0)))
+
+
+def _step_out(step: Step) -> dict[str, Any]:
+    def transfer(t: Transfer) -> dict[str, Any]:
+        return {"what": t.what, "peer": t.peer, "slot": t.slot, "rows": t.rows, "heads": t.heads}
+
+    return {
+        "sends": [transfer(t) for t in step.sends],
+        "recvs": [transfer(t) for t in step.recvs],
+        "tasks": [{"q_slot": t.q_slot, "kv_slot": t.kv_slot, "bands": t.bands} for t in step.tasks],
+    }
+
+
+def _step(field: _Field) -> Step:
+    def transfer(t: _Field) -> Transfer:
+        what = t.get("what").str()
+        if what not in WHATS:
+            raise t.get("what").wrong(f"one of {', '.join(WHATS)}")
+        return Transfer(
+            what=what,
+            peer=t.get("peer").int(0),
+            slot=t.get("slot").int(0),
+            rows=t.get("rows").list(_pair),
+            heads=t.get("heads").optional(_pair),
+        )
+
+    def task(t: _Field) -> Task:
+        return Task(q_slot=t.get("q_slot").int(0), kv_slot=t.get("kv_slot").int(0), bands=t.get("bands").list(_band))
+
+    return Step(
+        sends=field.get("sends").list(transfer),
+        recvs=field.get("recvs").list(transfer),
+        tasks=field.get("tasks").list(task),
+    )

@@ -1,0 +1,83 @@
+"""What a strategy is told, and the questions it may ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.layouts import Layout, Tiles, cut
+from ringspan.masks import Band, Mask
+from ringspan.masks import table as tables
+from ringspan.masks.table import K0, K1, Table
+
+Rows = tuple[tuple[int, int], ...]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A mask, who owns its queries and keys, and whose plan is to be made."""
+
+    mask: Mask
+    q_layout: Layout
+    kv_layout: Layout
+    rank: int
+
+    @property
+    def world(self) -> int:
+        return self.q_layout.world
+
+    @property
+    def q_rows(self) -> int:
+        return self.q_layout.counts[self.rank]
+
+    def seen(self) -> Tiles:
+        """What this rank's queries see of everybody's keys."""
+        return cut(self.mask, self.q_layout.pieces.of(self.rank), self.kv_layout.pieces)
+
+    def seeing(self) -> Tiles:
+        """What everybody's queries see of this rank's keys."""
+        return cut(self.mask, self.q_layout.pieces, self.kv_layout.pieces.of(self.rank))
+
+    def all_rows(self, rank: int) -> Rows:
+        """All keys of a rank."""
+        return ((0, self.kv_layout.counts[rank]),) if self.kv_layout.counts[rank] else ()
+
+
+@lru_cache(maxsize=64)
+def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
+    """A matrix: how many keys of rank ``column`` the queries of rank ``row`` see at least one pair with."""
+    tiles = cut(mask, q_layout.pieces, kv_layout.pieces)
+    pair, start, stop = union(tiles.q_rank * q_layout.world + tiles.k_rank, tiles.bands[:, K0], tiles.bands[:, K1])
+    total = np.zeros(q_layout.world**2, dtype=np.int64)
+    np.add.at(total, pair, stop - start)
+    return total.reshape(q_layout.world, q_layout.world)
+
+
+def union(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Within each group, the intervals [start, stop) joined where they touch; sorted by group, then start."""
+    if not len(group):
+        return group, start, stop
+    order = np.lexsort((start, group))
+    group, start, stop = group[order], start[order], stop[order]
+    apart = group << 32  # intervals are shorter than 2**31, so those of different groups never touch
+    reach = np.maximum.accumulate(apart + stop)
+    opens = np.concatenate([[True], (apart + start)[1:] > reach[:-1]])
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(group)) - 1
+    return group[first], start[first], (reach - apart)[last]
+
+
+def as_bands(table: Table) -> tuple[Band, ...]:
+    return tuple(map(Band._make, table.tolist()))
+
+
+def bands_by_group(bands: Table, group: Ints) -> dict[int, tuple[Band, ...]]:
+    """The bands of each group, joined into as few as possible."""
+    bands, group = tables.coalesce_grouped(bands, group)
+    cuts = np.flatnonzero(np.diff(group)) + 1
+    parts = zip(np.split(bands, cuts), np.split(group, cuts), strict=True)
+    return {int(g[0]): as_bands(b) for b, g in parts if len(g)}

@@ -1,0 +1,92 @@
+"""The shape of the tensors, as far as bytes depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringspan.errors import InputError
+from ringspan.plans.plan import Phase, Plan, Slot, Transfer, What
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Batch, heads, head dims and dtype of a call. ``v_dim`` is ``head_dim`` unless said otherwise."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int | None = None
+    batch: int = 1
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise InputError(f"attention is computed in {', '.join(ITEM_BYTES)}; got {self.dtype}")
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of q, k, v."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def wide_item(self) -> int:
+        """Bytes of an element of what is accumulated: at least float32."""
+        return max(4, self.item)
+
+    def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
+        """Bytes of one row on the wire, and in a slot."""
+        d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
+        if what in ("kv", "dkv"):
+            heads = self.kv_heads if heads is None else heads
+            return self.batch * heads * (d + dv) * (self.item if what == "kv" else self.wide_item)
+        heads = self.heads if heads is None else heads
+        if what == "q" and phase == "forward":
+            return self.batch * heads * d * self.item
+        # Backward, a query travels with all that its gradient needs: q, dout, out, lse and dlse.
+        width = {"q": d + 2 * dv + 2, "out": dv + 1, "dq": d, "kv": 0, "dkv": 0}[what]
+        return self.batch * heads * width * self.wide_item
+
+    def transfer_bytes(self, transfer: Transfer, phase: Phase) -> int:
+        heads = None if transfer.heads is None else transfer.heads[1] - transfer.heads[0]
+        return transfer.count * self.row_bytes(transfer.what, phase, heads)
+
+    def slot_bytes(self, slot: Slot, what: What, phase: Phase) -> int:
+        return slot.rows * self.row_bytes(what, phase, slot.heads)
+
+
+def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
+    """What this rank sends and what it receives in a phase."""
+    sent = sum(shape.transfer_bytes(t, phase) for t in plan.transfers(phase, "sends") if t.peer != plan.rank)
+    received = sum(shape.transfer_bytes(t, phase) for t in plan.transfers(phase, "recvs") if t.peer != plan.rank)
+    return sent, received
+
+
+def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
+    """The most memory a phase holds in buffers of its own: slots, accumulators, and messages being packed or waiting to be added.
+
+    The tensors that come in and the kernels' own scratch space are not counted.
+    """
+    program = plan.program
+    kv = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
+    away = program.q_slots[1:]
+    q = sum(shape.slot_bytes(slot, "q", phase) for slot in away)
+    if phase == "forward":
+        results = sum(shape.slot_bytes(slot, "out", phase) for slot in program.q_slots)
+    else:
+        results = sum(shape.slot_bytes(slot, "dq", phase) for slot in program.q_slots)
+        results += sum(shape.slot_bytes(slot, "dkv", phase) for slot in program.kv_slots)
+        if away:
+            q += shape.slot_bytes(program.q_slots[0], "q", phase)
+    staged = (
+        sum(shape.transfer_bytes(t, phase) for t in step.sends if is_packed(t))
+        + sum(shape.transfer_bytes(t, phase) for t in step.recvs if is_packed(t) or t.what in ("out", "dq", "dkv"))
+        for step in program.steps(phase)
+    )
+    return kv + q + results + max(staged, default=0)
+
+
+def is_packed(t: Transfer) -> bool:
+    """Rows that do not lie together are copied into one message; rows that do travel as they lie."""
+    return len(t.rows) != 1 or t.heads is not None
