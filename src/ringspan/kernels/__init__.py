@@ -1,0 +1,46 @@
+"""Kernels: attention over a list of bands on one device. They know nothing of ranks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from ringspan.errors import KernelError
+from ringspan.kernels.kernel import Inputs, Kernel, Part, Saved, wide
+from ringspan.kernels.partial import Accumulator, Partial, merge
+
+# In order of preference; each is imported only when its turn comes.
+KERNELS: dict[str, str] = {"cpu": "ringspan.kernels.cpu", "reference": "ringspan.kernels.reference"}
+
+# Exact everywhere and slow everywhere: taken only by those who ask for it.
+ONLY_IF_ASKED = {"reference"}
+
+
+def pick(backend: str, inputs: Inputs) -> Kernel:
+    """The kernel called ``backend``, or for ``"auto"`` the first that can serve. Says why if there is none."""
+    if backend != "auto":
+        if backend not in KERNELS:
+            raise KernelError(f"no kernel is called {backend!r}; there are {', '.join(KERNELS)} and auto")
+        reason = _load(backend).why_not(inputs)
+        if reason:
+            raise KernelError(f'backend="{backend}" {reason}; use backend="auto" to have one chosen')
+        return _load(backend)
+    reasons = []
+    for name in KERNELS:
+        if name in ONLY_IF_ASKED:
+            continue
+        reason = _load(name).why_not(inputs)
+        if reason is None:
+            return _load(name)
+        reasons.append(f"{name} {reason}")
+    raise KernelError(
+        f"no fast kernel can serve {inputs.dtype} on {inputs.device}: {'; '.join(reasons)}. "
+        f'backend="reference" is exact on any device, dense and slow'
+    )
+
+
+def _load(name: str) -> Kernel:
+    return cast(Kernel, importlib.import_module(KERNELS[name]))
+
+
+__all__ = ["KERNELS", "Accumulator", "Inputs", "Kernel", "Part", "Partial", "Saved", "merge", "pick", "wide"]

@@ -1,0 +1,76 @@
+"""What a kernel is: two functions over a list of bands, and a word on whether it can serve.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels.partial import Partial
+from ringspan.masks import Band
+
+
+class Part(NamedTuple):
+    """A partial result for the queries ``start:stop``; its tensors are (B, H, rows, E) and (B, H, rows)."""
+
+    start: int
+    stop: int
+    partial: Partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a kernel may depend on to say whether it can serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_dim: int
+
+
+class Kernel(Protocol):
+    """A back end. A module with these functions is one."""
+
+    def why_not(self, inputs: Inputs) -> str | None:
+        """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""
+
+    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+        """Attend through disjoint bands. Each query may appear in several parts, or in none if it sees nothing."""
+
+    def attend_backward(
+        self,
+        saved: Saved,
+        k_BGTD: Tensor,
+        v_BGTE: Tensor,
+        bands: Sequence[Band],
+        *,
+        scale: float,
+        dq_BHSD: Tensor,
+        dk_BGTD: Tensor,
+        dv_BGTE: Tensor,
+    ) -> None:
+        """Add the gradients that flow through these bands to dq, dk and dv, which are wide (:func:`wide`)."""
+
+
+class Saved(NamedTuple):
+    """What the backward pass knows of the queries. ``out`` and ``lse`` are final: over all keys of all ranks."""
+
+    q_BHSD: Tensor
+    dout_BHSE: Tensor
+    out_BHSE: Tensor
+    lse_BHS: Tensor
+    dlse_BHS: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> Saved:
+        return Saved(*(None if x is None else x[:, :, start:stop] for x in self))  # type: ignore[arg-type]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results of this dtype are accumulated: at least float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,89 @@
+"""From bands to launches: which calls of a flash kernel cover a list of bands, for kernels that know full, causal and dense masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+
+# Pairs that are worth computing for nothing if that saves a launch.
+WASTE = 4096
+BLOCK = 512
+
+
+class Launch(NamedTuple):
+    """One call over a rectangle: all of it, its lower triangle from the top left corner, or just ``bands`` of it."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    is_causal: bool = False
+    bands: tuple[Band, ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def launches(bands: tuple[Band, ...]) -> tuple[Launch, ...]:
+    """Calls that together cover each band once.
+
+    >>> launches((Band(0, 8, 0, 8, -7, 0),))
+    (Launch(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
+    """
+    return tuple(launch for group in _grouped(sorted(bands)) for launch in _of_group(group))
+
+
+def _grouped(bands: Sequence[Band]) -> Iterator[list[Band]]:
+    """Small neighbours together, as long as their common rectangle is not much larger than they are."""
+    group: list[Band] = []
+    area = 0
+    for band in bands:
+        if group and _cells(_hull([*group, band])) > area + band.area + WASTE:
+            yield group
+            group, area = [], 0
+        group.append(band)
+        area += band.area
+    if group:
+        yield group
+
+
+def _of_group(group: Sequence[Band]) -> Iterator[Launch]:
+    if len(group) > 1:
+        yield Launch(*_hull(group), bands=tuple(group))
+        return
+    (band,) = group
+    rectangle = band[:4]
+    ahead = band.hi - (band.k0 - band.q0)
+    if band.is_full:
+        yield Launch(*rectangle)
+    elif band.cut_below:
+        yield from _by_rows(band)
+    elif ahead == 0:
+        yield Launch(*rectangle, is_causal=True)
+    elif _cells(rectangle) <= band.area + WASTE:
+        yield Launch(*rectangle, bands=(band,))
+    else:
+        # The first ``ahead`` keys are seen by all; the rest is a triangle.
+        yield Launch(band.q0, band.q1, band.k0, band.k0 + ahead)
+        yield Launch(band.q0, band.q1, band.k0 + ahead, band.k1, is_causal=True)
+
+
+def _by_rows(band: Band) -> Iterator[Launch]:
+    """A window: blocks of rows, each with the keys that any of them sees."""
+    block = min(BLOCK, max(64, band.hi - band.lo + 1))
+    for q0 in range(band.q0, band.q1, block):
+        (row,) = tables.table((q0, min(q0 + block, band.q1), *band[2:])).tolist()
+        part = Band(*row)
+        yield Launch(*part[:4]) if part.is_full else Launch(*part[:4], bands=(part,))
+
+
+def _hull(bands: Sequence[Band]) -> tuple[int, int, int, int]:
+    q0, q1, k0, k1 = zip(*(band[:4] for band in bands), strict=True)
+    return min(q0), max(q1), min(k0), max(k1)
+
+
+def _cells(rectangle: tuple[int, int, int, int]) -> int:
+    q0, q1, k0, k1 = rectangle
+    return (q1 - q0) * (k1 - k0)

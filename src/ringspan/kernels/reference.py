@@ -1,0 +1,69 @@
+"""The reference: dense attention in float64, by the book. What every other path is compared with.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels.kernel import Inputs, Part, Saved
+from ringspan.kernels.partial import Partial
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+
+
+def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Tensor, *, scale: float | None = None) -> Partial:
+    """softmax(q kᵀ · scale) v over the visible keys, and its lse. Differentiable; a query that sees nothing gives 0 and -inf."""
+    q, k, v = q_BHSD.double(), _per_query_head(k_BGTD, q_BHSD), _per_query_head(v_BGTE, q_BHSD)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    score_BHST = (q @ k.mT * scale).masked_fill(~seen_ST, -torch.inf)
+    if not seen_ST.shape[-1]:
+        return Partial(q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf))
+    top_BHS1 = score_BHST.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).min)
+    weight_BHST = (score_BHST - top_BHS1).exp()
+    total_BHS1 = weight_BHST.sum(-1, keepdim=True)
+    empty = total_BHS1 == 0
+    lse = (top_BHS1 + total_BHS1.masked_fill(empty, 1).log()).masked_fill(empty, -torch.inf)
+    return Partial(weight_BHST / total_BHS1.masked_fill(empty, 1) @ v, lse.squeeze(-1))
+
+
+def why_not(inputs: Inputs) -> str | None:
+    return None
+
+
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+    seen_ST = _seen(bands, q_BHSD, k_BGTD)
+    yield Part(0, q_BHSD.shape[2], dense_attention(q_BHSD, k_BGTD, v_BGTE, seen_ST, scale=scale))
+
+
+def attend_backward(
+    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float, dq_BHSD: Tensor, dk_BGTD: Tensor, dv_BGTE: Tensor
+) -> None:
+    q, dout, out, lse = (x.double() for x in saved[:4])
+    k, v = _per_query_head(k_BGTD, q), _per_query_head(v_BGTE, q)
+    seen_ST = _seen(bands, q, k)
+    lse_BHS1 = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+    weight_BHST = (q @ k.mT * scale - lse_BHS1).masked_fill(~seen_ST, -torch.inf).exp()
+    delta_BHS1 = (dout * out).sum(-1, keepdim=True)
+    if saved.dlse_BHS is not None:
+        delta_BHS1 = delta_BHS1 - saved.dlse_BHS.double().unsqueeze(-1)
+    dscore_BHST = weight_BHST * (dout @ v.mT - delta_BHS1) * scale
+    dq_BHSD += dscore_BHST @ k
+    dk_BGTD += _per_key_head(dscore_BHST.mT @ q, k_BGTD)
+    dv_BGTE += _per_key_head(weight_BHST.mT @ dout, v_BGTE)
+
+
+def _seen(bands: Sequence[Band], q: Tensor, k: Tensor) -> Tensor:
+    return torch.from_numpy(tables.dense(tables.table(*bands), q.shape[2], k.shape[2])).to(q.device)
+
+
+def _per_query_head(x_BGTD: Tensor, q_BHSD: Tensor) -> Tensor:
+    return x_BGTD.double().repeat_interleave(q_BHSD.shape[1] // x_BGTD.shape[1], dim=1)
+
+
+def _per_key_head(x_BHTD: Tensor, like_BGTD: Tensor) -> Tensor:
+    return x_BHTD.unflatten(1, (like_BGTD.shape[1], -1)).sum(2)
