@@ -1,2 +1,69 @@
+"""ringspan: exact attention over one sequence that is split across many devices.
+
+    import ringspan as rs
+
+    mask = rs.documents(lengths) & rs.window(left=4096)
+    cp = rs.ContextParallel(mesh["cp"], mask)
+    tokens, labels = cp.shard(tokens, labels, dim=1)
+    with cp:
+        logits = model(tokens, positions=cp.positions())
+
+Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``; without tensors: ``rs.plan(mask, world=64, rank=17).explain()``.
+"""
+
+from ringspan.errors import (
+    InputError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    PeerLost,
+    PeerMismatch,
+    PeerTimeout,
+    PlanError,
+    RingspanError,
+    TransportError,
+    UnplannedAttention,
+)
+from ringspan.frontends import ContextParallel, LocalWorld, attention, local_attention
+from ringspan.kernels import Partial, merge
+from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window
-from ringspan.plans import plan, Plan, Shape
+from ringspan.plans import Exchange, Gather, Plan, Ring, Shape, plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Band",
+    "ContextParallel",
+    "Exchange",
+    "Gather",
+    "InputError",
+    "KernelError",
+    "Layout",
+    "LayoutError",
+    "LocalWorld",
+    "Mask",
+    "MaskError",
+    "Partial",
+    "PeerLost",
+    "PeerMismatch",
+    "PeerTimeout",
+    "Plan",
+    "PlanError",
+    "Ring",
+    "RingspanError",
+    "Shape",
+    "Span",
+    "TransportError",
+    "UnplannedAttention",
+    "attention",
+    "causal",
+    "chunked",
+    "documents",
+    "full",
+    "local_attention",
+    "merge",
+    "plan",
+    "prefix",
+    "window",
+]

@@ -37,7 +37,7 @@ def merge_(into: Partial, other: Partial) -> None:
     # both are. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).nan_to_num_(nan=0.0)
     into.out.lerp_(other.out, share.unsqueeze(-1))
-    torch.logaddexp(into.lse, other.lse, out=into.lse)
+    into.lse.copy_(torch.logaddexp(into.lse, other.lse))
 
 
 class Accumulator:
@@ -51,9 +51,14 @@ class Accumulator:
         self.lse_SBH = like.new_empty((rows, batch, heads))
         self._touched: list[tuple[int, int]] = []
 
-    def add(self, start: int, stop: int, part: Partial) -> None:
-        """Take in a part for the rows from start to stop; its tensors are (B, H, rows, E) and (B, H, rows)."""
+    def add(self, start: int, stop: int, part: Partial, *, heads: tuple[int, int] | None = None) -> None:
+        """Take in a part for the rows from start to stop, and for some heads or all; its tensors are (B, H, rows, E) and (B, H, rows)."""
         out_SBHE, lse_SBH = part.out.permute(2, 0, 1, 3), part.lse.permute(2, 0, 1)
+        if heads is not None:
+            self._empty_fresh(start, stop)
+            mine = Partial(*(x[:, :, slice(*heads)] for x in self.rows(start, stop)))
+            merge_(mine, Partial(out_SBHE, lse_SBH))
+            return
         for a, b, fresh in self._pieces(start, stop):
             mine = self.rows(a, b)
             theirs = Partial(out_SBHE[a - start : b - start], lse_SBH[a - start : b - start])
@@ -76,11 +81,15 @@ class Accumulator:
 
     def finish(self) -> Partial:
         """All rows, those that nothing came for being empty. Views, (S, B, H, E) and (S, B, H)."""
-        for a, b, fresh in list(self._pieces(0, len(self.lse_SBH))):
+        self._empty_fresh(0, len(self.lse_SBH))
+        return Partial(self.out_SBHE, self.lse_SBH)
+
+    def _empty_fresh(self, start: int, stop: int) -> None:
+        for a, b, fresh in list(self._pieces(start, stop)):
             if fresh:
                 self.out_SBHE[a:b] = 0
                 self.lse_SBH[a:b] = EMPTY_LSE
-        return Partial(self.out_SBHE, self.lse_SBH)
+        self._touched = _with(self._touched, start, stop)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
         """The rows in runs that are all fresh or all touched."""

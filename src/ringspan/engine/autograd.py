@@ -1,0 +1,71 @@
+"""The autograd function around the engine: any number of ranks that this process drives, one transport.
+
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringspan.engine.walk import Call, backward, forward
+from ringspan.kernels import Partial, Saved
+from ringspan.plans import Plan
+
+# Drives the walks of the ranks this process has, to their results: ``transport.run``.
+Run = Callable[[Sequence[Any]], list[Any]]
+
+
+def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], call: Call, run: Run) -> list[Partial]:
+    """Attention of the ranks in this process. Tensors (B, heads, rows, dim), differentiable in all three; so are out and lse."""
+    flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank))
+    return [Partial(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plans: Sequence[Plan], call: Call, run: Run, *qkv: Tensor) -> tuple[Tensor, ...]:
+        queries = [_rows_first(q) for q in qkv[::3]]
+        key_values = [torch.cat([_rows_first(k), _rows_first(v)], dim=-1) for k, v in zip(qkv[1::3], qkv[2::3], strict=True)]
+        walks = [forward(plan, q, kv, call) for plan, q, kv in zip(plans, queries, key_values, strict=True)]
+        outputs: list[Tensor] = []
+        for result, q in zip(run(walks), queries, strict=True):
+            outputs += [result.out.movedim(0, 2).to(q.dtype), result.lse.movedim(0, 2)]
+        ctx.set_materialize_grads(False)
+        ctx.plans, ctx.call, ctx.run = plans, call, run
+        ctx.save_for_backward(*queries, *key_values, *outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        n = len(ctx.plans)
+        queries, key_values, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n : 2 * n], ctx.saved_tensors[2 * n :]
+        walks = []
+        for rank, plan in enumerate(ctx.plans):
+            out, lse = outputs[2 * rank : 2 * rank + 2]
+            dout, dlse = grads[2 * rank : 2 * rank + 2]
+            # On every rank all gradients are computed, needed or not: a rank that skipped its part would leave others waiting.
+            saved = Saved(
+                queries[rank],
+                _rows_first(torch.zeros_like(out) if dout is None else dout),
+                _rows_first(out),
+                _rows_first(lse),
+                None if dlse is None else _rows_first(dlse.masked_fill(lse == -torch.inf, 0.0)),
+            )
+            walks.append(backward(plan, saved, key_values[rank], ctx.call))
+        needed: list[Tensor | None] = []
+        for (dq, dkv), q in zip(ctx.run(walks), queries, strict=True):
+            d = ctx.call.head_dim
+            needed += [x.movedim(0, 2).to(q.dtype) for x in (dq, dkv[..., :d], dkv[..., d:])]
+        return None, None, None, *(x if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
+
+
+def _rows_first(x_BHS: Tensor) -> Tensor:
+    return x_BHS.movedim(2, 0)
+
+

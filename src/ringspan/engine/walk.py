@@ -1,0 +1,128 @@
+"""The engine: one generator forward, one backward. They walk a plan, yield the exchanges they need, and move no byte themselves.
+
+Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim; keys and values lie side
+by side, D + E wide, so that a token is one contiguous row and travels without packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ringspan.engine.slots import Slots
+from ringspan.kernels import Accumulator, Kernel, Partial, Saved, wide
+from ringspan.plans import Plan, Slot, Task
+from ringspan.plans.plan import Phase
+from ringspan.transports import Wait, Walk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is the same for all ranks of one call of attention."""
+
+    kernel: Kernel
+    scale: float
+    head_dim: int
+
+
+def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Partial]:
+    """Walk the forward steps. Returns this rank's result: out (S, B, H, E) and lse (S, B, H), both wide."""
+    program = plan.program
+    kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
+    q = [q_SBHD, *(_room(slot, q_SBHD) for slot in program.q_slots[1:])]
+    value_dim = kv_TBGF.shape[-1] - call.head_dim
+    like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
+    out = [Accumulator(x.shape[0], x.shape[1], x.shape[2], value_dim, like=like) for x in q]
+
+    def reset(what: str, slot: int, start: int, stop: int) -> None:
+        if what == "q":
+            out[slot].clear(start, stop)
+
+    def compute(task: Task) -> None:
+        k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
+        for part in call.kernel.attend(_heads_first(q[task.q_slot]), k_BGTD, v_BGTE, task.bands, scale=call.scale):
+            out[task.q_slot].add(*part)
+
+    yield from _walk(plan, "forward", Slots(plan, plain={"q": q, "kv": kv}, results=out, reset=reset), compute)
+    return out[0].finish()
+
+
+def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, Tensor]]:
+    """Walk the backward steps. ``saved`` is rows first. Returns the gradients dq (S, B, H, D) and dkv (T, B, G, D + E), wide."""
+    program = plan.program
+    kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
+    # Queries that travel take along all that their gradient needs, in one row; those that stay need no such copy.
+    q = [_bundle(saved)] if len(program.q_slots) > 1 else []
+    q += [_room(slot, q[0]) for slot in program.q_slots[1:]]
+    home = Saved(*(None if x is None else _heads_first(x) for x in saved))  # type: ignore[arg-type]
+    value_dim = kv_TBGF.shape[-1] - call.head_dim
+    queries = [home, *(_unbundle(x, call.head_dim, value_dim) for x in q[1:])]
+    like = torch.empty(0, dtype=wide(kv_TBGF.dtype), device=kv_TBGF.device)
+    dkv = [like.new_zeros(x.shape) for x in kv]
+    dq = [like.new_zeros((*x.shape[:3], call.head_dim)) for x in (saved.q_BHSD, *q[1:])]
+
+    def reset(what: str, slot: int, start: int, stop: int) -> None:
+        (dkv if what == "kv" else dq)[slot][start:stop] = 0
+
+    def compute(task: Task) -> None:
+        k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
+        dk_BGTD, dv_BGTE = _key_value(dkv[task.kv_slot], call)
+        call.kernel.attend_backward(
+            queries[task.q_slot],
+            k_BGTD,
+            v_BGTE,
+            task.bands,
+            scale=call.scale,
+            dq_BHSD=_heads_first(dq[task.q_slot]),
+            dk_BGTD=dk_BGTD,
+            dv_BGTE=dv_BGTE,
+        )
+
+    yield from _walk(plan, "backward", Slots(plan, plain={"q": q, "kv": kv}, sums={"dq": dq, "dkv": dkv}, reset=reset), compute)
+    return dq[0], dkv[0]
+
+
+def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None]) -> Walk[None]:
+    """Each step: post what travels, compute while it does, wait, and lay out what has arrived."""
+    for n, step in enumerate(plan.program.steps(phase)):
+        label = f"{phase} step {n}"
+        with record_function(f"ringspan::{label}"):
+            post, arrivals = slots.post(step, label)
+            on_the_wire = bool(post.sends or post.recvs)
+            ticket = (yield post) if on_the_wire else None
+            for task in step.tasks:
+                compute(task)
+            if on_the_wire:
+                yield Wait(ticket)
+            slots.take(arrivals)
+
+
+def _room(slot: Slot, like: Tensor) -> Tensor:
+    heads = like.shape[2] if slot.heads is None else slot.heads
+    return like.new_empty((slot.rows, like.shape[1], heads, like.shape[3]))
+
+
+def _heads_first(x_SBH: Tensor) -> Tensor:
+    """(S, B, H, …) seen as (B, H, S, …), the way kernels see it."""
+    return x_SBH.movedim(0, 2)
+
+
+def _key_value(kv_TBGF: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    kv_BGTF = _heads_first(kv_TBGF)
+    return kv_BGTF[..., : call.head_dim], kv_BGTF[..., call.head_dim :]
+
+
+def _bundle(saved: Saved) -> Tensor:
+    """q, dout, out, lse and dlse of each query side by side."""
+    lse = saved.lse_BHS.unsqueeze(-1)
+    dlse = torch.zeros_like(lse) if saved.dlse_BHS is None else saved.dlse_BHS.unsqueeze(-1)
+    return torch.cat([x.to(lse.dtype) for x in (saved.q_BHSD, saved.dout_BHSE, saved.out_BHSE, lse, dlse)], dim=-1)
+
+
+def _unbundle(rows: Tensor, d: int, e: int) -> Saved:
+    q, dout, out, lse, dlse = _heads_first(rows).split([d, e, e, 1, 1], dim=-1)
+    return Saved(q, dout, out, lse.squeeze(-1), dlse.squeeze(-1))

@@ -1,0 +1,8 @@
+"""Front ends: the ways in which users reach the engine."""
+
+from ringspan.frontends.attention import attention
+from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.local_world import LocalWorld
+from ringspan.frontends.sdpa import local_attention
+
+__all__ = ["ContextParallel", "LocalWorld", "attention", "local_attention"]

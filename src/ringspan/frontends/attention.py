@@ -1,0 +1,98 @@
+"""Attention over a process group, without a context.
+
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.engine import DTYPES, Call, attend, shape_of
+from ringspan.errors import InputError
+from ringspan.kernels import Inputs, Partial, pick
+from ringspan.plans import Plan
+from ringspan.transports import Hello, ProcessGroup, as_process_group, shake_hands
+from ringspan.transports.handshake import VERSION
+
+Group = ProcessGroup | dist.ProcessGroup | DeviceMesh | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    group: Group = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    group: Group = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> Partial: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    group: Group = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | Partial:
+    """Exact attention of a sequence that is split over the ranks of a group.
+
+    ``q`` (B, H, S, D), ``k`` (B, G, T, D) and ``v`` (B, G, T, E) are this rank's tokens, in the order of ``plan.q_layout`` and
+    ``plan.kv_layout``; H is a multiple of G. The result (B, H, S, E) is that of this rank's queries over all keys of all ranks, in the
+    dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives ``(out, lse)``, both differentiable.
+
+    ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
+    """
+    ranks = as_process_group(group)
+    if (plan.world, plan.rank) != (ranks.world, ranks.rank):
+        raise InputError(
+            f"this is the plan of rank {plan.rank} of {plan.world}, but this process is rank {ranks.rank} of {ranks.world} in the group: "
+            "make it with rs.plan(mask, world=..., rank=...) for this group"
+        )
+    shape = shape_of(q, k, v)
+    hello = Hello(
+        VERSION,
+        int(plan.digest, 16) - 2**63,
+        shape.batch,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        v.shape[-1],
+        list(DTYPES).index(q.dtype),
+        q.shape[2],
+        k.shape[2],
+    )
+    shake_hands(ranks, hello, list(zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)), q.device)
+    (result,) = attend([plan], [(q, k, v)], call_for(q, v, scale, backend), ranks.run)
+    return result if return_lse else result.out
+
+
+def call_for(q: Tensor, v: Tensor, scale: float | None, backend: str) -> Call:
+    """The kernel and scale of a call."""
+    inputs = Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1])
+    return Call(
+        kernel=pick(backend, inputs),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        head_dim=q.shape[-1],
+    )

@@ -1,0 +1,203 @@
+"""ContextParallel: shard a sequence over a group, attend over all of it, bring it back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ringspan.errors import InputError
+from ringspan.frontends.attention import Group, attention
+from ringspan.frontends.sdpa import AttentionMode
+from ringspan.layouts import Layout, LayoutLike
+from ringspan.masks import Mask
+from ringspan.plans import Plan, Strategy, plan
+from ringspan.transports import ProcessGroup, as_process_group
+
+Of = Literal["q", "kv"]
+
+
+class ContextParallel:
+    """One sequence over the ranks of a group, and the mask its attention has.
+
+    ::
+
+        cp = rs.ContextParallel(mesh["cp"], rs.documents(lengths))
+        tokens, labels = cp.shard(tokens, labels, dim=1)
+        with cp:                                   # F.scaled_dot_product_attention is context-parallel in here
+            logits = model(tokens, positions=cp.positions())
+        loss = cp.mean(token_loss)                 # the mean over all tokens of all ranks
+        loss.backward()
+        cp.sum_gradients(model.parameters())
+
+    The mask given here is what every attention call in the block means; a call that says otherwise raises. The block is of the thread
+    that entered it, nests (the innermost counts), and leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        mask: Mask,
+        *,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.group: ProcessGroup = as_process_group(group)
+        self.backend = backend
+        self.plan: Plan = plan(
+            mask, world=self.group.world, rank=self.group.rank, strategy=strategy, layout=layout, kv_layout=kv_layout
+        )
+        self._strategy = strategy
+        self._entered = threading.local()
+
+    @property
+    def mask(self) -> Mask:
+        return self.plan.mask
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world(self) -> int:
+        return self.group.world
+
+    def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
+        """The same tokens on the same ranks with another mask, for models whose layers differ (full and sliding window)."""
+        return ContextParallel(
+            self.group,
+            mask,
+            strategy=self._strategy if strategy is None else strategy,
+            layout=self.plan.q_layout,
+            kv_layout=self.plan.kv_layout,
+            backend=self.backend,
+        )
+
+    # -- tokens to ranks and back --------------------------------------------------------------------------------------
+
+    def shard(self, *trees: Any, dim: int, of: Of = "q") -> Any:
+        """This rank's tokens of whole sequences, out of place. Tensors, or any nesting of lists, tuples and dicts of them.
+
+        ``dim`` is the sequence dim of each tensor; ``of="kv"`` shards keys of a sequence of their own (cross-attention).
+        Leaves that are not tensors are left as they are. One argument gives one result, several give a tuple.
+        """
+        layout = self._layout(of)
+
+        def take(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if not -x.ndim <= dim < x.ndim:
+                raise InputError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
+            if x.shape[dim] != layout.length:
+                raise InputError(
+                    f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens, but the plan's sequence has {layout.length}: "
+                    "shard whole sequences, and give the sequence dim as dim="
+                )
+            return x.index_select(dim, self.positions(of, device=x.device))
+
+        sharded = tuple(tree_map(take, tree) for tree in trees)
+        return sharded[0] if len(sharded) == 1 else sharded
+
+    def unshard(self, x: Tensor, *, dim: int, of: Of = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
+        """The whole sequence on every rank, in its first order. Differentiable.
+
+        ``grad`` says what the gradient of the result is, in the words of DTensor: ``"replicate"``, the same on all ranks (each computes
+        the same function of the whole), or ``"partial"``, a part on each rank that must be summed (each does something of its own).
+        """
+        layout = self._layout(of)
+        if grad not in ("replicate", "partial"):
+            raise InputError(f'grad must be "replicate" or "partial", not {grad!r}')
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != layout.counts[self.rank]:
+            raise InputError(
+                f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "
+                "unshard what cp.shard gave"
+            )
+        result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
+        return result
+
+    def positions(self, of: Of = "q", *, device: torch.device | str | None = None) -> Tensor:
+        """The place in the whole sequence of each of this rank's tokens: what rotary embeddings need."""
+        return torch.from_numpy(self._layout(of).positions(self.rank)).to(device or "cpu")
+
+    def _layout(self, of: Of) -> Layout:
+        if of not in ("q", "kv"):
+            raise InputError(f'of must be "q" or "kv", not {of!r}')
+        return self.plan.q_layout if of == "q" else self.plan.kv_layout
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
+        return attention(q, k, v, plan=self.plan, group=self.group, scale=scale, backend=self.backend)
+
+    def __enter__(self) -> ContextParallel:
+        mode = AttentionMode(self.mask, self.attention)
+        mode.__enter__()
+        self._modes().append(mode)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._modes().pop().__exit__(kind, error, trace)
+
+    def _modes(self) -> list[AttentionMode]:
+        if not hasattr(self._entered, "modes"):
+            self._entered.modes = []
+        modes: list[AttentionMode] = self._entered.modes
+        return modes
+
+    # -- losses and gradients ------------------------------------------------------------------------------------------
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each has.
+
+        Its gradient on a rank is that of the global mean with respect to *this rank's* share. A parameter that all ranks use gets a part
+        of its gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM). If something averages gradients
+        over these ranks instead (DDP, FSDP), multiply the loss by ``cp.world``.
+        """
+        weights = torch.ones_like(x) if weights is None else weights.to(x.dtype).expand_as(x)
+        total = self.group.all_reduce_sum(weights.detach().sum())
+        share = (x * weights).sum() / total
+        result: Tensor = _GlobalSum.apply(share, self.group)
+        return result
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Sum the gradients of parameters that all ranks share, in place; a missing one counts as zero on this rank."""
+        for p in parameters:
+            if p.requires_grad:
+                p.grad = self.group.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
+
+    def __repr__(self) -> str:
+        return f"<ContextParallel rank {self.rank} of {self.world}: {self.plan!r}>"
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, layout: Layout, dim: int, grad: str) -> Tensor:
+        ctx.group, ctx.layout, ctx.dim, ctx.grad = group, layout, dim, grad
+        parts = group.all_gather_rows(x.movedim(dim, 0).contiguous(), layout.counts)
+        back = torch.from_numpy(layout.order()).to(x.device).argsort()
+        return torch.cat(parts).index_select(0, back).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, whole: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.grad == "partial":
+            whole = ctx.group.all_reduce_sum(whole.contiguous())
+        mine = torch.from_numpy(ctx.layout.positions(ctx.group.rank)).to(whole.device)
+        return whole.index_select(ctx.dim, mine), None, None, None, None
+
+
+class _GlobalSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: ProcessGroup) -> Tensor:
+        return group.all_reduce_sum(share)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad, None

@@ -1,0 +1,120 @@
+"""All ranks in this process: the same plans and the same engine as real processes, and no torch.distributed at all.
+
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from ringspan.engine import attend, shape_of
+from ringspan.errors import InputError
+from ringspan.frontends.attention import call_for
+from ringspan.kernels import Partial
+from ringspan.layouts import Layout, LayoutLike, check_world
+from ringspan.masks import Mask
+from ringspan.plans import Plan, Strategy, plan
+from ringspan.transports import InProcess, Traffic
+
+
+class LocalWorld:
+    """A world of ``n`` ranks in this process, for debugging, tests and single devices.
+
+    >>> import torch, ringspan as rs
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
+    >>> out = rs.LocalWorld(4).attention(q, k, v, mask=rs.causal(10), strategy="ring", layout="zigzag")
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+    True
+    """
+
+    def __init__(self, n: int) -> None:
+        self.world = check_world(n)
+        self.traffic: list[Traffic] = [Traffic() for _ in range(self.world)]
+        """Bytes that each rank has sent and received, over all calls."""
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        scale: float | None = None,
+        return_lse: Literal[False] = False,
+        backend: str = "auto",
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        scale: float | None = None,
+        return_lse: Literal[True],
+        backend: str = "auto",
+    ) -> Partial: ...
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        backend: str = "auto",
+    ) -> Tensor | Partial:
+        """Attention of the whole sequence: global q (B, H, S, D), k (B, G, T, D), v (B, G, T, E) in, global result out.
+
+        Inside, the sequence is split over the ranks, every rank walks its own plan, and messages pass between them. Differentiable.
+        """
+        plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
+        result = self.run(plans, q, k, v, scale=scale, backend=backend)
+        return result if return_lse else result.out
+
+    def plans(
+        self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None
+    ) -> list[Plan]:
+        """The plans of all ranks."""
+        first = plan(mask, world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
+        return [first.at(rank) for rank in range(self.world)]
+
+    def run(
+        self, plans: list[Plan], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto"
+    ) -> Partial:
+        """Attention of global tensors with ready plans, one for each rank: out (B, H, S, E) and lse (B, H, S)."""
+        shape_of(q, k, v)
+        mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout
+        if (q.shape[2], k.shape[2]) != mask.lengths:
+            raise InputError(
+                f"q has {q.shape[2]} tokens and k has {k.shape[2]}, but the mask {mask.name} is over {mask.lengths[0]} × "
+                f"{mask.lengths[1]} (queries × keys): make the mask for these lengths"
+            )
+        queries = _split(q, q_layout)
+        keys, values = _split(k, kv_layout), _split(v, kv_layout)
+        transport = InProcess(self.world)
+        transport.traffic = self.traffic
+        parts = attend(plans, list(zip(queries, keys, values, strict=True)), call_for(q, v, scale, backend), transport.run)
+        back = torch.from_numpy(q_layout.order()).to(q.device).argsort()
+        out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)
+        lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, back)
+        return Partial(out, lse)
+
+
+def _split(x: Tensor, layout: Layout) -> list[Tensor]:
+    return [x.index_select(2, torch.from_numpy(layout.positions(rank)).to(x.device)) for rank in range(layout.world)]

@@ -1,0 +1,114 @@
+"""The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode. Nothing is patched.
+
+A mode belongs to the thread that entered it, nests, and is gone when the block is left, by whatever way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ringspan.errors import InputError, UnplannedAttention
+from ringspan.masks import Mask, causal
+
+# Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
+OTHER_DOORS = {
+    "_native_multi_head_attention": "call .train() on the module, or torch.backends.mha.set_fastpath_enabled(False)",
+    "_transformer_encoder_layer_fwd": "call .train() on the module, or torch.backends.mha.set_fastpath_enabled(False)",
+    "flex_attention": "give the mask to ContextParallel as a ringspan mask and call F.scaled_dot_product_attention",
+    "flex_attention_backward": "give the mask to ContextParallel as a ringspan mask and call F.scaled_dot_product_attention",
+    "_varlen_attn": "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
+}
+
+_outside = threading.local()
+
+
+@contextmanager
+def local_attention() -> Iterator[None]:
+    """Inside a ``with cp:`` block, attention that is to stay on this rank: layers that are not part of the split sequence."""
+    _outside.depth = getattr(_outside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _outside.depth -= 1
+
+
+class AttentionMode(TorchFunctionMode):
+    """Hands ``F.scaled_dot_product_attention`` to ``attend(q, k, v, scale)``, once it is sure that the plan's mask is what is meant."""
+
+    def __init__(self, mask: Mask, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.mask, self.attend = mask, attend
+        self._is_causal: bool | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(_outside, "depth", 0):
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._sdpa(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        name = name.split(".")[0]
+        if name in OTHER_DOORS:
+            raise UnplannedAttention(f"{name} would see only the keys of this rank: {OTHER_DOORS[name]}, or wrap it in {_WRAP}")
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+            raise UnplannedAttention(
+                f"nn.MultiheadAttention with need_weights=True computes weights by hand over the keys of this rank only: "
+                f"pass need_weights=False, or wrap it in {_WRAP}"
+            )
+        return func(*args, **kwargs)
+
+    def _sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise UnplannedAttention(
+                f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know (its mask is {self.mask.name}). "
+                f"Give the mask to ContextParallel, and call without attn_mask; or wrap the call in {_WRAP}"
+            )
+        if dropout_p:
+            raise UnplannedAttention(
+                f"this call has dropout_p={dropout_p}; the ranks cannot drop the same pairs as one process would. Set it to 0"
+            )
+        if is_causal and not self._mask_is_causal():
+            raise UnplannedAttention(
+                f"this call says is_causal=True, but the plan's mask {self.mask.name} lets queries see later keys. "
+                "Give ContextParallel a mask with & rs.causal(), or call with is_causal=False"
+            )
+        if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
+            raise InputError(f"q, k and v must be (..., heads, tokens, dim): got {query.ndim}, {key.ndim} and {value.ndim} dims")
+        if query.ndim > 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+            raise InputError(f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads")
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))
+        out = self.attend(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
+        return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _mask_is_causal(self) -> bool:
+        if self._is_causal is None:
+            self._is_causal = (self.mask - causal()).area == 0
+        return self._is_causal
+
+
+_WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """(…, heads, tokens, dim) as (batch, heads, tokens, dim)."""
+    return x.unsqueeze(1) if x.ndim == 3 else x.flatten(0, -4)

@@ -1,0 +1,133 @@
+"""Ranks in processes of their own, over a torch.distributed process group (gloo, NCCL, …)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
+from ringspan.transports.messages import Post, Traffic, Walk
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """A group of ranks and this process's place in it.
+
+    ``group`` is a ``torch.distributed`` process group (None: the default one) or a one-axis ``DeviceMesh``. The ranks of a mesh are
+    counted along its axis, which need not be the order in which its process group counts them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InputError(
+                "torch.distributed is not initialised: start with torchrun and call dist.init_process_group(), "
+                "or use ringspan.LocalWorld(n), which needs no processes"
+            )
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                names = group.mesh_dim_names or tuple(range(group.ndim))
+                raise InputError(f"a mesh of one axis is needed, this one has {names}: pass mesh[axis], as in mesh['cp']")
+            self.ranks: list[int] = group.mesh.tolist()
+            self.group: dist.ProcessGroup = group.get_group()
+        else:
+            self.group = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
+            if self.group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise InputError(f"process {dist.get_rank()} is not a member of this group")
+            self.ranks = dist.get_process_group_ranks(self.group)
+        if dist.get_rank() not in self.ranks:
+            raise InputError(f"process {dist.get_rank()} is not a member of the group of processes {self.ranks}")
+        self.rank = self.ranks.index(dist.get_rank())
+        self.world = len(self.ranks)
+        self.timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.traffic = Traffic()
+
+    def run(self, walks: Sequence[Walk[T]]) -> list[T]:
+        """Walk this process's rank to the end."""
+        (walk,) = walks
+        answer: Any = None
+        try:
+            while True:
+                request = walk.send(answer)
+                answer = self._post(request) if isinstance(request, Post) else self._wait(*request.ticket)
+        except StopIteration as end:
+            return [end.value]
+
+    def _post(self, request: Post) -> tuple[Post, list[tuple[int, Any]]]:
+        peers, operations = [], []
+        for operation, messages in ((dist.isend, request.sends), (dist.irecv, request.recvs)):
+            for peer, tensor in messages:
+                if tensor.numel():
+                    peers.append(peer)
+                    operations.append(dist.P2POp(operation, tensor, self.ranks[peer], self.group))
+        self.traffic.sent += sum(tensor.nbytes for _, tensor in request.sends)
+        self.traffic.received += sum(tensor.nbytes for _, tensor in request.recvs)
+        if not operations:
+            return request, []
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._named(error, request.label, peers) from error
+        # One handle for all where the back end groups them (NCCL), one for each otherwise.
+        each = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
+        return request, list(zip(each, works, strict=True))  # type: ignore[arg-type]
+
+    def _wait(self, request: Post, works: list[tuple[list[int], Any]]) -> None:
+        for peers, work in works:
+            try:
+                work.wait() if self.timeout is None else work.wait(self.timeout)
+            except RuntimeError as error:
+                raise self._named(error, request.label, peers) from error
+
+    def _named(self, error: RuntimeError, label: str, peers: list[int]) -> TransportError:
+        """What the back end said, with the rank and the step it was said of."""
+        names = ", ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "imed out" in said or "imeout" in said:
+            return PeerTimeout(f"rank {self.rank}: {names} did not answer in {label}. It may be stuck, or in another call ({said})")
+        return PeerLost(f"rank {self.rank}: lost {names} in {label}. Look at that process's own error first ({said})")
+
+    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """The same few whole numbers from every rank, in the order of the ranks."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(everyone, mine, group=self.group)
+        by_process = dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
+        return [by_process[process].tolist() for process in self.ranks]
+
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Everyone's rows (``counts[rank]`` of them on dim 0), in the order of the ranks."""
+        most = max(counts)
+        padded = x.new_zeros((most, *x.shape[1:]))
+        padded[: len(x)] = x
+        everyone = [torch.empty_like(padded) for _ in self.ranks]
+        dist.all_gather(everyone, padded, group=self.group)
+        by_process = dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
+        return [by_process[process][:count] for process, count in zip(self.ranks, counts, strict=True)]
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+_known: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+
+
+def as_process_group(group: ProcessGroup | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """One :class:`ProcessGroup` for each torch group, so that what it has agreed on is remembered."""
+    if isinstance(group, ProcessGroup):
+        return group
+    key = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+    if key is None:
+        return ProcessGroup(None)
+    if key not in _known:
+        _known[key] = ProcessGroup(group)
+    return _known[key]
