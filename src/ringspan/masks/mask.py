@@ -54,6 +54,9 @@ class Mask:
     def __setattr__(self, field: str, value: object) -> NoReturn:
         raise AttributeError(f"a mask is immutable; {field!r} cannot be set. Combine masks with & | ~ instead")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.table, self.q_len, self.k_len, self.name)
+
     @classmethod
     def from_bands(cls, bands: Iterable[tuple[int, int, int, int, int, int]], q_len: int, k_len: int | None = None) -> Mask:
         """The union of the given ``(q0, q1, k0, k1, lo, hi)``, which may overlap; parts outside the lengths are cut away.
@@ -233,6 +236,10 @@ class Mask:
         if q_len > 128 or k_len > 128:
             raise MaskError(f"{q_len} × {k_len} is too large to print (128 × 128 at most)")
         return "\n".join(" ".join("x" if seen else "." for seen in row) for row in self.dense())
+
+
+def _rebuilt(table: Table, q_len: int | None, k_len: int | None, name: str) -> Mask:
+    return Mask(table, q_len, k_len, name=name)
 
 
 def length(what: str, value: Any) -> int:

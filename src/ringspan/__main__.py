@@ -1,0 +1,3 @@
+from ringspan.cli.main import main
+
+raise SystemExit(main())

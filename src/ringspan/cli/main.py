@@ -1,0 +1,38 @@
+"""``ringspan``: one command, a few words to follow it. Each word is a module here, imported only when it is said."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ringspan import __version__
+from ringspan.errors import RingspanError
+
+# word -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
+COMMANDS = {
+    "demo": ("ringspan.cli.demo", "train a small language model on a sequence split over 4 processes, beside one process"),
+    "check": ("ringspan.cli.check", "random masks, layouts and strategies against dense float64 attention"),
+    "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu` and `bench plan`"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ringspan", description="Exact attention over one sequence that is split across many devices."
+    )
+    parser.add_argument("--version", action="version", version=f"ringspan {__version__}")
+    words = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for word, (module, line) in COMMANDS.items():
+        sub = words.add_parser(word, help=line, description=line[0].upper() + line[1:] + ".")
+        importlib.import_module(module).add_arguments(sub)
+    args = parser.parse_args(argv)
+    try:
+        code: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        return code
+    except RingspanError as error:
+        print(f"ringspan {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,149 @@
+"""A pool of worker processes on this machine, joined by gloo: for the demo, the checks, the benchmarks and the tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from ringspan.errors import RingspanError
+
+# How long the other workers may go on after one has failed, before they are ended.
+GRACE_SECONDS = 10.0
+
+Tell = Callable[[Any], None]
+
+
+class WorkerFailed(RingspanError, RuntimeError):
+    """A worker raised, or went away. The text has its traceback."""
+
+
+class Pool:
+    """``world`` processes in one gloo group, started once and used for as many jobs as you like.
+
+    A job is a function of the module level, called on every worker as ``job(rank, *args)`` inside an initialised
+    ``torch.distributed``. Its results come back in the order of the ranks.
+    """
+
+    def __init__(self, world: int, *, threads: int = 1, timeout: float = 300.0) -> None:
+        self.world, self.timeout = world, timeout
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._workers: list[tuple[Any, Connection]] = []
+        for rank in range(world):
+            here, there = context.Pipe()
+            worker = context.Process(target=_serve, args=(there, rank, world, port, threads, timeout), daemon=True)
+            worker.start()
+            there.close()
+            self._workers.append((worker, here))
+
+    def run(self, job: Callable[..., Any], *args: Any, on_message: Callable[[int, Any], None] | None = None) -> list[Any]:
+        """Run the job on all workers. ``on_message(rank, message)`` gets what a job says through :func:`tell` meanwhile."""
+        if not self._workers:
+            raise WorkerFailed("this pool is closed: a job failed, or its block was left")
+        for _, pipe in self._workers:
+            pipe.send((job, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        deadline = time.monotonic() + self.timeout
+        while pipes:
+            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in pipes.values():
+                    failures.setdefault(rank, "did not finish in time" if not failures else "was ended after another failed")
+                break
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                kind, payload = self._receive(pipe, rank)  # type: ignore[arg-type]
+                if kind == "message":
+                    if on_message:
+                        on_message(rank, payload)
+                    continue
+                del pipes[pipe]  # type: ignore[arg-type]
+                if kind == "result":
+                    results[rank] = payload
+                else:
+                    failures[rank] = payload
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            self.close()
+            raise WorkerFailed("\n".join(f"worker {rank}: {text.rstrip()}" for rank, text in failures.items()))
+        return [results[rank] for rank in range(self.world)]
+
+    def _receive(self, pipe: Connection, rank: int) -> tuple[str, Any]:
+        try:
+            kind, payload = pipe.recv()
+            return kind, payload
+        except (EOFError, ConnectionError):
+            worker = self._workers[rank][0]
+            worker.join(timeout=1)
+            return "failure", f"went away (exit code {worker.exitcode})"
+
+    def kill(self, rank: int) -> None:
+        """End one worker at once, as a machine that fails would."""
+        self._workers[rank][0].kill()
+
+    def close(self) -> None:
+        for worker, pipe in self._workers:
+            pipe.close()
+            worker.terminate()
+        for worker, _ in self._workers:
+            worker.join(timeout=5)
+            if worker.is_alive():
+                worker.kill()
+        self._workers = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+_pipe: Connection | None = None
+
+
+def tell(message: Any) -> None:
+    """From inside a job: send something to the ``on_message`` of the pool."""
+    if _pipe is not None:
+        _pipe.send(("message", message))
+
+
+def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, timeout: float) -> None:
+    global _pipe
+    _pipe = pipe
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    while True:
+        try:
+            job, args = pipe.recv()
+        except (EOFError, OSError):
+            break
+        try:
+            pipe.send(("result", job(rank, *args)))
+        except BaseException:
+            pipe.send(("failure", traceback.format_exc()))
+    # The parent is done with us; a tidy goodbye to the group could wait for peers that are already gone.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
