@@ -1,0 +1,131 @@
+"""Every constructor against its definition, cell by cell; the words of each picture are in tests/truth.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.masks import MAX_LENGTH, Mask
+from tests import truth
+from tests.strategies import CONSTRUCTORS, RELATIONS, SQUARE_CONSTRUCTORS, sizes
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+@given(data=st.data())
+def test_any_lengths(name: str, data: st.DataObject) -> None:
+    size = data.draw(sizes())
+    drawn = data.draw(CONSTRUCTORS[name](*size))
+    assert drawn.mask.lengths == size
+    assert (drawn.mask.dense() == drawn.truth).all()
+
+
+@pytest.mark.parametrize("name", SQUARE_CONSTRUCTORS)
+@given(data=st.data())
+def test_one_length(name: str, data: st.DataObject) -> None:
+    n = data.draw(st.integers(0, 24))
+    drawn = data.draw(SQUARE_CONSTRUCTORS[name](n, n))
+    assert drawn.mask.lengths == (n, n)
+    assert (drawn.mask.dense() == drawn.truth).all()
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+@given(data=st.data())
+def test_relations_take_the_lengths_of_the_other(name: str, data: st.DataObject) -> None:
+    size = data.draw(sizes())
+    drawn = data.draw(RELATIONS[name](*size))
+    assert drawn.mask.is_relation
+    for mask in (drawn.mask & rs.full(*size), rs.full(*size) & drawn.mask):
+        assert mask.lengths == size
+        assert (mask.dense() == drawn.truth).all()
+
+
+# Pictures to read: each row is one query.
+PICTURES = [
+    (rs.full(2, 3), "xxx xxx"),
+    (rs.full(0, 3), ""),
+    (rs.causal(3), "x.. xx. xxx"),
+    (rs.causal(2, 4, align="start"), "x... xx.."),
+    (rs.causal(2, 4, align="end"), "xxx. xxxx"),
+    (rs.causal(4, 2, align="start"), "x. xx xx xx"),
+    (rs.causal(4, 2, align="end"), ".. .. x. xx"),
+    (rs.full(4) & rs.window(left=1), "xxxx xxxx .xxx ..xx"),
+    (rs.full(4) & rs.window(left=1, right=0), "x... xx.. .xx. ..xx"),
+    (rs.full(4) & rs.window(right=1), "xx.. xxx. xxxx xxxx"),
+    (rs.full(3) & rs.window(0, 0), "x.. .x. ..x"),
+    (rs.prefix(4, 2), "xx.. xx.. xxx. xxxx"),
+    (rs.prefix(3, 0), "x.. xx. xxx"),
+    (rs.prefix(3, 3), "xxx xxx xxx"),
+    (rs.chunked(5, 2), "x.... xx... ..x.. ..xx. ....x"),
+    (rs.chunked(3, 2, causal=False), "xx. xx. ..x"),
+    (rs.chunked(3, 99), "x.. xx. xxx"),
+    (rs.documents([1, 0, 2]), "x.. .x. .xx"),
+    (rs.documents([1, 2], causal=False), "x.. .xx .xx"),
+    (rs.documents(ids=[7, 4, 7, 4]), "x... .x.. x.x. .x.x"),
+    (rs.documents(ids=[7, 4, 7], causal=False), "x.x .x. x.x"),
+    (rs.documents([1, 2], kv_lengths=[2, 1], causal=False), "xx. ..x ..x"),
+    (rs.documents([1, 2], kv_lengths=[2, 1], align="start"), "x.. ..x ..x"),
+    (rs.documents([1, 2], kv_lengths=[2, 1], align="end"), "xx. ... ..x"),
+    (rs.documents([2, 0], kv_lengths=[0, 2], align="end"), ".. .."),
+    (Mask.from_bands([(0, 2, 0, 9, -9, 9), (0, 3, 0, 1, -9, 9)], 3), "xxx xxx x.."),
+    (Mask.from_bands([(-5, 2, -5, 2, 0, 0)], 3), "x.. .x. ..."),
+    (Mask.from_bands([], 2), ".. .."),
+]
+
+
+@pytest.mark.parametrize(("mask", "picture"), PICTURES, ids=lambda x: x.name if isinstance(x, Mask) else "")
+def test_picture(mask: Mask, picture: str) -> None:
+    assert mask.ascii().replace(" ", "").split("\n") == picture.split(" ")
+
+
+SAME_LENGTHS = [[1, 3, 0, 2], (1, 3, 0, 2), np.array([1, 3, 0, 2]), np.array([1, 3, 0, 2], dtype=np.uint8), range(1, 4)]
+
+
+@pytest.mark.parametrize("lengths", SAME_LENGTHS, ids=lambda x: f"{type(x).__name__}")
+def test_lengths_and_ids_may_come_in_any_container(lengths: object) -> None:
+    plain = list(lengths)  # type: ignore[call-overload]
+    assert rs.documents(lengths) == rs.documents([int(n) for n in plain])
+    assert rs.documents(ids=lengths) == rs.documents(ids=[int(n) for n in plain])
+
+
+def test_lengths_and_ids_may_be_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    assert rs.documents(torch.tensor([1, 3])) == rs.documents([1, 3])
+    assert rs.documents(ids=torch.tensor([5, 5, 2], dtype=torch.int32)) == rs.documents([2, 1])
+    assert rs.causal(np.int32(4)) == rs.causal(torch.tensor(4)) == rs.causal(4)
+
+
+def test_align_says_nothing_where_lengths_agree() -> None:
+    assert rs.causal(5) == rs.causal(5, 5) == rs.causal(5, align="start") == rs.causal(5, align="end")
+    assert rs.documents([2, 3], align="end") == rs.documents([2, 3], align="start") == rs.documents([2, 3])
+
+
+# What a thousand documents, or a sequence of any length, may cost: bands, not tokens.
+@pytest.mark.parametrize(
+    ("mask", "bands", "area"),
+    [
+        (rs.full(MAX_LENGTH), 1, MAX_LENGTH**2),
+        (rs.causal(MAX_LENGTH), 1, MAX_LENGTH * (MAX_LENGTH + 1) // 2),
+        (~rs.causal(MAX_LENGTH), 1, MAX_LENGTH * (MAX_LENGTH - 1) // 2),
+        (rs.causal(10**6) & rs.window(left=4095), 1, 10**6 * 4096 - 4096 * 4095 // 2),
+        (rs.prefix(10**6, 10**3), 2, 10**6 * (10**6 + 1) // 2 + 10**3 * (10**3 - 1) // 2),
+        (rs.chunked(10**6, 10**3), 1000, 1000 * 500_500),
+        (rs.documents([1000] * 1000), 1000, 1000 * 500_500),
+        (rs.documents([1000] * 1000) & rs.window(left=99), 1000, 1000 * (1000 * 100 - 100 * 99 // 2)),
+        (rs.documents(ids=np.arange(10**6) // 1000), 1000, 1000 * 500_500),
+    ],
+    ids=lambda x: x.name if isinstance(x, Mask) else None,
+)
+def test_long_masks_are_few_bands(mask: Mask, bands: int, area: int) -> None:
+    assert (len(mask), mask.area) == (bands, area)
+
+
+def test_truth_agrees_with_itself() -> None:
+    """Two definitions of the same thing, so that a slip in the yardstick itself is seen."""
+    assert (truth.documents([2, 3], [2, 3]) == truth.by_ids([0, 0, 1, 1, 1])).all()
+    assert (truth.chunked(5, 2) == truth.documents([2, 2, 1], [2, 2, 1])).all()
+    assert (truth.prefix(4, 0) == truth.causal(4, 4)).all()
+    assert (truth.window(4, 5, None, 0) == truth.causal(4, 5)).all()
+    assert (truth.bands([(0, 4, 0, 4, -9, 0)], 4, 4) == truth.causal(4, 4)).all()

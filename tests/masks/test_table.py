@@ -1,0 +1,128 @@
+"""The algebra of whole tables of bands against dense arrays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspan.masks import Mask
+from ringspan.masks import table as tables
+from ringspan.masks.table import K0, Q0, Table
+from tests import truth
+from tests.strategies import Drawn, masks, raw_bands, trees
+
+N = 10
+
+raw = raw_bands(N, N, max_size=6)
+two_masks = st.tuples(trees(N, N, leaves=3), trees(N, N, leaves=3))
+intervals = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=8)
+
+
+def as_table(rows: list[tuple[int, ...]]) -> Table:
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def assert_tight(t: Table) -> None:
+    """No empty band, no empty row or column, and diagonals that touch the rectangle's cells."""
+    for row in t.tolist():
+        q0, q1, k0, k1, lo, hi = row
+        # far enough to the right and down that bands with negative coordinates are counted too
+        cells = truth.band([q0 + 9, q1 + 9, k0 + 9, k1 + 9, lo, hi], N + 18, N + 18)[q0 + 9 : q1 + 9, k0 + 9 : k1 + 9]
+        assert cells.size, row
+        assert cells.any(axis=1).all(), f"an empty row in {row}"
+        assert cells.any(axis=0).all(), f"an empty column in {row}"
+        turns = [k - q for q, k in np.argwhere(cells) + np.array([q0, k0])]
+        assert (lo, hi) == (min(turns), max(turns)), f"a loose diagonal in {row}"
+
+
+@given(raw)
+def test_tighten_keeps_the_cells_and_nothing_else(rows: list[tuple[int, ...]]) -> None:
+    t, kept = tables.tighten_indexed(as_table(rows))
+    assert_tight(t)
+    for i, row in enumerate(rows):
+        where = np.flatnonzero(kept == i)
+        assert (truth.bands(t[where].tolist(), N, N) == truth.band(row, N, N)).all()
+
+
+@given(raw)
+def test_tighten_twice_is_tighten_once(rows: list[tuple[int, ...]]) -> None:
+    once = tables.tighten(as_table(rows))
+    assert (tables.tighten(once) == once).all()
+
+
+@given(raw)
+def test_area_counts_the_cells_of_each_band(rows: list[tuple[int, ...]]) -> None:
+    t = tables.tighten(as_table(rows))
+    shifted = t + np.array([2, 2, 2, 2, 0, 0])
+    assert tables.area(t).tolist() == [truth.band(row, N + 5, N + 5).sum() for row in shifted.tolist()]
+
+
+@given(intervals, intervals)
+def test_overlapping_finds_all_pairs_that_share_a_point(a: list[list[int]], b: list[list[int]]) -> None:
+    (a0, a1), (b0, b1) = (np.array(x, dtype=np.int64).reshape(-1, 2).T for x in (a, b))
+    i, j = tables.overlapping(a0, a1, b0, b1)
+    # an empty interval shares no point; what is cut by one is empty as well, and tighten drops it
+    solid = [(x, y) for x, y in zip(i.tolist(), j.tolist(), strict=True) if a0[x] < a1[x] and b0[y] < b1[y]]
+    expected = [(x, y) for x in range(len(a)) for y in range(len(b)) if set(range(*a[x])) & set(range(*b[y]))]
+    assert sorted(solid) == expected
+    assert (np.diff(i) >= 0).all()
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 4)), max_size=6))
+def test_ranges_lays_them_end_to_end(given: list[tuple[int, int]]) -> None:
+    first, count = np.array(given, dtype=np.int64).reshape(-1, 2).T
+    assert tables.ranges(first, count).tolist() == [x for f, c in given for x in range(f, f + c)]
+
+
+@given(two_masks)
+def test_intersect_and_subtract(two: tuple[Drawn, Drawn]) -> None:
+    a, b = two
+    for t, expected in (
+        (tables.intersect(a.mask.table, b.mask.table), a.truth & b.truth),
+        (tables.subtract(a.mask.table, b.mask.table), a.truth & ~b.truth),
+    ):
+        assert_tight(t)
+        assert (truth.times_covered(t.tolist(), N, N) == expected).all()
+
+
+@given(masks())
+def test_coalesce_keeps_the_set_and_never_adds_bands(drawn: Drawn) -> None:
+    t = tables.coalesce(drawn.mask.table)
+    assert len(t) <= len(drawn.mask.table)
+    assert (truth.times_covered(t.tolist(), *drawn.truth.shape) == drawn.truth).all()
+    again = tables.coalesce(t)
+    assert len(again) == len(t)
+
+
+def test_coalesce_undoes_any_grid_of_cuts() -> None:
+    """A causal square cut into a 5 × 5 grid, in any order, is one band again."""
+    cuts = [0, 1, 3, 4, 8, 9]
+    grid = [(a, b, c, d, -99, 0) for a, b in pairwise(cuts) for c, d in pairwise(cuts)]
+    pieces = tables.tighten(as_table(grid))
+    assert len(pieces) == 15
+    for seed in range(20):
+        shuffled = np.random.default_rng(seed).permutation(pieces)
+        assert tables.coalesce(shuffled).tolist() == [[0, 9, 0, 9, -8, 0]]
+
+
+@given(masks(), st.data())
+def test_coalesce_grouped_never_joins_across_groups(drawn: Drawn, data: st.DataObject) -> None:
+    t = drawn.mask.table
+    group = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(t), max_size=len(t))), dtype=np.int64)
+    joined, of = tables.coalesce_grouped(t, group)
+    for g in range(3):
+        before, after = t[group == g].tolist(), joined[of == g].tolist()
+        assert len(after) <= len(before)
+        shape = drawn.truth.shape
+        assert (truth.times_covered(after, *shape) == truth.times_covered(before, *shape)).all()
+    order = np.lexsort((joined[:, K0], joined[:, Q0], of))
+    assert (order == np.arange(len(of))).all()
+
+
+@given(raw)
+def test_dense_draws_the_union(rows: list[tuple[int, ...]]) -> None:
+    mask = Mask.from_bands(rows, N)
+    assert (tables.dense(mask.table, N, N) == truth.bands(rows, N, N)).all()
