@@ -1,0 +1,103 @@
+"""Masks cut along layouts, against picking the same rows and columns out of the dense mask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.layouts import LAYOUTS, Layout, areas, balance, cut
+from ringspan.masks import Mask
+from tests import truth
+from tests.strategies import Drawn, layouts, masks
+from tests.truth import Dense
+
+
+class Scene(NamedTuple):
+    drawn: Drawn
+    queries: Layout
+    keys: Layout
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """A mask of any lengths; a layout of its queries and another, of another number of ranks, of its keys."""
+    drawn = draw(masks(20, leaves=4))
+    queries = draw(layouts(drawn.mask, draw(st.integers(1, 5))))
+    keys = draw(layouts(drawn.mask.transposed, draw(st.integers(1, 5))))
+    return Scene(drawn, queries, keys)
+
+
+def check_cut(mask: Mask, dense: Dense, queries: Layout, keys: Layout) -> None:
+    tiles = cut(mask, queries.pieces, keys.pieces)
+    for q_rank in range(queries.world):
+        for k_rank in range(keys.world):
+            mine = tiles.select(np.flatnonzero((tiles.q_rank == q_rank) & (tiles.k_rank == k_rank)))
+            expected = dense[np.ix_(queries.positions(q_rank), keys.positions(k_rank))]
+            assert (truth.times_covered(mine.bands.tolist(), *expected.shape) == expected).all(), (q_rank, k_rank)
+            assert mine.area.sum() == expected.sum()
+            for q0, q1, k0, k1, *_ in mine.bands.tolist():
+                assert 0 <= q0 < q1 <= expected.shape[0]
+                assert 0 <= k0 < k1 <= expected.shape[1]
+
+
+@settings(max_examples=300)
+@given(scenes())
+def test_cut_is_picking_rows_and_columns(scene: Scene) -> None:
+    check_cut(scene.drawn.mask, scene.drawn.truth, scene.queries, scene.keys)
+
+
+@pytest.mark.parametrize("k_name", LAYOUTS)
+@pytest.mark.parametrize("q_name", LAYOUTS)
+def test_cut_for_every_pair_of_layouts(q_name: str, k_name: str) -> None:
+    """Packed documents with a window and a shared prefix; then more keys than queries, where the layouts allow it."""
+    n = 29
+    mask = (rs.documents([9, 0, 13, 7]) & rs.window(left=5)) | (rs.causal(n) & Mask.from_bands([(0, n, 0, 3, -n, n)], n))
+    dense = (truth.documents([9, 0, 13, 7], [9, 0, 13, 7]) & truth.window(n, n, 5, None)) | (
+        truth.causal(n, n) & truth.cells(n, n, lambda q, k: k < 3)
+    )
+    check_cut(mask, dense, LAYOUTS[q_name](mask, 3), LAYOUTS[k_name](mask, 4))
+    if "per_document" not in (q_name, k_name):
+        cross, dense = rs.causal(17, n, align="end"), truth.causal(17, n, "end")
+        check_cut(cross, dense, LAYOUTS[q_name](cross, 3), LAYOUTS[k_name](cross.transposed, 4))
+
+
+@given(scenes(), st.data())
+def test_cut_of_some_ranks_only(scene: Scene, data: st.DataObject) -> None:
+    q_rank = data.draw(st.integers(0, scene.queries.world - 1))
+    k_rank = data.draw(st.integers(0, scene.keys.world - 1))
+    tiles = cut(scene.drawn.mask, scene.queries.pieces.of(q_rank), scene.keys.pieces.of(k_rank))
+    expected = scene.drawn.truth[np.ix_(scene.queries.positions(q_rank), scene.keys.positions(k_rank))]
+    assert (set(tiles.q_rank.tolist()), set(tiles.k_rank.tolist())) in (({q_rank}, {k_rank}), (set(), set()))
+    assert (truth.times_covered(tiles.bands.tolist(), *expected.shape) == expected).all()
+
+
+@given(scenes())
+def test_areas_and_balance_count_the_rows_of_each_rank(scene: Scene) -> None:
+    mask, dense = scene.drawn
+    expected = [int(dense[scene.queries.positions(rank)].sum()) for rank in range(scene.queries.world)]
+    assert areas(mask, scene.queries).tolist() == expected
+    mean = sum(expected) / len(expected)
+    assert balance(mask, scene.queries) == pytest.approx(max(expected) / mean if mean else 1.0)
+
+
+@pytest.mark.parametrize("world", [2, 8, 64])
+def test_a_striped_pair_of_ranks_has_one_band_however_long(world: int) -> None:
+    mask = rs.causal(10**6)
+    pieces = LAYOUTS["striped"](mask, world).pieces
+    tiles = cut(mask, pieces, pieces)
+    assert len(tiles.bands) == world * world
+    assert tiles.area.sum() == mask.area
+
+
+def test_a_million_tokens_are_cut_by_their_bands() -> None:
+    """A thousand documents over 64 ranks: no more tiles than documents and cuts can make."""
+    mask = rs.documents([1000] * 1000)
+    layout = LAYOUTS["contiguous"](mask, 64)
+    tiles = cut(mask, layout.pieces, layout.pieces)
+    assert len(tiles.bands) <= 1000 + 3 * 63
+    assert tiles.area.sum() == mask.area

@@ -1,0 +1,218 @@
+"""The data type: what spans it takes, what it refuses, and what it says of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from math import nan
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.errors import LayoutError, MaskError, RingspanError
+from ringspan.layouts import LAYOUTS, Layout, Span, check_world, make_layout, zigzag
+from ringspan.layouts.layout import even_cuts
+from tests.strategies import bijections
+
+Spans = list[list[tuple[int, int, int]]]
+
+own_spans = st.tuples(st.integers(0, 40), st.integers(1, 6)).flatmap(lambda x: bijections(*x))
+
+
+def tokens_of(spans: Spans) -> list[list[int]]:
+    return [[token for span in of_rank for token in range(*span)] for of_rank in spans]
+
+
+@given(own_spans)
+def test_spans_of_ones_own(spans: Spans) -> None:
+    expected = tokens_of(spans)
+    layout = Layout(spans)
+    assert layout.world == len(spans)
+    assert [layout.positions(rank).tolist() for rank in range(layout.world)] == expected
+    assert layout.counts == tuple(map(len, expected))
+    assert layout.length == sum(layout.counts)
+    assert layout.order().tolist() == [token for held in expected for token in held]
+
+
+@given(own_spans)
+def test_order_lays_out_and_brings_back(spans: Spans) -> None:
+    layout = Layout(spans)
+    x = np.arange(layout.length) * 10
+    assert (x[layout.order()][np.argsort(layout.order())] == x).all()
+
+
+@given(own_spans)
+def test_pieces_are_the_spans_as_columns(spans: Spans) -> None:
+    layout = Layout(spans)
+    held = [np.full(count, -1) for count in layout.counts]
+    for owner, start, count, step, at in zip(*(column.tolist() for column in layout.pieces), strict=True):
+        held[owner][at : at + count] = start + np.arange(count) * step
+    for rank, rows in enumerate(held):
+        assert rows.tolist() == layout.positions(rank).tolist()
+        assert set(layout.pieces.of(rank).owner.tolist()) <= {rank}
+        assert layout.pieces.of(rank).count.sum() == layout.counts[rank]
+
+
+@given(own_spans, st.data())
+def test_a_layout_is_accepted_exactly_when_it_is_a_bijection(spans: Spans, data: st.DataObject) -> None:
+    """Valid spans with one of them moved, stretched, thinned, dropped or doubled: sometimes still valid, mostly not."""
+    owned = [(rank, i) for rank, of_rank in enumerate(spans) for i in range(len(of_rank))]
+    rank, i = data.draw(st.sampled_from(owned))
+    start, stop, step = spans[rank][i]
+    nudge = st.integers(-2, 2)
+    start, stop = max(0, start + data.draw(nudge)), stop + data.draw(nudge)
+    new = (start, max(start, stop), max(1, step + data.draw(nudge)))
+    spans[rank][i : i + 1] = data.draw(st.sampled_from([[new], [], [new, new], [spans[rank][i]]]))
+    tokens = sorted(token for held in tokens_of(spans) for token in held)
+    length = data.draw(st.sampled_from([None, len(tokens), len(tokens) + 1]))
+    is_bijection = tokens == list(range(len(tokens) if length is None else length))
+    if is_bijection:
+        assert Layout(spans, length=length).length == len(tokens)
+    else:
+        with pytest.raises(LayoutError, match=r"owned twice|every token needs exactly one owner"):
+            Layout(spans, length=length)
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, "at least one rank"),
+    ([[(0, 4)], [(2, 6)]], {}, "token 2 is owned twice, by rank 0 and by rank 1"),
+    ([[(0, 4), (0, 4)]], {}, "token 0 is owned twice, by rank 0 and by rank 0"),
+    ([[(0, 9, 2)], [(0, 9, 3), (1, 9, 6)]], {}, r"token \d is owned twice"),
+    ([[(0, 9, 2)], [(1, 9, 4), (3, 9, 8), (8, 9)]], {}, "token 8 is owned twice, by rank 0 and by rank 1"),
+    ([[(0, 9, 2)], [(1, 9, 4)]], {}, "the spans hold 7 tokens up to token 9, but the sequence has 7"),
+    ([[(0, 2)], [(3, 4)]], {}, "the spans hold 3 tokens up to token 4, but the sequence has 3"),
+    ([[(1, 4)]], {}, "the spans hold 3 tokens up to token 4"),
+    ([[(0, 4)]], {"length": 5}, "the spans hold 4 tokens up to token 4, but the sequence has 5"),
+    ([[(0, 4)]], {"length": 3}, "hold 4 tokens up to token 4, but the sequence has 3"),
+    ([[]], {"length": 1}, "hold 0 tokens up to token 0, but the sequence has 1"),
+    ([[(-1, 4)]], {}, r"rank 0: span \(-1, 4, 1\) must have 0 <= start <= stop and step >= 1"),
+    ([[(0, 2)], [(4, 2)]], {}, r"rank 1: span \(4, 2, 1\) must have"),
+    ([[(0, 4, 0)]], {}, r"span \(0, 4, 0\) must have .* step >= 1"),
+    ([[(3, 0, -1)]], {}, r"span \(3, 0, -1\) must have"),
+    ([[(0, 4.0)]], {}, r"rank 0: a span is \(start, stop\) or \(start, stop, step\) in whole tokens, not \(0, 4\.0\)"),
+    ([[(0, nan)]], {}, "a span is"),
+    ([[(0,)]], {}, r"a span is .* not \(0,\)"),
+    ([[(0, 4, 1, 1)]], {}, "a span is"),
+    ([[4]], {}, "a span is .* not 4"),
+    ([["ab"]], {}, "a span is .* not 'ab'"),
+    ([[None]], {}, "a span is .* not None"),
+]
+
+
+@pytest.mark.parametrize(("spans", "options", "message"), BAD, ids=[f"{spans} {options or ''}" for spans, options, _ in BAD])
+def test_bad_spans_raise_a_named_error(spans: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message) as raised:
+        Layout(spans, **options)
+    assert isinstance(raised.value, RingspanError)
+
+
+@pytest.mark.xfail(raises=TypeError, reason="Layout lets a TypeError through")
+@pytest.mark.parametrize("spans", [5, [5], [None]], ids=repr)
+def test_what_is_not_a_list_of_lists(spans: Any) -> None:
+    with pytest.raises(LayoutError):
+        Layout(spans)
+
+
+@pytest.mark.xfail(raises=OverflowError, reason="the common multiple of the steps overflows int64")
+def test_steps_without_a_common_multiple_to_speak_of() -> None:
+    """One token each, so that the steps mean nothing; their common multiple is past 2⁶³."""
+    primes = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53]
+    assert Layout([[(i, i + 1, step)] for i, step in enumerate(primes)]).length == 16
+
+
+def test_ranks_may_own_nothing() -> None:
+    layout = Layout([[], [(0, 3), (3, 3)], [(7, 7)]])
+    assert layout.counts == (0, 3, 0)
+    assert layout.spans == ((), (Span(0, 3),), ())
+    assert layout.positions(0).tolist() == []
+    assert layout.positions(0).dtype == np.int64
+    assert layout.ascii() == "rank 0:\nrank 1: [0,3)\nrank 2:"
+
+
+def test_equal_exactly_for_equal_spans_in_equal_order() -> None:
+    one = Layout([[(0, 2), (6, 8)], [(2, 6)]])
+    same = Layout([[[0, 2, 1], np.array([6, 8])], [(2, 6), (8, 8)]], name="another name")
+    assert one == same
+    assert (hash(one), one.digest) == (hash(same), same.digest)
+    for other in (Layout([[(6, 8), (0, 2)], [(2, 6)]]), Layout([[(2, 6)], [(0, 2), (6, 8)]]), Layout([[(0, 8)], []])):
+        assert one != other
+        assert one.digest != other.digest
+    assert one != "spans"
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_looks() -> None:
+    layout = Layout([[(0, 2), (6, 8)], [(2, 6, 2), (3, 6, 2)]], name="mine")
+    assert repr(layout) == "<Layout mine: 8 tokens over 2 ranks>"
+    assert repr(Layout([[(0, 1)]])) == "<Layout spans: 1 tokens over 1 rank>"
+    assert layout.ascii() == "rank 0: [0,2) [6,8)\nrank 1: [2,6):2 [3,6):2"
+    assert (Span(1, 8, 3).count, repr(Span(1, 8, 3)), repr(Span(1, 8))) == (3, "[1,8):3", "[1,8)")
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_even_cuts_differ_by_at_most_one(length: int, parts: int) -> None:
+    sizes = np.diff(even_cuts(length, parts))
+    assert (len(sizes), sizes.sum()) == (parts, length)
+    assert sizes.max() - sizes.min() <= 1
+
+
+# -- what a user's layout= may be --------------------------------------------------------------------------------------
+
+HALVES = [[(0, 4)], [(4, 8)]]
+
+GIVEN: list[tuple[Any, Layout, str]] = [
+    ("zigzag", zigzag(rs.causal(8), 2), "layout zigzag: as asked"),
+    (zigzag, zigzag(rs.causal(8), 2), "layout zigzag: as given"),
+    (lambda mask, world: Layout(HALVES), Layout(HALVES), "layout <lambda>: as given"),
+    (HALVES, Layout(HALVES), "layout spans: as given"),
+    (Layout(HALVES, name="mine"), Layout(HALVES), "layout mine: as given"),
+    ("auto", zigzag(rs.causal(8), 2), "layout zigzag: first with balance"),
+]
+
+
+@pytest.mark.parametrize(("given", "layout", "note"), GIVEN, ids=[str(case[0])[:30] for case in GIVEN])
+def test_make_layout(given: Any, layout: Layout, note: str) -> None:
+    made, why = make_layout(given, rs.causal(8), 2)
+    assert made == layout
+    assert why.startswith(note)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_known_by_its_name(name: str) -> None:
+    layout, note = make_layout(name, rs.causal(9), 2)
+    assert layout.name == name == LAYOUTS[name].__name__
+    assert note == f"layout {name}: as asked"
+
+
+REFUSED: list[tuple[Any, int, str]] = [
+    ("spiral", 2, "no layout is called 'spiral'; there are contiguous, .* and auto"),
+    (Layout(HALVES), 3, "8 tokens over 2 ranks> does not fit: the mask has 8 tokens here and the group 3 ranks"),
+    (Layout([[(0, 4)], [(4, 9)]]), 2, "9 tokens over 2 ranks> does not fit"),
+    (HALVES, 4, "does not fit"),
+    ([[(0, 4)], [(4, 9)]], 2, "the spans hold 9 tokens up to token 9, but the sequence has 8"),
+    (lambda mask, world: Layout([[(0, 8)]]), 2, "does not fit"),
+    ("zigzag", 0, "world must be at least 1 rank, not 0"),
+    ("zigzag", -1, "world must be at least 1 rank, not -1"),
+    ("zigzag", 2.0, r"world must be a whole number of ranks, not 2\.0"),
+    ("zigzag", None, "world must be a whole number of ranks, not None"),
+]
+
+
+@pytest.mark.parametrize(("given", "world", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+def test_make_layout_refuses(given: Any, world: int, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        make_layout(given, rs.causal(8), world)
+
+
+def test_check_world_takes_any_whole_number() -> None:
+    assert [check_world(n) for n in (1, np.int64(3), True)] == [1, 3, 1]
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_relation_has_no_tokens_to_lay_out(make: Callable[[rs.Mask, int], Layout]) -> None:
+    with pytest.raises(MaskError, match="any length"):
+        make(rs.window(left=1), 2)
