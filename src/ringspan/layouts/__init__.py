@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 from ringspan.errors import LayoutError
@@ -30,12 +31,8 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     """
     world, n = check_world(world), mask.lengths[0]
     if isinstance(given, str):
-        if given == "auto":
-            return auto(mask, world)
-        if given not in LAYOUTS:
-            raise LayoutError(f"no layout is called {given!r}; there are {', '.join(LAYOUTS)} and auto, or give a list of spans")
-        layout, note = LAYOUTS[given](mask, world), f"layout {given}: as asked"
-    elif isinstance(given, Layout):
+        return named_layout(given, mask, world)
+    if isinstance(given, Layout):
         layout, note = given, f"layout {given.name}: as given"
     elif callable(given):
         layout, note = given(mask, world), f"layout {getattr(given, '__name__', given)!s}: as given"
@@ -46,6 +43,15 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
             f"{layout!r} does not fit: the mask has {n} tokens here and the group {world} ranks. Make the layout for those"
         )
     return layout, note
+
+
+@lru_cache(maxsize=256)
+def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
+    if name == "auto":
+        return auto(mask, world)
+    if name not in LAYOUTS:
+        raise LayoutError(f"no layout is called {name!r}; there are {', '.join(LAYOUTS)} and auto, or give a list of spans")
+    return LAYOUTS[name](mask, world), f"layout {name}: as asked"
 
 
 __all__ = [
@@ -62,6 +68,7 @@ __all__ = [
     "contiguous",
     "cut",
     "make_layout",
+    "named_layout",
     "per_document",
     "round_robin",
     "striped",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Protocol
 
 from ringspan.errors import PlanError
-from ringspan.layouts import Layout, LayoutLike, make_layout
+from ringspan.layouts import Layout, LayoutLike, make_layout, named_layout
 from ringspan.masks import Mask
 from ringspan.plans.auto import auto
 from ringspan.plans.exchange import Exchange
@@ -74,15 +74,21 @@ def plan(
         note = f"strategy {strategy}: as asked"
     notes.append(note)
     checked = _rank(rank, q_layout.world)
-    return replace(plan_rank(mask, q_layout, k_layout, strategy, checked), notes=tuple(notes))
+    return plan_rank(mask, q_layout, k_layout, strategy, checked, tuple(notes))
 
 
 @lru_cache(maxsize=512)
-def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Plan:
+def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
     """The plan of one rank with everything chosen. Remembered: a repeated call is a dictionary look-up."""
     scene = Scene(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank)
     program = parse_strategy(strategy)(scene)
-    return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program)
+    return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
+
+
+def forget() -> None:
+    """Empty all caches of planning, for those who measure it."""
+    for cache in (plan_rank, needed_rows, named_layout):
+        cache.cache_clear()
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -142,6 +148,7 @@ __all__ = [
     "Task",
     "Transfer",
     "bytes_moved",
+    "forget",
     "needed_rows",
     "parse_strategy",
     "peak_bytes",

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -157,7 +157,7 @@ class Plan:
 
         if rank == self.rank:
             return self
-        return replace(plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank), notes=self.notes)
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
 
     def verify(self) -> Plan:
         """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives, that

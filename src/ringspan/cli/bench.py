@@ -1,0 +1,162 @@
+"""``ringspan bench``: measure this machine. One line of JSON for each case, and a table for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ringspan as rs
+from ringspan.cli.workers import Pool
+from ringspan.layouts import balance
+from ringspan.plans import forget
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_subparsers(dest="what", metavar="what", required=True)
+    cpu = what.add_parser("cpu", help="processes of one thread each against one process of one thread, forward + backward")
+    cpu.add_argument("--world", type=int, default=2, help="how many processes (default 2; no more than you have cores)")
+    cpu.add_argument("--seq-len", type=int, default=8192, help="tokens (default 8192)")
+    cpu.add_argument("--heads", type=int, default=8, help="query and key heads (default 8)")
+    cpu.add_argument("--head-dim", type=int, default=64, help="head dim (default 64)")
+    cpu.add_argument("--rounds", type=int, default=5, help="rounds, each measuring both sides (default 5)")
+    cpu.add_argument("--strategies", nargs="+", default=["ring", "gather", "exchange"], help="default: ring gather exchange")
+    plans = what.add_parser("plan", help="how long planning takes: 1,000 documents over 1,048,576 tokens on 64 ranks")
+    plans.add_argument("--documents", type=int, default=1000)
+    plans.add_argument("--seq-len", type=int, default=1048576)
+    plans.add_argument("--world", type=int, default=64)
+    plans.add_argument("--seed", type=int, default=0)
+    for parser_ in (cpu, plans):
+        parser_.add_argument("--json", action="store_true", help="only the JSON lines, without the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    cases = bench_cpu(args) if args.what == "cpu" else bench_plan(args)
+    for case in cases:
+        print(json.dumps({"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine(), **case}))
+    if not args.json:
+        print()
+        print(_table(cases, CPU_COLUMNS if args.what == "cpu" else PLAN_COLUMNS))
+    return 0
+
+
+# -- cpu ---------------------------------------------------------------------------------------------------------------
+
+CPU_COLUMNS = {"strategy": "strategy", "one_s": "one process, s", "many_s": "split, s", "speedup": "speed-up", "spread": "spread"}
+
+
+def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Causal attention split over processes against the same in one, alternating in one run so that both meet the same machine."""
+    with Pool(args.world, threads=1, timeout=1800) as pool:
+        cases = []
+        for strategy in args.strategies:
+            print(f"measuring {strategy} …", file=sys.stderr)
+            rounds, digest = pool.run(_cpu_job, strategy, args.seq_len, args.heads, args.head_dim, args.rounds)[0]
+            ratios = [one / many for one, many in rounds]
+            cases.append(
+                {
+                    "bench": "cpu",
+                    "mask": f"causal({args.seq_len})",
+                    "layout": "zigzag",
+                    "strategy": strategy,
+                    "plan": digest,
+                    "world": args.world,
+                    "threads": 1,
+                    "heads": args.heads,
+                    "head_dim": args.head_dim,
+                    "dtype": "float32",
+                    "one_s": round(statistics.median(one for one, _ in rounds), 4),
+                    "many_s": round(statistics.median(many for _, many in rounds), 4),
+                    "speedup": round(statistics.median(ratios), 3),
+                    "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
+                }
+            )
+        return cases
+
+
+def _cpu_job(rank: int, strategy: str, n: int, heads: int, dim: int, rounds: int) -> tuple[list[tuple[float, float]], str]:
+    torch.manual_seed(0)
+    cp = rs.ContextParallel(None, rs.causal(n), strategy=strategy, layout="zigzag")
+    whole = torch.randn(4, 1, heads, n, dim).unbind()
+    *shards, grad = cp.shard(*whole, dim=2)
+
+    def one() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in whole[:3])
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(whole[3])
+
+    def many() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in shards)
+        cp.attention(q, k, v).backward(grad)
+
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        alone = _seconds(one) if rank == 0 else 0.0
+        dist.barrier()
+        together = torch.tensor(_seconds(many))
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        times.append((alone, together.item()))
+    return times[1:], cp.plan.digest  # the first round warms up
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+PLAN_COLUMNS = {"layout": "layout", "strategy": "strategy", "balance": "balance", "one_rank_ms": "one rank, ms", "all_ranks_s": "all ranks, s"}
+
+
+def bench_plan(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Planning from nothing (no cache), for one rank and for all."""
+    rng = np.random.default_rng(args.seed)
+    cuts = np.sort(rng.choice(np.arange(1, args.seq_len), args.documents - 1, replace=False))
+    mask = rs.documents(np.diff(np.concatenate([[0], cuts, [args.seq_len]])))
+    rs.plan(rs.documents([3, 5]), world=2)  # so that the first case does not pay for first uses
+    cases = []
+    for layout, strategy in (("auto", "auto"), ("zigzag", "exchange"), ("zigzag", "ring"), ("round_robin", "exchange"), ("contiguous", "gather")):
+
+        def plan(rank: int, layout: str = layout, strategy: str = strategy) -> rs.Plan:
+            return rs.plan(mask, world=args.world, rank=rank, layout=layout, strategy=strategy)
+
+        one = []
+        for rank in range(0, args.world, max(1, args.world // 8)):
+            forget()
+            one.append(_seconds(lambda rank=rank: plan(rank)))  # type: ignore[misc]
+        forget()
+        everyone = _seconds(lambda: [plan(rank) for rank in range(args.world)])
+        made = plan(0)
+        cases.append(
+            {
+                "bench": "plan",
+                "mask": mask.name,
+                "world": args.world,
+                "layout": made.q_layout.name if layout != "auto" else f"auto: {made.q_layout.name}",
+                "strategy": made.strategy,
+                "plan": made.digest,
+                "balance": round(balance(mask, made.q_layout), 3),
+                "one_rank_ms": round(max(one) * 1e3, 2),
+                "all_ranks_s": round(everyone, 3),
+            }
+        )
+    return cases
+
+
+def _seconds(f: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+def _table(cases: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    rows = [list(columns.values()), *([str(case[key]) for key in columns] for case in cases)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
