@@ -8,7 +8,8 @@
     with cp:
         logits = model(tokens, positions=cp.positions())
 
-Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``; without tensors: ``rs.plan(mask, world=64, rank=17).explain()``.
+Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``; without tensors: ``rs.plan(mask, world=64,
+rank=17).explain()``.
 """
 
 from ringspan.errors import (

@@ -54,7 +54,7 @@ def test_pieces_are_the_spans_as_columns(spans: Spans) -> None:
     for rank, rows in enumerate(held):
         assert rows.tolist() == layout.positions(rank).tolist()
         assert set(layout.pieces.of(rank).owner.tolist()) <= {rank}
-        assert layout.pieces.of(rank).count.sum() == layout.counts[rank]
+        assert layout.pieces.of(rank).size.sum() == layout.counts[rank]
 
 
 @given(own_spans, st.data())
@@ -150,7 +150,7 @@ def test_looks() -> None:
     assert repr(layout) == "<Layout mine: 8 tokens over 2 ranks>"
     assert repr(Layout([[(0, 1)]])) == "<Layout spans: 1 tokens over 1 rank>"
     assert layout.ascii() == "rank 0: [0,2) [6,8)\nrank 1: [2,6):2 [3,6):2"
-    assert (Span(1, 8, 3).count, repr(Span(1, 8, 3)), repr(Span(1, 8))) == (3, "[1,8):3", "[1,8)")
+    assert (Span(1, 8, 3).size, repr(Span(1, 8, 3)), repr(Span(1, 8))) == (3, "[1,8):3", "[1,8)")
 
 
 @given(st.integers(0, 100), st.integers(1, 20))

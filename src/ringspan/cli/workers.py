@@ -14,6 +14,10 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
 from ringspan.errors import RingspanError
 
 # How long the other workers may go on after one has failed, before they are ended.
@@ -61,14 +65,14 @@ class Pool:
                 for rank in pipes.values():
                     failures.setdefault(rank, "did not finish in time" if not failures else "was ended after another failed")
                 break
-            for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
-                kind, payload = self._receive(pipe, rank)  # type: ignore[arg-type]
+            for pipe in [pipe for pipe in pipes if pipe in ready]:
+                rank = pipes[pipe]
+                kind, payload = self._receive(pipe, rank)
                 if kind == "message":
                     if on_message:
                         on_message(rank, payload)
                     continue
-                del pipes[pipe]  # type: ignore[arg-type]
+                del pipes[pipe]
                 if kind == "result":
                     results[rank] = payload
                 else:
@@ -109,24 +113,21 @@ class Pool:
         self.close()
 
 
-_pipe: Connection | None = None
+# In a worker: the way to the pool. Empty everywhere else.
+_parent: list[Connection] = []
 
 
 def tell(message: Any) -> None:
     """From inside a job: send something to the ``on_message`` of the pool."""
-    if _pipe is not None:
-        _pipe.send(("message", message))
+    for pipe in _parent:
+        pipe.send(("message", message))
 
 
 def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, timeout: float) -> None:
-    global _pipe
-    _pipe = pipe
+    _parent.append(pipe)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+    store = TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     while True:
         try:

@@ -21,7 +21,10 @@ Run = Callable[[Sequence[Any]], list[Any]]
 
 
 def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], call: Call, run: Run) -> list[Partial]:
-    """Attention of the ranks in this process. Tensors (B, heads, rows, dim), differentiable in all three; so are out and lse."""
+    """Attention of the ranks in this process. Tensors (B, heads, rows, dim), differentiable in all three.
+
+    So are out and lse.
+    """
     flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank))
     return [Partial(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
 
@@ -41,7 +44,7 @@ class _Attend(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
         queries, key_values, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n : 2 * n], ctx.saved_tensors[2 * n :]
@@ -67,5 +70,3 @@ class _Attend(torch.autograd.Function):
 
 def _rows_first(x_BHS: Tensor) -> Tensor:
     return x_BHS.movedim(2, 0)
-
-

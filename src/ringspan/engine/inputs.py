@@ -21,7 +21,8 @@ def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
             raise InputError(f"{name} must be (batch, heads, tokens, dim); got {tuple(x.shape)}")
         if x.dtype != q_BHSD.dtype or x.device != q_BHSD.device:
             raise InputError(
-                f"q, k and v must have one dtype and device; q is {q_BHSD.dtype} on {q_BHSD.device}, {name} is {x.dtype} on {x.device}"
+                f"q, k and v must have one dtype and device; q is {q_BHSD.dtype} on {q_BHSD.device}, "
+                f"{name} is {x.dtype} on {x.device}"
             )
     if q_BHSD.dtype not in DTYPES:
         raise InputError(f"attention is computed in {', '.join(DTYPES.values())}; got {q_BHSD.dtype}")
@@ -34,5 +35,7 @@ def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
     if d != kd:
         raise InputError(f"q and k must have one head dim: {shapes}")
     if g == 0 or h % g:
-        raise InputError(f"{h} query heads cannot share {g} key heads evenly; the number of query heads must be a multiple: {shapes}")
+        raise InputError(
+            f"{h} query heads cannot share {g} key heads evenly; the number of query heads must be a multiple: {shapes}"
+        )
     return Shape(batch=b, heads=h, kv_heads=g, head_dim=d, v_dim=e, dtype=DTYPES[q_BHSD.dtype])

@@ -1,7 +1,7 @@
-"""The engine: one generator forward, one backward. They walk a plan, yield the exchanges they need, and move no byte themselves.
+"""The engine: a generator forward, one backward. They walk a plan, yield the exchanges they need, and move no byte themselves.
 
-Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim; keys and values lie side
-by side, D + E wide, so that a token is one contiguous row and travels without packing.
+Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim; keys and
+values lie side by side, D + E wide, so that a token is one contiguous row and travels without packing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
 
 
 def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, Tensor]]:
-    """Walk the backward steps. ``saved`` is rows first. Returns the gradients dq (S, B, H, D) and dkv (T, B, G, D + E), wide."""
+    """Walk the backward steps. ``saved`` is rows first.
+
+    Returns the gradients dq (S, B, H, D) and dkv (T, B, G, D + E), wide.
+    """
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel take along all that their gradient needs, in one row; those that stay need no such copy.

@@ -58,16 +58,18 @@ def attention(
 ) -> Tensor | Partial:
     """Exact attention of a sequence that is split over the ranks of a group.
 
-    ``q`` (B, H, S, D), ``k`` (B, G, T, D) and ``v`` (B, G, T, E) are this rank's tokens, in the order of ``plan.q_layout`` and
-    ``plan.kv_layout``; H is a multiple of G. The result (B, H, S, E) is that of this rank's queries over all keys of all ranks, in the
-    dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives ``(out, lse)``, both differentiable.
+    ``q`` (B, H, S, D), ``k`` (B, G, T, D) and ``v`` (B, G, T, E) are this rank's tokens, in the order of
+    ``plan.q_layout`` and ``plan.kv_layout``; H is a multiple of G. The result (B, H, S, E) is that of this rank's
+    queries over all keys of all ranks, in the dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives
+    ``(out, lse)``, both differentiable.
 
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     """
     ranks = as_process_group(group)
     if (plan.world, plan.rank) != (ranks.world, ranks.rank):
         raise InputError(
-            f"this is the plan of rank {plan.rank} of {plan.world}, but this process is rank {ranks.rank} of {ranks.world} in the group: "
+            f"this is the plan of rank {plan.rank} of {plan.world}, but this process is rank {ranks.rank} of {ranks.world} "
+            "in the group: "
             "make it with rs.plan(mask, world=..., rank=...) for this group"
         )
     shape = shape_of(q, k, v)

@@ -35,8 +35,8 @@ class ContextParallel:
         loss.backward()
         cp.sum_gradients(model.parameters())
 
-    The mask given here is what every attention call in the block means; a call that says otherwise raises. The block is of the thread
-    that entered it, nests (the innermost counts), and leaves nothing behind.
+    The mask given here is what every attention call in the block means; a call that says otherwise raises. The block is
+    of the thread that entered it, nests (the innermost counts), and leaves nothing behind.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class ContextParallel:
                 raise InputError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
             if x.shape[dim] != layout.length:
                 raise InputError(
-                    f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens, but the plan's sequence has {layout.length}: "
+                    f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens, but the plan's sequence has "
+                    f"{layout.length}: "
                     "shard whole sequences, and give the sequence dim as dim="
                 )
             return x.index_select(dim, self.positions(of, device=x.device))
@@ -108,8 +109,9 @@ class ContextParallel:
     def unshard(self, x: Tensor, *, dim: int, of: Of = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
         """The whole sequence on every rank, in its first order. Differentiable.
 
-        ``grad`` says what the gradient of the result is, in the words of DTensor: ``"replicate"``, the same on all ranks (each computes
-        the same function of the whole), or ``"partial"``, a part on each rank that must be summed (each does something of its own).
+        ``grad`` says what the gradient of the result is, in the words of DTensor: ``"replicate"``, the same on all
+        ranks (each computes the same function of the whole), or ``"partial"``, a part on each rank that must be summed
+        (each does something of its own).
         """
         layout = self._layout(of)
         if grad not in ("replicate", "partial"):
@@ -157,9 +159,9 @@ class ContextParallel:
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each has.
 
-        Its gradient on a rank is that of the global mean with respect to *this rank's* share. A parameter that all ranks use gets a part
-        of its gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM). If something averages gradients
-        over these ranks instead (DDP, FSDP), multiply the loss by ``cp.world``.
+        Its gradient on a rank is that of the global mean with respect to *this rank's* share. A parameter that all
+        ranks use gets a part of its gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM). If
+        something averages gradients over these ranks instead (DDP, FSDP), multiply the loss by ``cp.world``.
         """
         weights = torch.ones_like(x) if weights is None else weights.to(x.dtype).expand_as(x)
         total = self.group.all_reduce_sum(weights.detach().sum())
@@ -186,7 +188,7 @@ class _Unshard(torch.autograd.Function):
         return torch.cat(parts).index_select(0, back).movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, whole: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, whole: Tensor) -> tuple[Any, ...]:
         if ctx.grad == "partial":
             whole = ctx.group.all_reduce_sum(whole.contiguous())
         mine = torch.from_numpy(ctx.layout.positions(ctx.group.rank)).to(whole.device)
@@ -199,5 +201,5 @@ class _GlobalSum(torch.autograd.Function):
         return group.all_reduce_sum(share)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad, None

@@ -81,7 +81,8 @@ class LocalWorld:
     ) -> Tensor | Partial:
         """Attention of the whole sequence: global q (B, H, S, D), k (B, G, T, D), v (B, G, T, E) in, global result out.
 
-        Inside, the sequence is split over the ranks, every rank walks its own plan, and messages pass between them. Differentiable.
+        Inside, the sequence is split over the ranks, every rank walks its own plan, and messages pass between them.
+        Differentiable.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
         result = self.run(plans, q, k, v, scale=scale, backend=backend)

@@ -41,7 +41,7 @@ def local_attention() -> Iterator[None]:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Hands ``F.scaled_dot_product_attention`` to ``attend(q, k, v, scale)``, once it is sure that the plan's mask is what is meant."""
+    """Hands ``F.scaled_dot_product_attention`` to ``attend(q, k, v, scale=)``, once the plan's mask is surely what is meant."""
 
     def __init__(self, mask: Mask, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -78,7 +78,8 @@ class AttentionMode(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None:
             raise UnplannedAttention(
-                f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know (its mask is {self.mask.name}). "
+                f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
+                f"(its mask is {self.mask.name}). "
                 f"Give the mask to ContextParallel, and call without attn_mask; or wrap the call in {_WRAP}"
             )
         if dropout_p:
@@ -91,9 +92,13 @@ class AttentionMode(TorchFunctionMode):
                 "Give ContextParallel a mask with & rs.causal(), or call with is_causal=False"
             )
         if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
-            raise InputError(f"q, k and v must be (..., heads, tokens, dim): got {query.ndim}, {key.ndim} and {value.ndim} dims")
+            raise InputError(
+                f"q, k and v must be (..., heads, tokens, dim): got {query.ndim}, {key.ndim} and {value.ndim} dims"
+            )
         if query.ndim > 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
-            raise InputError(f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads")
+            raise InputError(
+                f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads"
+            )
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))

@@ -82,8 +82,8 @@ def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 def _with_dlse(dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Say the gradient of lse in the kernel's own words.
 
-    The kernel knows ``dscore = p * (dout · v - sum(dout * out))``, and what dlse asks for is ``+ p * dlse``. One more value column does
-    it: 1 in dout, -dlse in out, 0 in v.
+    The kernel knows ``dscore = p * (dout · v - sum(dout * out))``, and what dlse asks for is ``+ p * dlse``. One more
+    value column does it: 1 in dout, -dlse in out, 0 in v.
     """
     return (
         torch.cat([dout, torch.ones_like(dlse).unsqueeze(-1).to(dout.dtype)], -1),

@@ -1,4 +1,4 @@
-"""From bands to launches: which calls of a flash kernel cover a list of bands, for kernels that know full, causal and dense masks."""
+"""From bands to launches: calls that cover a list of bands, for flash kernels that know full, causal and dense masks."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 def merge_(into: Partial, other: Partial) -> None:
     """:func:`merge`, in place."""
-    # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is, and nan (meaning: nobody's) where
-    # both are. lerp is exact at both ends.
+    # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is, and nan (meaning:
+    # nobody's) where both are. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).nan_to_num_(nan=0.0)
     into.out.lerp_(other.out, share.unsqueeze(-1))
     into.lse.copy_(torch.logaddexp(into.lse, other.lse))
@@ -52,7 +52,10 @@ class Accumulator:
         self._touched: list[tuple[int, int]] = []
 
     def add(self, start: int, stop: int, part: Partial, *, heads: tuple[int, int] | None = None) -> None:
-        """Take in a part for the rows from start to stop, and for some heads or all; its tensors are (B, H, rows, E) and (B, H, rows)."""
+        """Take in a part for the rows from start to stop, and for some heads or all.
+
+        Its tensors are (B, H, rows, E) and (B, H, rows).
+        """
         out_SBHE, lse_SBH = part.out.permute(2, 0, 1, 3), part.lse.permute(2, 0, 1)
         if heads is not None:
             self._empty_fresh(start, stop)

@@ -17,7 +17,10 @@ from ringspan.masks import table as tables
 
 
 def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Tensor, *, scale: float | None = None) -> Partial:
-    """softmax(q kᵀ · scale) v over the visible keys, and its lse. Differentiable; a query that sees nothing gives 0 and -inf."""
+    """softmax(q kᵀ · scale) v over the visible keys, and its lse. Differentiable.
+
+    A query that sees nothing gives 0 and -inf.
+    """
     q, k, v = q_BHSD.double(), _per_query_head(k_BGTD, q_BHSD), _per_query_head(v_BGTE, q_BHSD)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     score_BHST = (q @ k.mT * scale).masked_fill(~seen_ST, -torch.inf)
@@ -41,7 +44,15 @@ def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band]
 
 
 def attend_backward(
-    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float, dq_BHSD: Tensor, dk_BGTD: Tensor, dv_BGTE: Tensor
+    saved: Saved,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    dq_BHSD: Tensor,
+    dk_BGTD: Tensor,
+    dv_BGTE: Tensor,
 ) -> None:
     q, dout, out, lse = (x.double() for x in saved[:4])
     k, v = _per_query_head(k_BGTD, q), _per_query_head(v_BGTE, q)

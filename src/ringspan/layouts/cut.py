@@ -59,7 +59,7 @@ def balance(mask: Mask, layout: Layout) -> float:
 
 
 def _extent(p: Pieces) -> tuple[Ints, Ints]:
-    return p.start, p.start + (p.count - 1) * p.step + 1
+    return p.start, p.start + (p.size - 1) * p.step + 1
 
 
 def _rows_within(band: Table, queries: Pieces, q: Ints) -> Table:
@@ -77,9 +77,9 @@ def _localise(band: Table, queries: Pieces, q: Ints, keys: Pieces, k: Ints) -> T
     shift = k_start - q_start
     local = np.empty_like(band)
     local[:, Q0] = np.maximum(_ceil(band[:, Q0] - q_start, step), 0)
-    local[:, Q1] = np.minimum(_ceil(band[:, Q1] - q_start, step), queries.count[q])
+    local[:, Q1] = np.minimum(_ceil(band[:, Q1] - q_start, step), queries.size[q])
     local[:, K0] = np.maximum(_ceil(band[:, K0] - k_start, step), 0)
-    local[:, K1] = np.minimum(_ceil(band[:, K1] - k_start, step), keys.count[k])
+    local[:, K1] = np.minimum(_ceil(band[:, K1] - k_start, step), keys.size[k])
     local[:, LO] = _ceil(band[:, LO] - shift, step)
     local[:, HI] = (band[:, HI] - shift) // step
     q_at, k_at = queries.at[q], keys.at[k]
@@ -93,7 +93,7 @@ def _ceil(a: Ints, step: Ints) -> Ints:
 def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
     """Thinned spans cut bands into bands only when all are thinned alike. Where steps differ (a striped layout for the
     queries, a contiguous one for the keys) the thinned spans are taken token by token: exact, but as slow as it sounds."""
-    steps = np.unique(np.concatenate([queries.step[queries.count > 1], keys.step[keys.count > 1]]))
+    steps = np.unique(np.concatenate([queries.step[queries.size > 1], keys.step[keys.size > 1]]))
     if len(steps) <= 1:
         step = steps[0] if len(steps) else 1
         return queries._replace(step=np.full_like(queries.step, step)), keys._replace(step=np.full_like(keys.step, step))
@@ -101,8 +101,8 @@ def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
 
 
 def _token_by_token(p: Pieces) -> Pieces:
-    n = np.where(p.step > 1, p.count, 1)
+    n = np.where(p.step > 1, p.size, 1)
     i = np.repeat(np.arange(len(n)), n)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(n) - n, n)
-    count = np.where(p.step[i] > 1, 1, p.count[i])
+    count = np.where(p.step[i] > 1, 1, p.size[i])
     return Pieces(p.owner[i], p.start[i] + nth * p.step[i], count, np.ones_like(count), p.at[i] + nth)

@@ -25,7 +25,7 @@ class Span(NamedTuple):
     step: int = 1
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return len(range(*self))
 
     def __repr__(self) -> str:
@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
 
     owner: Ints
     start: Ints
-    count: Ints
+    size: Ints
     step: Ints
     at: Ints
 
@@ -59,17 +59,17 @@ class Layout:
     def __init__(self, spans: Sequence[Iterable[Sequence[int]]], *, length: int | None = None, name: str = "spans") -> None:
         self.name = name
         self.spans = tuple(tuple(_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(spans))
-        self.spans = tuple(tuple(s for s in of_rank if s.count) for of_rank in self.spans)
+        self.spans = tuple(tuple(s for s in of_rank if s.size) for of_rank in self.spans)
         if not self.spans:
             raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
         self.world = len(self.spans)
-        self.counts = tuple(sum(s.count for s in of_rank) for of_rank in self.spans)
+        self.counts = tuple(sum(s.size for s in of_rank) for of_rank in self.spans)
         self.length = sum(self.counts)
         _check_bijection(self.pieces, self.length if length is None else length)
 
     @cached_property
     def pieces(self) -> Pieces:
-        rows = [(rank, s.start, s.count, s.step) for rank, of_rank in enumerate(self.spans) for s in of_rank]
+        rows = [(rank, s.start, s.size, s.step) for rank, of_rank in enumerate(self.spans) for s in of_rank]
         owner, start, count, step = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         ends = np.cumsum(count)
         before_rank = np.concatenate([[0], np.cumsum(self.counts)])[owner]
@@ -131,7 +131,9 @@ def _span(rank: int, given: Sequence[int]) -> Span:
     try:
         span = Span(*(operator.index(x) for x in given))
     except TypeError:
-        raise LayoutError(f"rank {rank}: a span is (start, stop) or (start, stop, step) in whole tokens, not {given!r}") from None
+        raise LayoutError(
+            f"rank {rank}: a span is (start, stop) or (start, stop, step) in whole tokens, not {given!r}"
+        ) from None
     if span.start < 0 or span.step < 1 or span.stop < span.start:
         raise LayoutError(f"rank {rank}: span {tuple(span)} must have 0 <= start <= stop and step >= 1")
     return span
@@ -144,11 +146,11 @@ def _check_bijection(p: Pieces, length: int) -> None:
     residue class, where sorting finds them.
     """
     common = math.lcm(*set(p.step.tolist()))
-    split = np.minimum(common // p.step, p.count)
+    split = np.minimum(common // p.step, p.size)
     i = np.repeat(np.arange(len(p.step)), split)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(split) - split, split)
     first = p.start[i] + nth * p.step[i]
-    last = p.start[i] + (p.count[i] - 1) * p.step[i]
+    last = p.start[i] + (p.size[i] - 1) * p.step[i]
     last -= (last - first) % common
     residue = first % common
     order = np.lexsort((first, residue))
@@ -158,10 +160,12 @@ def _check_bijection(p: Pieces, length: int) -> None:
         a, b = int(i[order[where]]), int(i[order[where + 1]])
         token = int(first[order[where + 1]])
         raise LayoutError(
-            f"token {token} is owned twice, by rank {p.owner[a]} and by rank {p.owner[b]}: the spans of a layout must not overlap"
+            f"token {token} is owned twice, by rank {p.owner[a]} and by rank {p.owner[b]}: "
+            "the spans of a layout must not overlap"
         )
-    total, beyond = int(p.count.sum()), int(last.max()) + 1 if len(last) else 0
+    total, beyond = int(p.size.sum()), int(last.max()) + 1 if len(last) else 0
     if total != length or beyond > length:
         raise LayoutError(
-            f"the spans hold {total} tokens up to token {beyond}, but the sequence has {length}: every token needs exactly one owner"
+            f"the spans hold {total} tokens up to token {beyond}, but the sequence has {length}: "
+            "every token needs exactly one owner"
         )

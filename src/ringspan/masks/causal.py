@@ -39,7 +39,7 @@ def diagonal(q_len: int, k_len: int, align: str | None) -> int:
         raise MaskError(f'align must be "start" or "end", not {align!r}')
     if align is None and q_len != k_len:
         raise MaskError(
-            f"causal with {q_len} queries and {k_len} keys can mean two things: say align=\"start\" (query i sees keys 0..i) "
+            f'causal with {q_len} queries and {k_len} keys can mean two things: say align="start" (query i sees keys 0..i) '
             f'or align="end" (the last query sees all keys)'
         )
     return k_len - q_len if align == "end" else 0

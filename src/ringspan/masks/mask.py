@@ -44,6 +44,8 @@ class Mask:
     k_len: int | None
     table: Table
     name: str
+    _area: int
+    _digest: str
 
     def __init__(self, table: Table, q_len: int | None, k_len: int | None, *, name: str) -> None:
         """Internal: ``table`` must be tight and disjoint. Use :meth:`from_bands` for bands of your own."""
@@ -85,14 +87,16 @@ class Mask:
     def lengths(self) -> tuple[int, int]:
         """``(q_len, k_len)``; an error for a relation."""
         if self.q_len is None or self.k_len is None:
-            raise MaskError(f"{self.name} holds at any length and has none of its own: combine it, as in causal(n) & {self.name}")
+            raise MaskError(
+                f"{self.name} holds at any length and has none of its own: combine it, as in causal(n) & {self.name}"
+            )
         return self.q_len, self.k_len
 
     @property
     def area(self) -> int:
         """How many (query, key) pairs are visible."""
         try:
-            return self._area  # type: ignore[no-any-return, has-type]
+            return self._area
         except AttributeError:
             _ = self.lengths
             object.__setattr__(self, "_area", int(tables.area(self.table).sum()))
@@ -102,7 +106,7 @@ class Mask:
     def digest(self) -> str:
         """Sixteen hex digits that are equal exactly for equal tables of bands of equal lengths, on every machine."""
         try:
-            return self._digest  # type: ignore[no-any-return, has-type]
+            return self._digest
         except AttributeError:
             head = f"{self.q_len},{self.k_len};".encode()
             body = np.ascontiguousarray(self.table, dtype="<i8").tobytes()

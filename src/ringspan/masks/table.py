@@ -106,10 +106,10 @@ def subtract(a: Table, b: Table) -> Table:
 def _without(a: Table, band: Ints) -> Table:
     """Cut one band out of each of ``a``. What is left of a band is at most six::
 
-        a a a a a a      above
-        l l - \\ u r      left, under the lower diagonal, over the upper one, right
-        l l \\ u u r
-        b b b b b b      below
+    a a a a a a      above
+    l l - \\ u r      left, under the lower diagonal, over the upper one, right
+    l l \\ u u r
+    b b b b b b      below
     """
     q0, q1, k0, k1, lo, hi = band
     touched = (a[:, Q0] < q1) & (q0 < a[:, Q1]) & (a[:, K0] < k1) & (k0 < a[:, K1])

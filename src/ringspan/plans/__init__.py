@@ -104,7 +104,8 @@ def parse_strategy(text: str) -> Strategy:
     try:
         call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args
-        return kind(**{word.arg: ast.literal_eval(word.value) for word in call.keywords})  # type: ignore[no-any-return]
+        planner: Strategy = kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+        return planner
     except (SyntaxError, AssertionError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise

@@ -19,4 +19,8 @@ def auto(mask: Mask, q_layout: Layout, kv_layout: Layout) -> tuple[str, str]:
     everything = kv_layout.length * (world - 1)
     share = moved / everything if everything else 0.0
     chosen = "exchange" if share <= WORTH_IT else "ring"
-    return chosen, f"strategy {chosen}: exchange would move {share:.0%} of all keys to all ranks (exchange up to {WORTH_IT:.0%}, else ring)"
+    return (
+        chosen,
+        f"strategy {chosen}: exchange would move {share:.0%} of all keys to all ranks "
+        f"(exchange up to {WORTH_IT:.0%}, else ring)",
+    )

@@ -20,9 +20,10 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     per_rank = areas(plan.mask, plan.q_layout)
     even = per_rank.sum() / plan.world
     balance = per_rank.max() / even if even else 1.0
+    q_len, k_len = plan.mask.lengths
     lines = [
         f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
-        f"  mask      {plan.mask.name}: {plan.mask.lengths[0]} × {plan.mask.lengths[1]}, area {plan.mask.area:,}, {len(plan.mask)} bands",
+        f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, {len(plan.mask):,} bands",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
         *(f"  choice    {note}" for note in plan.notes),
         f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
@@ -37,13 +38,17 @@ def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
     header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}   on the wire"
     lines = [header, "-" * len(header)]
     for n, step in enumerate(plan.program.steps(phase)):
-        sent, received = (sum(shape.transfer_bytes(t, phase) for t in ts if t.peer != plan.rank) for ts in (step.sends, step.recvs))
+        sent, received = (
+            sum(shape.transfer_bytes(t, phase) for t in ts if t.peer != plan.rank) for ts in (step.sends, step.recvs)
+        )
         bands = sum(len(task.bands) for task in step.tasks)
         lines.append(f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}   {_wire(step)}".rstrip())
     sent, received = bytes_moved(plan, shape, phase)
     area = sum(step.area for step in plan.program.steps(phase))
     bands = sum(len(task.bands) for step in plan.program.steps(phase) for task in step.tasks)
-    lines.append(f"{'total':9}{sent:>14,}{received:>14,}{area:>16,}{bands:>8}   peak buffers {peak_bytes(plan, shape, phase):,} bytes")
+    lines.append(
+        f"{'total':9}{sent:>14,}{received:>14,}{area:>16,}{bands:>8}   peak buffers {peak_bytes(plan, shape, phase):,} bytes"
+    )
     return lines
 
 

@@ -47,31 +47,31 @@ def from_json(text: str) -> Plan:
     except json.JSONDecodeError as error:
         raise PlanError(f"not a plan file: {error}") from None
     top = _Field(data, "plan")
-    version = top.get("ringspan_plan").int()
+    version = top.get("ringspan_plan").whole()
     if version != VERSION:
         raise PlanError(f"plan.ringspan_plan: this ringspan reads version {VERSION}, the file has version {version}")
     mask = _mask(top.get("mask"))
     q_layout = _layout(top.get("q_layout"), mask.lengths[0])
     kv_layout = _layout(top.get("kv_layout"), mask.lengths[1])
-    rank = top.get("rank").int(0, q_layout.world - 1)
+    rank = top.get("rank").whole(0, q_layout.world - 1)
     if q_layout.world != kv_layout.world:
         raise PlanError(f"plan.kv_layout: has {kv_layout.world} ranks where q_layout has {q_layout.world}")
     plan = Plan(
         mask=mask,
         q_layout=q_layout,
         kv_layout=kv_layout,
-        strategy=top.get("strategy").str(),
+        strategy=top.get("strategy").text(),
         rank=rank,
         program=Program(
-            forward=top.get("forward").list(_step),
-            backward=top.get("backward").list(_step),
-            q_slots=top.get("q_slots").list(_slot),
-            kv_slots=top.get("kv_slots").list(_slot),
+            forward=top.get("forward").items(_step),
+            backward=top.get("backward").items(_step),
+            q_slots=top.get("q_slots").items(_slot),
+            kv_slots=top.get("kv_slots").items(_slot),
         ),
-        notes=top.get("notes").list(_Field.str),
+        notes=top.get("notes").items(_Field.text),
     )
-    if plan.digest != top.get("digest").str():
-        raise PlanError(f"plan.digest: says {top.get('digest').str()}, but what the file holds has digest {plan.digest}")
+    if plan.digest != top.get("digest").text():
+        raise PlanError(f"plan.digest: says {top.get('digest').text()}, but what the file holds has digest {plan.digest}")
     return plan
 
 
@@ -92,17 +92,17 @@ class _Field:
             raise PlanError(f"{self.name}.{key}: missing")
         return _Field(self.value[key], f"{self.name}.{key}")
 
-    def int(self, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+    def whole(self, low: int = -(2**63), high: int = 2**63 - 1) -> int:
         if not isinstance(self.value, int) or isinstance(self.value, bool) or not low <= self.value <= high:
             raise self.wrong("a whole number" if low < 0 else f"a whole number from {low} to {high}")
         return self.value
 
-    def str(self) -> str:
+    def text(self) -> str:
         if not isinstance(self.value, str):
             raise self.wrong("text")
         return self.value
 
-    def list(self, read: Callable[[_Field], T], size: int | None = None) -> tuple[T, ...]:
+    def items(self, read: Callable[[_Field], T], size: int | None = None) -> tuple[T, ...]:
         if not isinstance(self.value, list) or (size is not None and len(self.value) != size):
             raise self.wrong("a list" if size is None else f"a list of {size}")
         return tuple(read(_Field(item, f"{self.name}[{i}]")) for i, item in enumerate(self.value))
@@ -112,33 +112,33 @@ class _Field:
 
 
 def _mask(field: _Field) -> Mask:
-    q_len, k_len = field.get("q_len").int(0), field.get("k_len").int(0)
-    bands = field.get("bands").list(_band)
+    q_len, k_len = field.get("q_len").whole(0), field.get("k_len").whole(0)
+    bands = field.get("bands").items(_band)
     table = tables.table(*bands)
     try:
         clean = Mask.from_bands(bands, q_len, k_len)
     except MaskError as error:
         raise PlanError(f"{field.name}: {error}") from None
-    mask = Mask(table, q_len, k_len, name=field.get("name").str())
+    mask = Mask(table, q_len, k_len, name=field.get("name").text())
     if len(table) != len(bands) or mask.area != clean.area:
         raise PlanError(f"{field.name}.bands: bands must be disjoint, tight and within {q_len} × {k_len}")
     return mask
 
 
 def _layout(field: _Field, length: int) -> Layout:
-    spans = field.get("spans").list(lambda rank: rank.list(lambda span: span.list(_Field.int, 3)))
+    spans = field.get("spans").items(lambda rank: rank.items(lambda span: span.items(_Field.whole, 3)))
     try:
-        return Layout(spans, length=length, name=field.get("name").str())
+        return Layout(spans, length=length, name=field.get("name").text())
     except LayoutError as error:
         raise PlanError(f"{field.name}.spans: {error}") from None
 
 
 def _band(field: _Field) -> Band:
-    return Band(*field.list(_Field.int, 6))
+    return Band(*field.items(_Field.whole, 6))
 
 
 def _pair(field: _Field) -> tuple[int, int]:
-    start, stop = field.list(lambda x: x.int(0), 2)
+    start, stop = field.items(lambda x: x.whole(0), 2)
     if stop < start:
         raise field.wrong("a range [start, stop] with start <= stop")
     return start, stop
@@ -149,7 +149,7 @@ def _slot_out(slot: Slot) -> dict[str, Any]:
 
 
 def _slot(field: _Field) -> Slot:
-    return Slot(rows=field.get("rows").int(0), heads=field.get("heads").optional(lambda h: h.int(0)))
+    return Slot(rows=field.get("rows").whole(0), heads=field.get("heads").optional(lambda h: h.whole(0)))
 
 
 def _step_out(step: Step) -> dict[str, Any]:
@@ -165,22 +165,22 @@ def _step_out(step: Step) -> dict[str, Any]:
 
 def _step(field: _Field) -> Step:
     def transfer(t: _Field) -> Transfer:
-        what = t.get("what").str()
+        what = t.get("what").text()
         if what not in WHATS:
             raise t.get("what").wrong(f"one of {', '.join(WHATS)}")
         return Transfer(
             what=what,
-            peer=t.get("peer").int(0),
-            slot=t.get("slot").int(0),
-            rows=t.get("rows").list(_pair),
+            peer=t.get("peer").whole(0),
+            slot=t.get("slot").whole(0),
+            rows=t.get("rows").items(_pair),
             heads=t.get("heads").optional(_pair),
         )
 
     def task(t: _Field) -> Task:
-        return Task(q_slot=t.get("q_slot").int(0), kv_slot=t.get("kv_slot").int(0), bands=t.get("bands").list(_band))
+        return Task(q_slot=t.get("q_slot").whole(0), kv_slot=t.get("kv_slot").whole(0), bands=t.get("bands").items(_band))
 
     return Step(
-        sends=field.get("sends").list(transfer),
-        recvs=field.get("recvs").list(transfer),
-        tasks=field.get("tasks").list(task),
+        sends=field.get("sends").items(transfer),
+        recvs=field.get("recvs").items(transfer),
+        tasks=field.get("tasks").items(task),
     )

@@ -1,9 +1,9 @@
 """The plan: everything one rank sends, receives and computes, as data.
 
-A rank works on *slots*, arrays of rows (tokens). Query slots hold queries and, beside them, the partial results and gradients of
-those queries; key slots hold keys and values and, beside them, their gradients. Slot 0 is home: the rank's own tokens. A *step*
-posts its transfers, computes its tasks while they travel, and ends when they have arrived; what arrives in one step is there for
-the next. Five things travel, and what happens on arrival belongs to the thing:
+A rank works on *slots*, arrays of rows (tokens). Query slots hold queries and, beside them, the partial results and
+gradients of those queries; key slots hold keys and values and, beside them, their gradients. Slot 0 is home: the rank's
+own tokens. A *step* posts its transfers, computes its tasks while they travel, and ends when they have arrived; what
+arrives in one step is there for the next. Five things travel, and what happens on arrival belongs to the thing:
 
 ====== =================================== =========================
 what   rows of                             on arrival
@@ -183,7 +183,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """A plan back from :meth:`to_json`; a malformed one raises :class:`~ringspan.errors.PlanError` with the field's name."""
+        """A plan back from :meth:`to_json`.
+
+        A malformed one raises :class:`~ringspan.errors.PlanError` with the field's name.
+        """
         from ringspan.plans.files import from_json
 
         return from_json(text)

@@ -7,9 +7,9 @@
     step 1              kv2      kv0      kv1
     step 2              kv1      kv2      kv0
 
-A block walks only as far as somebody still sees it. Backward, the blocks walk the same way again; the gradient of a block follows
-one step behind it, collecting each rank's share, and goes home from the last one. Two blocks of memory beside the own, whatever
-the number of ranks.
+A block walks only as far as somebody still sees it. Backward, the blocks walk the same way again; the gradient of a
+block follows one step behind it, collecting each rank's share, and goes home from the last one. Two blocks of memory
+beside the own, whatever the number of ranks.
 """
 
 from __future__ import annotations

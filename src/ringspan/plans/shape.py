@@ -64,7 +64,7 @@ def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
 
 
 def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in buffers of its own: slots, accumulators, and messages being packed or waiting to be added.
+    """The most memory a phase holds in buffers of its own: slots, accumulators, and messages packed or waiting to be added.
 
     The tensors that come in and the kernels' own scratch space are not counted.
     """

@@ -40,7 +40,7 @@ class _Arrival:
 
 
 def staged(scene: Scene, tiles: Tiles, incoming: Mapping[int, Rows], outgoing: Mapping[int, Rows], stages: int) -> Program:
-    """The program in which rank gets the rows ``incoming[owner]`` and gives away ``outgoing[asker]`` in the given number of stages.
+    """The program in which a rank gets the rows ``incoming[owner]`` and gives away ``outgoing[asker]``, in stages.
 
     ``tiles`` are what this rank's queries see, in the owners' rows.
     """

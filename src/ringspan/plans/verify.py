@@ -1,9 +1,10 @@
 """Prove a plan right from its data, by walking all ranks' programs with symbols in the place of tensors.
 
-Three proofs. *Contents*: every row of every slot carries the name of the token it holds, and transfers copy names, so a task's bands
-can be said in the owners' rows and compared with the mask: every visible pair exactly once. *Flow*: every task gives each row it
-touches a random weight, transfers of results and gradients add weights, and at the end each owner must hold the sum of all that was
-given to its rows: nothing lost, nothing twice. *Races*: no row is overwritten, or sent, while a task of the same step uses it.
+Three proofs. *Contents*: every row of every slot carries the name of the token it holds, and transfers copy names, so a
+task's bands can be said in the owners' rows and compared with the mask: every visible pair exactly once. *Flow*: every
+task gives each row it touches a random weight, transfers of results and gradients add weights, and at the end each
+owner must hold the sum of all that was given to its rows: nothing lost, nothing twice. *Races*: no row is overwritten,
+or sent, while a task of the same step uses it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def verify(plans: Sequence[Plan]) -> None:
     first = plans[0]
     if [p.rank for p in plans] != list(range(first.world)) or len({p.digest for p in plans}) != 1:
         raise PlanError(f"verify needs the plans of all {first.world} ranks, in order and of one digest")
-    if any(t.heads for p in plans for phase in PHASES for way in ("sends", "recvs") for t in p.transfers(phase, way)):  # type: ignore[arg-type]
+    if any(t.heads for p in plans for phase in PHASES for way in ("sends", "recvs") for t in p.transfers(phase, way)):
         raise PlanError("verify cannot yet follow transfers of some heads only")
     for phase in PHASES:
         _check_cells(first, _walk(plans, phase), phase)
@@ -65,7 +66,7 @@ class _Rank:
 
     def array(self, t: Transfer, where: str) -> NDArray[np.generic]:
         group = self.names if t.what in self.names else self.weights
-        slots: Sequence[NDArray[np.generic]] = group[t.what]  # type: ignore[index,assignment]
+        slots: Sequence[NDArray[np.generic]] = group[t.what]
         if not 0 <= t.slot < len(slots) or any(not 0 <= a < b <= len(slots[t.slot]) for a, b in t.rows) or not t.rows:
             raise PlanError(f"{where}: {t.what} rows {t.rows} do not lie in slot {t.slot}")
         return slots[t.slot]
@@ -96,7 +97,10 @@ def _walk(plans: Sequence[Plan], phase: Phase) -> list[Cells]:
     ranks = [_Rank(plan) for plan in plans]
     rng = np.random.default_rng(0)
     results = ("out",) if phase == "forward" else ("dq", "dkv")
-    owed = {"q": [np.zeros(p.q_rows, dtype=np.uint64) for p in plans], "kv": [np.zeros(p.kv_rows, dtype=np.uint64) for p in plans]}
+    owed = {
+        "q": [np.zeros(p.q_rows, dtype=np.uint64) for p in plans],
+        "kv": [np.zeros(p.kv_rows, dtype=np.uint64) for p in plans],
+    }
     cells: list[Cells] = []
     for n in range(max(len(p.program.steps(phase)) for p in plans)):
         mail: dict[tuple[int, int], list[tuple[str, NDArray[np.generic]]]] = {}
@@ -119,11 +123,15 @@ def _walk(plans: Sequence[Plan], phase: Phase) -> list[Cells]:
                     raise PlanError(f"{where}: waits for {t.what} from rank {t.peer}, which sends none")
                 what, message = queue.pop(0)
                 if (what, len(message)) != (t.what, t.count):
-                    raise PlanError(f"{where}: expects {t.count} rows of {t.what} from rank {t.peer}, which sends {len(message)} of {what}")
+                    raise PlanError(
+                        f"{where}: expects {t.count} rows of {t.what} from rank {t.peer}, which sends {len(message)} of {what}"
+                    )
                 r.write(t, message, where)
         for (source, target), queue in mail.items():
             if queue:
-                raise PlanError(f"{phase} step {n}: rank {source} sends {queue[0][0]} to rank {target}, which does not receive it")
+                raise PlanError(
+                    f"{phase} step {n}: rank {source} sends {queue[0][0]} to rank {target}, which does not receive it"
+                )
     for r in ranks:
         for what in results:
             home = r.weights[what][0]
@@ -184,7 +192,9 @@ def _runs(names: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return first, np.append(first[1:], len(names)), owner, head & ((1 << OWNER_SHIFT) - 1)
 
 
-def _weigh(r: _Rank, task: Task, results: Sequence[str], owed: dict[str, list[NDArray[np.uint64]]], rng: np.random.Generator) -> None:
+def _weigh(
+    r: _Rank, task: Task, results: Sequence[str], owed: dict[str, list[NDArray[np.uint64]]], rng: np.random.Generator
+) -> None:
     """Give every row that the task touches a weight, and note to whom it is owed."""
     for result in results:
         of = "kv" if result == "dkv" else "q"

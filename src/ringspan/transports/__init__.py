@@ -5,4 +5,15 @@ from ringspan.transports.in_process import InProcess
 from ringspan.transports.messages import Post, Traffic, Wait, Walk
 from ringspan.transports.process_group import ProcessGroup, as_process_group
 
-__all__ = ["Hello", "InProcess", "Post", "ProcessGroup", "Traffic", "Wait", "Walk", "as_process_group", "compare", "shake_hands"]
+__all__ = [
+    "Hello",
+    "InProcess",
+    "Post",
+    "ProcessGroup",
+    "Traffic",
+    "Wait",
+    "Walk",
+    "as_process_group",
+    "compare",
+    "shake_hands",
+]

@@ -1,6 +1,7 @@
 """The handshake: before a plan is first used on a group, all ranks compare what they came with.
 
-Without it a rank that differs makes gloo abort the process, or read garbage without a word. With it every rank raises the same error.
+Without it a rank that differs makes gloo abort the process, or read garbage without a word. With it every rank raises
+the same error.
 """
 
 from __future__ import annotations

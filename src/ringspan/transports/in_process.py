@@ -70,8 +70,8 @@ class InProcess:
     def _deliver(self, message: Tensor, sender: _Ticket, buffer: Tensor, receiver: _Ticket) -> None:
         if (message.shape, message.dtype) != (buffer.shape, buffer.dtype):
             raise TransportError(
-                f"rank {sender.rank} sent {message.dtype} {tuple(message.shape)} in {sender.label} where rank {receiver.rank} expected "
-                f"{buffer.dtype} {tuple(buffer.shape)} in {receiver.label}"
+                f"rank {sender.rank} sent {message.dtype} {tuple(message.shape)} in {sender.label} where rank {receiver.rank} "
+                f"expected {buffer.dtype} {tuple(buffer.shape)} in {receiver.label}"
             )
         buffer.copy_(message)
         self.traffic[sender.rank].sent += message.nbytes

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Post:
     """Begin an exchange: tensors to send to peers, and contiguous tensors to be filled by them. Answered with a ticket.
 
-    Between two ranks messages arrive in the order in which they were sent. Neither side may touch the tensors until the ticket has
-    been waited for.
+    Between two ranks messages arrive in the order in which they were sent. Neither side may touch the tensors until the
+    ticket has been waited for.
     """
 
     label: str

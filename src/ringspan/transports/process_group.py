@@ -21,8 +21,8 @@ T = TypeVar("T")
 class ProcessGroup:
     """A group of ranks and this process's place in it.
 
-    ``group`` is a ``torch.distributed`` process group (None: the default one) or a one-axis ``DeviceMesh``. The ranks of a mesh are
-    counted along its axis, which need not be the order in which its process group counts them.
+    ``group`` is a ``torch.distributed`` process group (None: the default one) or a one-axis ``DeviceMesh``. The ranks
+    of a mesh are counted along its axis, which need not be the order in which its process group counts them.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> None:
@@ -33,14 +33,16 @@ class ProcessGroup:
             )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
-                names = group.mesh_dim_names or tuple(range(group.ndim))
+                names = group.mesh_dim_names or f"{group.ndim} axes"
                 raise InputError(f"a mesh of one axis is needed, this one has {names}: pass mesh[axis], as in mesh['cp']")
             self.ranks: list[int] = group.mesh.tolist()
             self.group: dist.ProcessGroup = group.get_group()
         else:
-            self.group = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
-            if self.group is dist.GroupMember.NON_GROUP_MEMBER:
+            # new_group gives a plain number, not a group, to processes that are not in it.
+            whole: Any = dist.group.WORLD if group is None else group
+            if whole is dist.GroupMember.NON_GROUP_MEMBER:
                 raise InputError(f"process {dist.get_rank()} is not a member of this group")
+            self.group = whole
             self.ranks = dist.get_process_group_ranks(self.group)
         if dist.get_rank() not in self.ranks:
             raise InputError(f"process {dist.get_rank()} is not a member of the group of processes {self.ranks}")
@@ -56,7 +58,11 @@ class ProcessGroup:
         try:
             while True:
                 request = walk.send(answer)
-                answer = self._post(request) if isinstance(request, Post) else self._wait(*request.ticket)
+                if isinstance(request, Post):
+                    answer = self._post(request)
+                else:
+                    self._wait(*request.ticket)
+                    answer = None
         except StopIteration as end:
             return [end.value]
 
@@ -91,7 +97,9 @@ class ProcessGroup:
         names = ", ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "imed out" in said or "imeout" in said:
-            return PeerTimeout(f"rank {self.rank}: {names} did not answer in {label}. It may be stuck, or in another call ({said})")
+            return PeerTimeout(
+                f"rank {self.rank}: {names} did not answer in {label}. It may be stuck, or in another call ({said})"
+            )
         return PeerLost(f"rank {self.rank}: lost {names} in {label}. Look at that process's own error first ({said})")
 
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
