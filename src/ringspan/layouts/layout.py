@@ -17,6 +17,10 @@ from ringspan.errors import LayoutError
 Ints = NDArray[np.int64]
 
 
+# Spans are compared in their common step, which must leave room in int64.
+LARGEST_STEP = 2**31
+
+
 class Span(NamedTuple):
     """The tokens ``range(start, stop, step)``. A step other than 1 is what makes a striped layout one span a rank."""
 
@@ -58,8 +62,12 @@ class Layout:
 
     def __init__(self, spans: Sequence[Iterable[Sequence[int]]], *, length: int | None = None, name: str = "spans") -> None:
         self.name = name
-        self.spans = tuple(tuple(_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(spans))
-        self.spans = tuple(tuple(s for s in of_rank if s.size) for of_rank in self.spans)
+        try:
+            given = [list(of_rank) for of_rank in spans]
+        except TypeError:
+            raise LayoutError(f"a layout is a list of ranks, each a list of spans (start, stop); got {spans!r}") from None
+        checked = ((_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(given))
+        self.spans = tuple(tuple(s for s in of_rank if s.size) for of_rank in checked)
         if not self.spans:
             raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
         self.world = len(self.spans)
@@ -145,7 +153,10 @@ def _check_bijection(p: Pieces, length: int) -> None:
     Spans of all steps are first written with their common step; two of them can then only meet when they start in the same
     residue class, where sorting finds them.
     """
-    common = math.lcm(*set(p.step.tolist()))
+    common = math.lcm(*set(p.step[p.size > 1].tolist()))
+    if common > LARGEST_STEP:
+        raise LayoutError(f"the steps of these spans have no common step up to {LARGEST_STEP}: use fewer different steps")
+    p = p._replace(step=np.where(p.size > 1, p.step, common))
     split = np.minimum(common // p.step, p.size)
     i = np.repeat(np.arange(len(p.step)), split)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(split) - split, split)

@@ -31,6 +31,7 @@ def documents(
     """
     if (lengths is None) == (ids is None):
         raise MaskError("documents() takes the lengths of the documents or the ids= of the tokens: exactly one of the two")
+    diagonal(0, 0, align)  # names a wrong align even where none is needed
     if ids is not None:
         if kv_lengths is not None:
             raise MaskError("documents(ids=…) describes queries and keys alike; give lengths and kv_lengths instead")
@@ -49,7 +50,10 @@ def documents(
 
 
 def _by_ids(ids: Any, causal: bool) -> Mask:
-    id_of = np.asarray(ids.tolist() if hasattr(ids, "tolist") else ids)
+    try:
+        id_of = np.asarray(ids.tolist() if hasattr(ids, "tolist") else ids)
+    except ValueError:
+        raise MaskError(f"ids must be a flat list of whole numbers, one a token; got {ids!r}") from None
     if id_of.ndim != 1 or (len(id_of) and id_of.dtype.kind not in "iu"):
         raise MaskError(f"ids must be a flat list of whole numbers, one a token; got {id_of.dtype} of shape {id_of.shape}")
     n = length("the number of ids", len(id_of))

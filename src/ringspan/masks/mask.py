@@ -56,6 +56,9 @@ class Mask:
     def __setattr__(self, field: str, value: object) -> NoReturn:
         raise AttributeError(f"a mask is immutable; {field!r} cannot be set. Combine masks with & | ~ instead")
 
+    def __delattr__(self, field: str) -> NoReturn:
+        raise AttributeError(f"a mask is immutable; {field!r} cannot be deleted")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.table, self.q_len, self.k_len, self.name)
 
@@ -68,7 +71,7 @@ class Mask:
         """
         q_len = length("q_len", q_len)
         k_len = q_len if k_len is None else length("k_len", k_len)
-        given = [Band(*(operator.index(x) for x in band)) for band in bands]
+        given = [_band(band) for band in bands]
         whole = tables.table((0, q_len, 0, k_len, -MAX_LENGTH, MAX_LENGTH))
         union = tables.EMPTY
         for band in given:
@@ -267,6 +270,15 @@ def lengths(what: str, values: Any) -> NDArray[np.int64]:
         raise MaskError(f"{what} must be a list of lengths, one a document, not {values!r}") from None
     length(f"the sum of {what}", sum(checked))
     return np.array(checked, dtype=np.int64)
+
+
+def _band(given: Any) -> Band:
+    """A user's band with whole numbers; what lies beyond any sequence is brought to its edge, where it means the same."""
+    try:
+        numbers = [operator.index(x) for x in given]
+        return Band(*(min(max(x, -MAX_LENGTH), MAX_LENGTH) for x in numbers))
+    except TypeError:
+        raise MaskError(f"a band is six whole numbers (q0, q1, k0, k1, lo, hi), not {given!r}") from None
 
 
 def _everything() -> Table:
