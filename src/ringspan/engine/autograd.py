@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.walk import Call, backward, forward
+from ringspan.errors import UnplannedAttention
 from ringspan.kernels import Partial, Saved
 from ringspan.plans import Plan
 
@@ -47,7 +49,14 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
-        queries, key_values, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n : 2 * n], ctx.saved_tensors[2 * n :]
+        try:
+            tensors = ctx.saved_tensors
+        except CheckpointError as error:
+            raise UnplannedAttention(
+                "activation checkpointing computed this attention again, but not as it was: outside the `with cp:` block. "
+                "Use checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
+            ) from error
+        queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
         walks = []
         for rank, plan in enumerate(ctx.plans):
             out, lse = outputs[2 * rank : 2 * rank + 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -153,6 +154,13 @@ class ContextParallel:
             self._entered.modes = []
         modes: list[AttentionMode] = self._entered.modes
         return modes
+
+    def checkpoint_context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.
+
+        The backward pass computes ``f`` again, outside any block that was open when it ran first; this opens ours again.
+        """
+        return nullcontext(), self
 
     # -- losses and gradients ------------------------------------------------------------------------------------------
 

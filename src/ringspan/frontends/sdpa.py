@@ -20,8 +20,9 @@ from ringspan.masks import Mask, causal
 
 # Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
 OTHER_DOORS = {
-    "_native_multi_head_attention": "call .train() on the module, or torch.backends.mha.set_fastpath_enabled(False)",
-    "_transformer_encoder_layer_fwd": "call .train() on the module, or torch.backends.mha.set_fastpath_enabled(False)",
+    "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
+    "_native_multi_head_attention": "project q, k and v yourself and call F.scaled_dot_product_attention",
+    "_transformer_encoder_layer_fwd": "project q, k and v yourself and call F.scaled_dot_product_attention",
     "flex_attention": "give the mask to ContextParallel as a ringspan mask and call F.scaled_dot_product_attention",
     "flex_attention_backward": "give the mask to ContextParallel as a ringspan mask and call F.scaled_dot_product_attention",
     "_varlen_attn": "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
@@ -54,15 +55,9 @@ class AttentionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        name = name.split(".")[0]
+        name = getattr(func, "__name__", "").split(".")[0]
         if name in OTHER_DOORS:
             raise UnplannedAttention(f"{name} would see only the keys of this rank: {OTHER_DOORS[name]}, or wrap it in {_WRAP}")
-        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
-            raise UnplannedAttention(
-                f"nn.MultiheadAttention with need_weights=True computes weights by hand over the keys of this rank only: "
-                f"pass need_weights=False, or wrap it in {_WRAP}"
-            )
         return func(*args, **kwargs)
 
     def _sdpa(
