@@ -1,0 +1,196 @@
+"""The demo's pictures: a mask coloured by who computes it, and two loss curves. Imports matplotlib when one is drawn."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.layouts import Layout, areas
+from ringspan.plans import Plan
+
+# Told apart by most eyes, on paper too (Paul Tol's bright scheme). More ranks than these take turns round the colour wheel.
+COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")
+INK, PAPER, GRID = "#222222", "#FFFFFF", "#BBBBBB"
+# How far the colour of a pair whose key had to travel is thinned towards paper.
+PALE = 0.62
+# The most tokens drawn along a side; a longer sequence is thinned.
+MOST_CELLS = 3000
+DPI = 150
+# The middle of the mask's axes, where what belongs to it is centred.
+MIDDLE = 0.545
+
+
+def why_not() -> str | None:
+    """Why there can be no pictures, or None."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "matplotlib is not installed; `pip install 'ringspan[demo]'` brings it"
+    return None
+
+
+def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[int]) -> None:
+    """Every visible pair in the colour of the rank that owns the query; pale where the key came from another rank."""
+    from matplotlib.figure import Figure
+
+    colours = rank_colours(plan.world)
+    n = plan.mask.lengths[0]
+    thin = slice(None, None, -(-n // MOST_CELLS))
+    q_owner, k_owner = owners(plan.q_layout)[thin], owners(plan.kv_layout)[thin]
+    figure = Figure(figsize=(9.0, 9.6), facecolor=PAPER)
+    main = figure.add_axes((0.13, 0.13, 0.83, 0.83 * 9.0 / 9.6))
+    left = figure.add_axes((0.106, 0.13, 0.018, 0.83 * 9.0 / 9.6))
+    top = figure.add_axes((0.13, 0.914, 0.83, 0.017))
+    picture = cells(plan.mask.dense()[thin, thin], q_owner, k_owner, colours)
+    main.imshow(picture, extent=(0, n, n, 0), interpolation="antialiased")
+    left.imshow(colours[q_owner][:, None], extent=(0, 1, n, 0), aspect="auto", interpolation="nearest")
+    top.imshow(colours[k_owner][None, :], extent=(0, n, 1, 0), aspect="auto", interpolation="nearest")
+    _name_documents(main, names, lengths)
+    for strip in (left, top):
+        strip.set(xticks=[], yticks=[])
+    left.set_ylabel("query (the strip: the rank that owns it)", color=INK)
+    left.set_yticks(_ticks(n))
+    left.tick_params(axis="y", colors=INK, length=3)
+    main.set_xlabel("key (the strip at the top: the rank that owns it)", color=INK)
+    main.set(xticks=_ticks(n), yticks=[])
+    for axes in (main, left, top):
+        for spine in axes.spines.values():
+            spine.set(color=GRID)
+    _mask_legend(figure, plan, colours)
+    title = f"Who computes which pair: {n:,} tokens over {plan.world} rank{'s' * (plan.world != 1)}"
+    figure.text(MIDDLE, 0.965, title, ha="center", color=INK, fontsize=13)
+    strategy = plan.strategy.partition("(")[0]
+    chosen = f"{len(lengths)} packed documents  ·  {strategy} on {plan.q_layout.name}  ·  plan {plan.digest[:8]}"
+    figure.text(MIDDLE, 0.942, chosen, ha="center", color=INK, fontsize=9)
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_losses(path: Path, split: Sequence[float], alone: Sequence[float], *, world: int, tolerance: float) -> None:
+    """The two curves above, how far they are apart below, on a log scale with the tolerance."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps = np.arange(1, len(split) + 1)
+    figure = Figure(figsize=(8.8, 6.4), facecolor=PAPER, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    above.plot(
+        steps, alone, color=COLOURS[3], linewidth=6, alpha=0.75, solid_capstyle="round", label="1 process, plain PyTorch"
+    )
+    ranks = f"{world} process{'es' * (world != 1)}"
+    above.plot(steps, split, color=COLOURS[0], linewidth=1.6, marker="o", markersize=3.5, label=f"{ranks}, ringspan")
+    above.set_ylabel("loss (nats per byte)", color=INK)
+    above.legend(frameon=False)
+    above.set_title(f"The same training, with the sequence split {world} ways and whole", color=INK)
+    _difference(below, steps, np.abs(np.asarray(split) - np.asarray(alone)), tolerance)
+    below.set(xlabel="step", xlim=(0.5, len(steps) + 0.5))
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (above, below):
+        axes.grid(color=GRID, alpha=0.4, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=DPI)
+
+
+def cells(
+    seen: NDArray[np.bool_], q_owner: NDArray[np.int64], k_owner: NDArray[np.int64], colours: NDArray[Any]
+) -> NDArray[Any]:
+    """The mask as (queries, keys, RGB): paper where nothing is seen."""
+    full = colours[q_owner][:, None]
+    own = (q_owner[:, None] == k_owner[None, :])[..., None]
+    picture = np.where(own, full, pale(full))
+    return np.where(seen[..., None], picture, np.float32(1.0))
+
+
+def owners(layout: Layout) -> NDArray[np.int64]:
+    """The rank that owns each token."""
+    owner = np.empty(layout.length, dtype=np.int64)
+    for rank in range(layout.world):
+        owner[layout.positions(rank)] = rank
+    return owner
+
+
+def rank_colours(world: int) -> NDArray[np.float32]:
+    """(world, RGB)"""
+    if world <= len(COLOURS):
+        rows = [tuple(int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)) for c in COLOURS[:world]]
+    else:
+        rows = [colorsys.hls_to_rgb(rank / world, 0.42 + 0.16 * (rank % 2), 0.6) for rank in range(world)]
+    return np.array(rows, dtype=np.float32)
+
+
+def pale(colour: NDArray[Any]) -> NDArray[Any]:
+    return colour + (1 - colour) * np.float32(PALE)
+
+
+def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolerance: float) -> None:
+    """Zero has no place on a log scale: steps that agree to the last bit stand on the floor, hollow."""
+    floor = 1e-8
+    same = difference == 0
+    axes.vlines(steps[~same], floor, difference[~same], color=COLOURS[1], linewidth=1, alpha=0.5)
+    axes.plot(steps[~same], difference[~same], "o", color=COLOURS[1], markersize=4, label="difference")
+    axes.plot(
+        steps[same],
+        np.full(same.sum(), floor),
+        "o",
+        color=COLOURS[1],
+        fillstyle="none",
+        markersize=4,
+        label="equal to the last bit",
+    )
+    axes.axhline(tolerance, color=INK, linewidth=1, linestyle="--")
+    axes.text(steps[-1] + 0.4, tolerance, f"allowed: {tolerance:.0e}", ha="right", va="bottom", color=INK, fontsize=9)
+    axes.set_yscale("log")
+    axes.set_ylim(floor / 2, max(tolerance * 30, float(np.nanmax(difference, initial=0.0)) * 100))
+    axes.set_ylabel("difference", color=INK)
+    axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
+
+
+def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:
+    """Each document's name where its triangle leaves room: to its right, or to its left when it is near the right edge."""
+    n, stop = sum(lengths), 0
+    for name, length in zip(names, lengths, strict=True):
+        start, stop = stop, stop + length
+        axes.plot([start, start, stop, stop, start], [start, stop, stop, start, start], color=GRID, linewidth=0.8)
+        if length < 0.022 * n:
+            continue
+        fits_right = stop < 0.6 * n
+        x, side = (stop + 0.012 * n, "left") if fits_right else (start - 0.012 * n, "right")
+        words = f"{name}, {length:,} tokens"
+        axes.text(x, (start + stop) / 2, words, ha=side, va="center", fontsize=8, color=INK, family="monospace")
+
+
+def _mask_legend(figure: Any, plan: Plan, colours: NDArray[Any]) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    area = areas(plan.mask, plan.q_layout)
+    share = area / max(1, int(area.sum()))
+    handles: list[Any] = []
+    labels: list[str] = []
+    for rank in range(min(plan.world, 12)):
+        handles.append(tuple(Patch(facecolor=c.tolist()) for c in (colours[rank], pale(colours[rank]))))
+        labels.append(f"rank {rank}: {share[rank]:.1%}")
+    figure.legend(
+        handles,
+        labels,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+        loc="lower center",
+        bbox_to_anchor=(MIDDLE, 0.032),
+        ncols=min(6, plan.world),
+        frameon=False,
+        fontsize=9,
+        handlelength=3,
+    )
+    note = "share of all pairs  ·  full colour: the rank has the key itself  ·  pale: another rank sent it"
+    figure.text(MIDDLE, 0.02, note, ha="center", fontsize=9, color=INK)
+
+
+def _ticks(n: int) -> list[int]:
+    """A handful of round numbers, and the end."""
+    step = max(1, n // 6)
+    step = int(round(step, -len(str(step)) + 1)) or 1
+    return [*(t for t in range(0, n, step) if n - t > step // 2), n]

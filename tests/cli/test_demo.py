@@ -1,0 +1,247 @@
+"""The demo, whole but short: one run that must pass, one that must fail, and the parts that carry them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.cli import demo
+from ringspan.cli.demo_model import Config, build
+from ringspan.cli.demo_report import TOLERANCE, Outcome, as_json, parting, rank_table
+from ringspan.cli.demo_text import BEGIN, VOCABULARY, Pack, library_documents, packs
+from ringspan.cli.demo_train import RankReport, Training, dense_mask, token_losses, train_alone
+from ringspan.errors import InputError
+from ringspan.plans import bytes_moved
+from ringspan.plans.plan import PHASES
+
+WORLD, STEPS, LENGTH, SEED = 3, 3, 331, 5
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads(self.out.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def run(*words: object) -> Ran:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = demo.run(parser.parse_args([str(word) for word in words]))
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+SHORT = ("--world", WORLD, "--steps", STEPS, "--seq-len", LENGTH, "--seed", SEED, "--json")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "made" / "on the way"
+
+
+@pytest.fixture(scope="module")
+def passed(folder: Path) -> Ran:
+    return run(*SHORT, "--out", folder)
+
+
+@pytest.fixture(scope="module")
+def failed() -> Iterator[Ran]:
+    """Broken on purpose; and matplotlib is missing, without which all but the pictures must work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        yield run(*SHORT, "--sabotage")
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    return Training(config=Config(), packs=packs(library_documents(), count=STEPS, length=LENGTH, seed=SEED), seed=SEED)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several threads that share few cores with other processes mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- a run that passes -------------------------------------------------------------------------------------------------
+
+
+def test_the_two_curves_are_one(passed: Ran) -> None:
+    assert passed.code == 0
+    found = passed.summary
+    assert found["ok"]
+    assert found["parted_at_step"] is None
+    assert found["max_difference"] < 1e-5 < TOLERANCE
+    split, alone = found["losses"]["split"], found["losses"]["alone"]
+    assert len(split) == len(alone) == STEPS
+    assert max(abs(a - b) for a, b in zip(split, alone, strict=True)) <= found["max_difference"]
+    assert split[-1] < split[0]
+
+
+def test_the_first_loss_is_that_of_each_document_by_itself(passed: Ran, training: Training) -> None:
+    """No mask, no packing, no ranks, float64: each document alone, from position 0 (rotary embeddings know only distances)."""
+    model = build(training.config, SEED).double()
+    pack = training.packs[0]
+    losses = []
+    for document in torch.tensor(pack.tokens).split(pack.lengths):
+        seen = torch.ones(len(document), len(document), dtype=torch.bool).tril()
+        logits = model(document[None], positions=torch.arange(len(document)), attn_mask=seen)
+        losses.append(token_losses(logits[:, :-1], document[None, 1:]).flatten())
+    expected = torch.cat(losses).mean().item()
+    assert passed.summary["losses"]["split"][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_the_ranks_did_is_what_was_planned(passed: Ran, training: Training) -> None:
+    config, masks = training.config, [rs.documents(pack.lengths) for pack in training.packs]
+    shape = rs.Shape(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
+    for n, rank in enumerate(passed.summary["ranks"]):
+        plans = [rs.plan(mask, world=WORLD, rank=n) for mask in masks]
+        moved = [bytes_moved(plan, shape, phase) for plan in plans for phase in PHASES]
+        pairs = zip(masks, plans, strict=True)
+        assert rank["tokens"] == sum(plan.q_rows for plan in plans)
+        assert rank["area"] == sum(plan.area for plan in plans)
+        assert (rank["sent"], rank["received"]) == tuple(config.layers * sum(way) for way in zip(*moved, strict=True))
+        gathers = [rs.plan(mask, world=WORLD, rank=n, strategy="gather", layout=plan.q_layout) for mask, plan in pairs]
+        assert rank["gather_received"] == config.layers * sum(
+            bytes_moved(plan, shape, phase)[1] for plan in gathers for phase in PHASES
+        )
+    assert sum(rank["area"] for rank in passed.summary["ranks"]) == sum(mask.area for mask in masks)
+    assert sum(rank["tokens"] for rank in passed.summary["ranks"]) == STEPS * LENGTH
+    assert math.isclose(sum(rank["share"] for rank in passed.summary["ranks"]), 1.0)
+    assert passed.summary["digest"] == rs.plan(masks[-1], world=WORLD).digest
+
+
+def test_people_are_told_too(passed: Ran, folder: Path) -> None:
+    for words in ("331 bytes of Python a step (not a multiple of 3", "largest difference", "gather", "LocalWorld", "explain()"):
+        assert words in passed.out
+    assert str(folder / "mask.png") in passed.out
+    assert "100%" in passed.err
+    assert "\x1b" not in passed.err + passed.out
+
+
+@pytest.mark.parametrize("name", ["mask.png", "losses.png"])
+def test_the_pictures_show_something(passed: Ran, folder: Path, name: str) -> None:
+    assert str(folder / name) in passed.summary["pictures"]
+    image = pytest.importorskip("matplotlib.image").imread(folder / name)
+    assert min(image.shape[:2]) > 600
+    colours = {tuple(colour) for colour in image[::3, ::3, :3].reshape(-1, 3).tolist()}
+    assert len(colours) > 40
+
+
+# -- a run that fails --------------------------------------------------------------------------------------------------
+
+
+def test_sabotage_is_caught_and_the_step_named(failed: Ran) -> None:
+    assert failed.code == 1
+    found = failed.summary
+    assert not found["ok"]
+    assert found["max_difference"] > TOLERANCE
+    step = found["parted_at_step"]
+    assert f"FAILED: the two curves part at step {step}:" in failed.err
+    assert "the last rank took its tokens to stand 3 places further on" in failed.err
+    differences = [abs(a - b) for a, b in zip(found["losses"]["split"], found["losses"]["alone"], strict=True)]
+    assert step == 1 + next(n for n, difference in enumerate(differences) if difference > TOLERANCE)
+
+
+def test_without_matplotlib_there_are_only_numbers(failed: Ran) -> None:
+    assert "pip install 'ringspan[demo]'" in failed.out
+    assert failed.summary["pictures"] == []
+    assert len(failed.summary["losses"]["split"]) == STEPS
+
+
+def test_one_rank_cannot_be_sabotaged() -> None:
+    with pytest.raises(InputError, match="--world 2"):
+        run("--world", 1, "--sabotage")
+
+
+@pytest.mark.parametrize("words", [("--steps", 0), ("--seq-len", 7), ("--world", "two"), ("--sabotage", "everything")])
+def test_nonsense_is_refused(words: tuple[object, ...]) -> None:
+    with pytest.raises(SystemExit):
+        run(*words)
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_repeats_itself_and_learns(training: Training) -> None:
+    longer = Training(config=Config(), packs=packs(library_documents(), count=12, length=LENGTH, seed=SEED), seed=SEED)
+    first, second = (train_alone(longer, lambda n, loss: True) for _ in range(2))
+    assert first == second
+    assert first[0] > math.log(VOCABULARY)
+    assert sum(first[-3:]) / 3 < first[0] - 1.5
+    assert first[:STEPS] == train_alone(training, lambda n, loss: True)
+    assert train_alone(training, lambda n, loss: False) == first[:1]
+
+
+def test_weights_follow_from_the_seed_alone() -> None:
+    before = torch.random.get_rng_state()
+    one, same, other = (build(Config(), seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["embed.weight"], other["embed.weight"])
+
+
+def test_packs_are_full_uneven_and_new_at_every_step() -> None:
+    made = packs(library_documents(), count=20, length=1531, seed=0)
+    assert made == packs(library_documents(), count=20, length=1531, seed=0)
+    assert all(len(pack.tokens) == sum(pack.lengths) == 1531 and max(pack.lengths) < 1531 for pack in made)
+    assert len({pack.lengths for pack in made}) == 20
+    for pack in made:
+        starts = [0, *torch.tensor(pack.lengths).cumsum(0).tolist()]
+        assert all(pack.tokens[start] == BEGIN for start in starts[:-1])
+        assert pack.tokens.count(BEGIN) == len(pack.lengths) == len(pack.names)
+
+
+def test_labels_are_the_next_tokens_and_end_with_their_document() -> None:
+    pack = Pack(names=("a", "b", "c"), lengths=(3, 1, 2), tokens=(256, 7, 8, 256, 256, 9))
+    tokens, labels, weights = pack.tensors()
+    assert tokens.tolist() == [[256, 7, 8, 256, 256, 9]]
+    assert weights.tolist() == [[1, 1, 0, 0, 1, 0]]
+    assert labels[weights.bool()].tolist() == [7, 8, 9]
+    assert torch.equal(dense_mask(pack), torch.from_numpy(rs.documents([3, 1, 2]).dense()))
+
+
+def outcome(alone: list[float], *ranks: list[float]) -> Outcome:
+    more: dict[str, Any] = {"tokens": 1, "area": 0, "sent": 0, "received": 0, "gather_received": 0, "choices": (), "digest": ""}
+    return Outcome(alone=tuple(alone), ranks=tuple(RankReport(losses=tuple(losses), **more) for losses in ranks))
+
+
+@pytest.mark.parametrize(
+    ("split", "step"),
+    [
+        ([[3.0, 2.0], [3.0, 2.0]], None),
+        ([[3.00009, 2.0], [3.0, 2.0]], None),
+        ([[3.0, 2.0], [3.0, 2.001]], 2),
+        ([[3.0, math.nan], [3.0, math.nan]], 2),
+        ([[math.nan, 2.0], [3.0, 2.0]], 1),
+        ([[3.0, 2.0], [math.inf, 2.0]], 1),
+    ],
+)
+def test_any_rank_that_parts_is_seen(split: list[list[float]], step: int | None) -> None:
+    found = outcome([3.0, 2.0], *split)
+    assert found.parted_at == step
+    summary = json.loads(as_json(found), parse_constant=pytest.fail)
+    assert summary["ok"] is (step is None)
+    assert "rank" in rank_table(found)
+    if step:
+        assert found.largest[1] == step
+        assert f"part at step {step}:" in parting(found, None)
+        assert "ringspan check" in parting(found, None)
