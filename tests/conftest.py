@@ -1,11 +1,14 @@
-"""What all tests share: how hypothesis draws, and what happens to GPU tests on a machine without one."""
+"""What all tests share: how hypothesis draws, workers, and what happens to GPU tests on a machine without one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ringspan.cli.workers import Pool
 
 # The same cases every time in CI, so that a red run can be repeated; at the desk others every time, so that new ones are met.
 settings.register_profile("desk", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -22,3 +25,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in for_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Pools:
+    """Pools of gloo workers, each started once for the whole run; one that a failing job has closed is started again."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world: int) -> Pool:
+        if world not in self._pools or self._pools[world].is_closed:
+            self._pools[world] = Pool(world)
+        return self._pools[world]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """``pools(4)`` is a pool of four workers."""
+    pools = Pools()
+    yield pools
+    pools.close()

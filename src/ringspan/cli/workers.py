@@ -96,6 +96,10 @@ class Pool:
         """End one worker at once, as a machine that fails would."""
         self._workers[rank][0].kill()
 
+    @property
+    def is_closed(self) -> bool:
+        return not self._workers
+
     def close(self) -> None:
         for worker, pipe in self._workers:
             pipe.close()
