@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=sorted(BROKEN),
         const="positions",
-        metavar="WHAT",
         help="break one rank on purpose, to see the demo fail: its positions (the default) or its gradient",
     )
     parser.epilog = EPILOG
@@ -164,9 +163,10 @@ def _opening(training: Training, world: int) -> str:
     rest = tokens % world
     uneven = f" (not a multiple of {world}: {rest} left over)" if rest else ""
     counts = [len(pack.lengths) for pack in training.packs]
+    many = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
     return (
         f"A language model of {size:,} parameters learns {tokens:,} bytes of Python a step{uneven}.\n"
-        f"Each of {len(counts)} steps packs {min(counts)} to {max(counts)} functions of the standard library end to end, "
+        f"Each of {len(counts)} steps packs {many} functions of the standard library end to end, "
         "none of which may see another.\n"
         f"It is trained twice: with the sequence split over {report.processes(world)}, and whole, in one without ringspan.\n"
     )

@@ -65,11 +65,11 @@ def loss_table(outcome: Outcome) -> str:
     shown = sorted({1, *(max(1, steps * part // 4) for part in (1, 2, 3)), steps})
     rows = [
         ("loss at step", [str(step) for step in shown]),
-        (processes(outcome.world), [f"{outcome.split[step - 1]:.6f}" for step in shown]),
-        (processes(1), [f"{outcome.alone[step - 1]:.6f}" for step in shown]),
+        (f"ringspan, {processes(outcome.world)}", [f"{outcome.split[step - 1]:.6f}" for step in shown]),
+        ("plain PyTorch, 1 process", [f"{outcome.alone[step - 1]:.6f}" for step in shown]),
     ]
     difference, at = outcome.largest
-    lines = [f"  {name:<16}" + "".join(f"{cell:>11}" for cell in cells) for name, cells in rows]
+    lines = [f"  {name:<26}" + "".join(f"{cell:>11}" for cell in cells) for name, cells in rows]
     lines.append(f"  largest difference of the two curves: {difference:.1e}, at step {at} (allowed: {TOLERANCE:.0e})")
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def parting(outcome: Outcome, broken: str | None) -> str:
     assert step is not None
     split, alone, difference = (losses[step - 1] for losses in (outcome.split, outcome.alone, outcome.differences))
     told = (
-        f"FAILED: the two curves part at step {step}: {processes(outcome.world)} got {split:.6f}, {processes(1)} {alone:.6f}, "
+        f"FAILED: the two curves part at step {step}: {split:.6f} on {processes(outcome.world)}, {alone:.6f} on one, "
         f"a difference of {difference:.1e} where {TOLERANCE:.0e} is allowed."
     )
     if broken:
@@ -173,4 +173,4 @@ def _row(name: str, tokens: int, area: int, share: float, sent: int, received: i
 
 
 def _bytes(n: int) -> str:
-    return f"{n / 1e6:,.1f} MB" if n >= 1e5 else f"{n / 1e3:,.1f} kB"
+    return f"{n / 1e6:,.1f} MB" if n >= 1e6 else f"{n / 1e3:,.1f} kB"
