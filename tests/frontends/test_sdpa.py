@@ -102,7 +102,7 @@ def test_checkpointing_that_would_forget_the_block_raises(cp: rs.ContextParallel
     q, k, v = qkv(2)
     with cp:
         out = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)
-    with pytest.raises(rs.UnplannedAttention, match="context_fn=cp.checkpoint_context"):
+    with pytest.raises(rs.UnplannedAttention, match=r"context_fn=cp\.checkpoint_context"):
         out.sum().backward()
 
 
@@ -154,7 +154,7 @@ def test_is_causal_where_the_mask_is_not() -> None:
 
 def test_flex_attention_is_not_silently_local(cp: rs.ContextParallel) -> None:
     q, k, v = (x.detach() for x in qkv(2))
-    with cp, pytest.raises(Exception, match="flex_attention would see only the keys of this rank|Observed exception"):
+    with cp, pytest.raises(Exception, match=r"flex_attention would see only the keys of this rank|Observed exception"):
         flex_attention(q, k, v)
 
 
