@@ -1,0 +1,183 @@
+"""``ringspan check``: random masks, layouts and strategies against dense attention in float64.
+
+::
+
+    ringspan check --cases 200 --seed 7               each case on 1 to 8 ranks in this process
+    ringspan check --cases 200 --seed 7 --world 4     all of them on 4
+    ringspan check --world 4 --processes              4 processes that talk over gloo
+    ringspan check --seed 7 --only 31                 case 31 again, and nothing else
+
+The exit code is 1 if anything failed. With ``--json`` the last line is the summary as JSON; ``worst_error`` in it is that of
+the float64 cases, which is what tells a right algorithm from a wrong one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ringspan import __version__
+from ringspan.cli.fuzz import Case, draw
+from ringspan.cli.trial import Outcome, run_local, run_rank
+from ringspan.cli.workers import Pool, WorkerFailed
+from ringspan.errors import InputError
+from ringspan.transports import as_process_group
+
+# Cases that the workers run before they report.
+BATCH = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=int, default=200, help="how many (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="which: the same seed gives the same cases (default: %(default)s)")
+    parser.add_argument("--world", type=int, help="ranks in every case (default: each case draws 1 to 8)")
+    parser.add_argument("--processes", action="store_true", help="a process for each rank, joined by gloo; needs --world")
+    parser.add_argument("--only", type=int, metavar="I", help="run case I of the seed, and show all of it")
+    parser.add_argument("--case", metavar="JSON", help="run this case, as --only shows it and you have changed it")
+    parser.add_argument("--json", action="store_true", help="a last line of JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    cases = _cases(args)
+    if args.only is not None or args.case is not None:
+        print(f"{cases[0]}\n{cases[0].to_json()}")
+    start = time.monotonic()
+    outcomes: list[Outcome] = []
+    for outcome in _in_processes(cases, args.world) if args.processes else _in_this_process(cases):
+        outcomes.append(outcome)
+        _progress(len(outcomes), len(cases))
+        if outcome.problems:
+            print(f"FAILED {outcome.case}")
+            for problem in outcome.problems:
+                print(f"  {problem}")
+            print(f"  again: {_again(outcome.case, args)}")
+    summary = summarise(outcomes, cases)
+    print(_in_words(summary, args, time.monotonic() - start))
+    if args.json:
+        told = {"seed": args.seed, "world": args.world, "processes": args.processes, "seconds": time.monotonic() - start}
+        print(json.dumps({**summary, **told, "ringspan": __version__, "torch": torch.__version__}))
+    return 1 if summary["failed"] else 0
+
+
+def summarise(outcomes: Sequence[Outcome], cases: Sequence[Case]) -> dict[str, Any]:
+    """The figures of a run. A case that was never finished has failed."""
+    finished = {outcome.case.index for outcome in outcomes}
+    failures = [outcome.case.index for outcome in outcomes if outcome.problems]
+    failures += [case.index for case in cases if case.index not in finished]
+    worst: dict[str, float] = {}
+    for outcome in outcomes:
+        worst[outcome.case.dtype] = max(worst.get(outcome.case.dtype, 0.0), outcome.worst)
+    return {
+        "cases": len(cases),
+        "worst_error": worst.get("float64", 0.0),
+        "failed": len(failures),
+        "worst_error_by_dtype": worst,
+        "cases_by_dtype": {dtype: sum(o.case.dtype == dtype for o in outcomes) for dtype in worst},
+        "failures": failures,
+    }
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    for name, least in (("cases", 1), ("seed", 0), ("world", 1), ("only", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name} must be at least {least}, not {value}")
+    if args.case is not None:
+        cases = [Case.from_json(args.case)]
+    else:
+        indices = range(args.cases) if args.only is None else [args.only]
+        cases = [draw(args.seed, index, args.world) for index in indices]
+    if args.processes and args.world is None:
+        raise InputError("--processes needs --world, the number of processes")
+    if args.processes and cases[0].world != args.world:
+        raise InputError(f"this case is for {cases[0].world} ranks: run it with --world {cases[0].world}")
+    return cases
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _in_this_process(cases: Sequence[Case]) -> Iterator[Outcome]:
+    with one_thread():
+        for case in cases:
+            try:
+                yield run_local(case)
+            except Exception as error:  # whatever it is, it is this case's failure, and the others still count
+                yield _raised(case, f"{type(error).__name__}: {error}")
+
+
+def _in_processes(cases: Sequence[Case], world: int) -> Iterator[Outcome]:
+    """The cases on a pool of workers. Of each case the worst of all ranks is told."""
+    with Pool(world) as pool:
+        for first in range(0, len(cases), BATCH):
+            batch = cases[first : first + BATCH]
+            try:
+                by_rank = pool.run(_on_worker, batch)
+            except WorkerFailed as error:
+                # A rank that raised has left the others waiting: which case it was is in its own words.
+                yield _raised(batch[0], f"in this case or one of the {len(batch) - 1} after it: {error}")
+                return
+            yield from map(_worst_of_ranks, zip(*by_rank, strict=True))
+
+
+def _on_worker(rank: int, cases: Sequence[Case]) -> list[Outcome]:
+    group = as_process_group(None)
+    outcomes = []
+    for case in cases:
+        try:
+            outcomes.append(run_rank(case, group))
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+    return outcomes
+
+
+def _worst_of_ranks(of_ranks: Sequence[Outcome]) -> Outcome:
+    figures = {name: max(o.figures[name] for o in of_ranks) for name in of_ranks[0].figures}
+    problems = tuple(f"rank {rank}: {problem}" for rank, o in enumerate(of_ranks) for problem in o.problems)
+    return Outcome(case=of_ranks[0].case, figures=figures, problems=problems)
+
+
+def _raised(case: Case, text: str) -> Outcome:
+    return Outcome(case=case, figures={}, problems=(f"raised {text}",))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors as small as these are computed ten times faster by one thread than by several that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- telling -----------------------------------------------------------------------------------------------------------
+
+
+def _again(case: Case, args: argparse.Namespace) -> str:
+    if args.case is not None:
+        return f"ringspan check --case '{args.case}'"
+    world = f" --world {args.world}" if args.world is not None else ""
+    return f"ringspan check --seed {args.seed} --only {case.index}{world}{' --processes' * args.processes}"
+
+
+def _in_words(summary: dict[str, Any], args: argparse.Namespace, seconds: float) -> str:
+    where = f"{args.world} processes" if args.processes else f"{args.world or '1 to 8'} ranks in one process"
+    lines = [f"{summary['cases']} cases on {where} in {seconds:.1f} s: {summary['failed'] or 'none'} failed"]
+    for dtype, worst in sorted(summary["worst_error_by_dtype"].items(), reverse=True):
+        lines.append(f"  {dtype:9} {summary['cases_by_dtype'][dtype]:>6} cases, worst error {worst:.1e}")
+    return "\n".join(lines)
+
+
+def _progress(done: int, of: int) -> None:
+    if sys.stderr.isatty() and of > 1:
+        print(f"\r{done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)

@@ -1,0 +1,275 @@
+"""Random cases of attention: drawn from a seed, told in a line, kept as JSON, so that every one of them can be run again.
+
+A case holds text and numbers only. Its mask is an expression as a user would write it, ``documents([3, 4]) & window(left=2)``,
+and its tensors follow from its seed and index.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+
+import ringspan as rs
+from ringspan.errors import InputError, MaskError
+
+MAX_LENGTH = 300
+MAX_WORLD = 8
+
+Spans: TypeAlias = tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of attention, forward and backward, on ``world`` ranks."""
+
+    seed: int
+    index: int
+    world: int
+    mask: str
+    layout: str | Spans
+    kv_layout: str | Spans | None
+    strategy: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    scale: float | None
+    dtype: str
+    lse: bool  # the loss uses lse, beside out
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Case:
+        """A case back from :meth:`to_json`; it may have been changed by hand to find a smaller one."""
+        try:
+            data = json.loads(text)
+            for name in ("layout", "kv_layout"):
+                if isinstance(data[name], list):
+                    data[name] = tuple(tuple(tuple(span) for span in rank) for rank in data[name])
+            return Case(**data)
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            names = ", ".join(f.name for f in fields(Case))
+            raise InputError(f"a case is a JSON object with {names}; this one is not ({error})") from None
+
+    def __str__(self) -> str:
+        def layout(given: str | Spans | None) -> str:
+            return given if isinstance(given, str) else "spans"
+
+        keys = "" if self.kv_layout is None else f" × {layout(self.kv_layout)}"
+        scale = "" if self.scale is None else f", scale {self.scale}"
+        return (
+            f"case {self.index}: {self.mask if len(self.mask) <= 90 else self.mask[:87] + '...'} | {self.strategy} on "
+            f"{layout(self.layout)}{keys}, {self.world} ranks | batch {self.batch}, {self.heads}/{self.kv_heads} heads, "
+            f"{self.head_dim}/{self.v_dim} wide, {self.dtype}{scale}{', loss of lse too' if self.lse else ''}"
+        )
+
+
+# -- masks as text -----------------------------------------------------------------------------------------------------
+
+_CALLS: dict[str, Callable[..., rs.Mask]] = {
+    "full": rs.full,
+    "causal": rs.causal,
+    "window": rs.window,
+    "documents": rs.documents,
+    "prefix": rs.prefix,
+    "chunked": rs.chunked,
+    "from_bands": rs.Mask.from_bands,
+}
+
+
+def mask_of(text: str) -> rs.Mask:
+    """The mask that an expression means. Nothing else is evaluated: calls of the constructors with plain values, ``& | - ~``.
+
+    >>> mask_of("causal(6) & ~window(left=2)")
+    <Mask causal(6) & ~window(left=2): 6 × 6, area 6, 1 band>
+    """
+
+    def build(node: ast.expr) -> rs.Mask:
+        match node:
+            case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+                return build(left) & build(right)
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return build(left) | build(right)
+            case ast.BinOp(left=left, op=ast.Sub(), right=right):
+                return build(left) - build(right)
+            case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                return ~build(operand)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _CALLS:
+                named = {str(word.arg): ast.literal_eval(word.value) for word in words}
+                return _CALLS[name](*map(ast.literal_eval, args), **named)
+        raise MaskError(f"not a mask: {ast.unparse(node)!r} in {text!r}; there are {', '.join(_CALLS)} and & | - ~")
+
+    try:
+        return build(ast.parse(text, mode="eval").body)
+    except MaskError:
+        raise
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise MaskError(f"not a mask: {text!r} ({error})") from None
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, index: int, world: int | None = None) -> Case:
+    """Case ``index`` of a seed, the same whichever others are drawn; on its own number of ranks unless one is given.
+
+    Small is likely and large possible in everything, so that a thousand cases take seconds and still meet the corners.
+    """
+    d = _Dice(seed, index)
+    drawn_world = d.between(1, MAX_WORLD)
+    world = drawn_world if world is None else world
+    q_len = d.length()
+    k_len = q_len if d.chance(0.75) else d.length()
+    mask = _mask(d, q_len, k_len)
+    kv_heads = d.between(1, 3)
+    head_dim = d.one_of(_DIMS)
+    return Case(
+        seed=seed,
+        index=index,
+        world=world,
+        mask=mask,
+        layout=_layout(d, q_len, world, square=q_len == k_len),
+        kv_layout=_layout(d, k_len, world, square=q_len == k_len) if d.chance(0.15) else None,
+        strategy=_strategy(d),
+        batch=d.between(1, 2),
+        heads=kv_heads * d.one_of((1, 1, 2, 3, 4)),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_dim=head_dim if d.chance(0.5) else d.one_of(_DIMS),
+        scale=None if d.chance(0.7) else round(d.uniform(0.05, 1.5), 3),
+        dtype=d.one_of(("float64",) * 7 + ("float32", "bfloat16", "float16")),
+        lse=d.chance(0.4),
+    )
+
+
+_DIMS = (1, 3, 4, 8, 8, 12, 16, 16, 24, 32)
+
+
+class _Dice:
+    """Random choices, in plain Python types."""
+
+    def __init__(self, seed: int, index: int) -> None:
+        self.rng = np.random.default_rng([seed, index])
+
+    def between(self, low: int, high: int) -> int:
+        """Both included."""
+        return int(self.rng.integers(low, high + 1))
+
+    def uniform(self, low: float, high: float) -> float:
+        return float(self.rng.uniform(low, high))
+
+    def chance(self, p: float) -> bool:
+        return bool(self.rng.random() < p)
+
+    def one_of(self, choices: Sequence[Any]) -> Any:
+        return choices[self.between(0, len(choices) - 1)]
+
+    def length(self) -> int:
+        """Every order of magnitude alike: half of them under 18, one in six over 116."""
+        return int(np.exp(self.uniform(0.0, np.log(MAX_LENGTH + 1))))
+
+    def parts(self, total: int, count: int) -> list[int]:
+        """``total`` as a sum of ``count`` lengths, some of which may be 0."""
+        cuts = np.sort(self.rng.integers(0, total + 1, size=count - 1))
+        return [int(n) for n in np.diff([0, *cuts.tolist(), total])]
+
+
+def _mask(d: _Dice, q: int, k: int) -> str:
+    text = _tree(d, q, k, depth=d.one_of((0, 0, 0, 1, 1, 1, 2, 2, 3)))
+    return f"full({q}, {k}) & ({text})" if mask_of(text).is_relation else text
+
+
+def _tree(d: _Dice, q: int, k: int, depth: int) -> str:
+    if depth == 0 or d.chance(0.1):
+        return str(d.one_of(_LEAVES if q == k else _CROSS_LEAVES)(d, q, k))
+    sign = d.one_of(("&", "&", "&", "|", "|", "-", "~"))
+    if sign == "~":
+        return f"~({_tree(d, q, k, depth - 1)})"
+    return f"({_tree(d, q, k, depth - 1)}) {sign} ({_tree(d, q, k, depth - 1)})"
+
+
+def _causal(d: _Dice, q: int, k: int) -> str:
+    return f"causal({q})" if q == k else f'causal({q}, {k}, align="{d.one_of(("start", "end"))}")'
+
+
+def _window(d: _Dice, q: int, k: int) -> str:
+    reach = max(q, k) // d.one_of((1, 2, 4, 8))
+    sides = [f"{side}={d.between(0, reach)}" for side in d.one_of((["left"], ["right"], ["left", "right"]))]
+    return f"window({', '.join(sides)})"
+
+
+def _documents(d: _Dice, n: int, _: int) -> str:
+    return f"documents({d.parts(n, d.between(1, 8))}{d.one_of(('', '', ', causal=False'))})"
+
+
+def _ids(d: _Dice, n: int, _: int) -> str:
+    """Runs of a few ids, which come back."""
+    ids = [x for size in d.parts(n, d.between(1, 10)) for x in [d.between(-1, 3)] * size]
+    return f"documents(ids={ids}{d.one_of(('', '', ', causal=False'))})"
+
+
+def _pairs(d: _Dice, q: int, k: int) -> str:
+    count = d.between(1, 6)
+    how = d.one_of(('align="start"', 'align="end"', "causal=False"))
+    return f"documents({d.parts(q, count)}, kv_lengths={d.parts(k, count)}, {how})"
+
+
+def _prefix(d: _Dice, n: int, _: int) -> str:
+    return f"prefix({n}, {d.between(0, n)})"
+
+
+def _chunked(d: _Dice, n: int, _: int) -> str:
+    return f"chunked({n}, {d.between(1, n)}{d.one_of(('', '', ', causal=False'))})"
+
+
+def _from_bands(d: _Dice, q: int, k: int) -> str:
+    """As a user may write them: overlapping, empty, loose, partly outside."""
+
+    def band() -> tuple[int, ...]:
+        q0, q1 = sorted((d.between(-2, q + 2), d.between(-2, q + 2)))
+        k0, k1 = sorted((d.between(-2, k + 2), d.between(-2, k + 2)))
+        return q0, q1, k0, k1, d.between(-q - 2, k // 2), d.between(-q // 2, k + 2)
+
+    return f"from_bands({[band() for _ in range(d.between(1, 4))]}, {q}, {k})"
+
+
+_CROSS_LEAVES = (lambda d, q, k: f"full({q}, {k})", lambda d, q, k: "causal()", _causal, _window, _pairs, _pairs, _from_bands)
+_LEAVES = (*_CROSS_LEAVES, _causal, _documents, _documents, _ids, _prefix, _chunked)
+
+
+def _layout(d: _Dice, length: int, world: int, *, square: bool) -> str | Spans:
+    named = ("contiguous", "zigzag", "striped", "round_robin", "auto", *(("per_document",) if square else ()), "spans")
+    name = str(d.one_of(named))
+    return _spans(d, length, world) if name == "spans" else name
+
+
+def _spans(d: _Dice, length: int, world: int) -> Spans:
+    """The sequence split at points and by strides, and the pieces dealt out in any order."""
+    pieces = [range(length)]
+    for _ in range(d.between(0, 2 * world)):
+        piece = pieces.pop(d.between(0, len(pieces) - 1))
+        if d.chance(0.8):
+            at = d.between(0, len(piece))
+            pieces += [piece[:at], piece[at:]]
+        else:
+            stride = d.between(1, 3)
+            pieces += [piece[i::stride] for i in range(stride)]
+    ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
+    for i in d.rng.permutation(len(pieces)).tolist():
+        if len(pieces[i]):
+            ranks[d.between(0, world - 1)].append((pieces[i].start, pieces[i].stop, pieces[i].step))
+    return tuple(map(tuple, ranks))
+
+
+def _strategy(d: _Dice) -> str:
+    name = d.one_of(("ring", "ring", "gather", "exchange", "exchange", "auto"))
+    staged = name in ("gather", "exchange") and d.chance(0.6)
+    return f"{name}(stages={d.between(1, 8)})" if staged else str(name)
