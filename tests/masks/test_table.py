@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,38 +90,58 @@ def test_intersect_and_subtract(two: tuple[Drawn, Drawn]) -> None:
         assert (truth.times_covered(t.tolist(), N, N) == expected).all()
 
 
-@given(masks())
-def test_coalesce_keeps_the_set_and_never_adds_bands(drawn: Drawn) -> None:
-    t = tables.coalesce(drawn.mask.table)
-    assert len(t) <= len(drawn.mask.table)
+# -- joining -----------------------------------------------------------------------------------------------------------
+
+
+def chopped(t: Table, cuts: Sequence[int]) -> Table:
+    """The bands of a table cut along a grid: the same cells in many more bands, most of which can be joined again."""
+    grid = [(a, b, c, d, -99, 99) for a, b in pairwise(cuts) for c, d in pairwise(cuts)]
+    return tables.intersect(t, as_table(grid))
+
+
+grids = st.lists(st.integers(1, 23), max_size=4).map(lambda cuts: [0, *sorted(cuts), 24])
+
+
+@given(masks(24), grids)
+def test_coalesce_keeps_the_set_and_never_adds_bands(drawn: Drawn, cuts: list[int]) -> None:
+    pieces = chopped(drawn.mask.table, cuts)
+    t = tables.coalesce(pieces)
+    assert len(t) <= len(pieces)
     assert (truth.times_covered(t.tolist(), *drawn.truth.shape) == drawn.truth).all()
-    again = tables.coalesce(t)
-    assert len(again) == len(t)
+    assert len(tables.coalesce(t)) == len(t)
 
 
-def test_coalesce_undoes_any_grid_of_cuts() -> None:
-    """A causal square cut into a 5 × 5 grid, in any order, is one band again."""
-    cuts = [0, 1, 3, 4, 8, 9]
-    grid = [(a, b, c, d, -99, 0) for a, b in pairwise(cuts) for c, d in pairwise(cuts)]
-    pieces = tables.tighten(as_table(grid))
-    assert len(pieces) == 15
+ROWS = (0, 3, 0, 9, -99, 99), (6, 9, 0, 9, -99, 99)
+
+JOINED: dict[str, list[tuple[int, ...]]] = {
+    "a causal square": [(0, 9, 0, 9, -99, 0)],
+    "a window": [(0, 9, 0, 9, -2, 1)],
+    "two wide bands": [*ROWS],
+    "two tall bands": [(k0, k1, q0, q1, -hi, -lo) for q0, q1, k0, k1, lo, hi in ROWS],
+    "two documents": [(0, 4, 0, 4, -99, 0), (4, 9, 4, 9, -99, 0)],
+}
+
+
+@pytest.mark.parametrize("bands", JOINED.values(), ids=JOINED)
+def test_coalesce_undoes_any_grid_of_cuts(bands: list[tuple[int, ...]]) -> None:
+    whole = tables.tighten(as_table(bands))
+    pieces = chopped(whole, [0, 1, 3, 4, 8, 9])
+    assert len(pieces) > 2 * len(whole)
     for seed in range(20):
         shuffled = np.random.default_rng(seed).permutation(pieces)
-        assert tables.coalesce(shuffled).tolist() == [[0, 9, 0, 9, -8, 0]]
+        assert tables.coalesce(shuffled).tolist() == whole.tolist()
 
 
-@given(masks(), st.data())
-def test_coalesce_grouped_never_joins_across_groups(drawn: Drawn, data: st.DataObject) -> None:
-    t = drawn.mask.table
+@given(masks(24), grids, st.data())
+def test_coalesce_grouped_never_joins_across_groups(drawn: Drawn, cuts: list[int], data: st.DataObject) -> None:
+    t, shape = chopped(drawn.mask.table, cuts), drawn.truth.shape
     group = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(t), max_size=len(t))), dtype=np.int64)
     joined, of = tables.coalesce_grouped(t, group)
     for g in range(3):
         before, after = t[group == g].tolist(), joined[of == g].tolist()
         assert len(after) <= len(before)
-        shape = drawn.truth.shape
         assert (truth.times_covered(after, *shape) == truth.times_covered(before, *shape)).all()
-    order = np.lexsort((joined[:, K0], joined[:, Q0], of))
-    assert (order == np.arange(len(of))).all()
+    assert (np.lexsort((joined[:, K0], joined[:, Q0], of)) == np.arange(len(of))).all(), "ordered by group, rows, columns"
 
 
 @given(raw)
