@@ -24,7 +24,7 @@ help:  ## this text
 	@echo
 	@echo "Each sets up $(VENV) first when it has to. PYTHON=python3.12 chooses another interpreter."
 
-demo: $(READY)  ## see it work: several ranks in this one process, with pictures in ringspan-demo/
+demo: $(READY)  ## see it work: train on a sequence split over 4 processes; pictures in ringspan-demo/
 	$(BIN)/ringspan demo
 
 test: lint  ## everything that must hold: lint, types, tests, doctests

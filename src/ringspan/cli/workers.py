@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -42,12 +45,13 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._workers: list[tuple[Any, Connection]] = []
-        for rank in range(world):
-            here, there = context.Pipe()
-            worker = context.Process(target=_serve, args=(there, rank, world, port, threads, timeout), daemon=True)
-            worker.start()
-            there.close()
-            self._workers.append((worker, here))
+        with _deaf_to_interrupts():
+            for rank in range(world):
+                here, there = context.Pipe()
+                worker = context.Process(target=_serve, args=(there, rank, world, port, threads, timeout), daemon=True)
+                worker.start()
+                there.close()
+                self._workers.append((worker, here))
 
     def run(self, job: Callable[..., Any], *args: Any, on_message: Callable[[int, Any], None] | None = None) -> list[Any]:
         """Run the job on all workers. ``on_message(rank, message)`` gets what a job says through :func:`tell` meanwhile."""
@@ -115,6 +119,19 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started in here inherit it: ctrl-C is for the parent, which ends them; they need not all cry out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # In a worker: the way to the pool. Empty everywhere else.

@@ -179,9 +179,16 @@ class ContextParallel:
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of parameters that all ranks share, in place; a missing one counts as zero on this rank."""
+        by_kind: dict[Any, list[Tensor]] = {}
         for p in parameters:
             if p.requires_grad:
-                p.grad = self.group.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
+                by_kind.setdefault((p.dtype, p.device), []).append(p)
+        for same in by_kind.values():
+            # One message for all of a kind: many small ones would each wait for the wire.
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in same])
+            total = self.group.all_reduce_sum(flat)
+            for p, part in zip(same, total.split([p.numel() for p in same]), strict=True):
+                p.grad = part.view_as(p).clone()
 
     def __repr__(self) -> str:
         return f"<ContextParallel rank {self.rank} of {self.world}: {self.plan!r}>"
