@@ -160,7 +160,8 @@ def test_the_digest_is_of_the_table_and_the_lengths(drawn: Drawn) -> None:
 def test_equality_looks_at_cells_and_not_at_how_they_were_written() -> None:
     top, bottom = Mask.from_bands([(0, 2, 0, 4, -9, 0)], 4), Mask.from_bands([(2, 4, 0, 4, -9, 0)], 4)
     assert top | bottom == rs.causal(4) == rs.documents([4]) == rs.prefix(4, 0) == rs.prefix(4, 1) == rs.chunked(4, 4)
-    assert len({top | bottom, rs.causal(4), rs.documents([4])}) == 1
+    assert rs.causal(4).digest != rs.prefix(4, 1).digest, "one band and two"
+    assert len({top | bottom, rs.causal(4), rs.documents([4]), rs.prefix(4, 1)}) == 1
     assert rs.full(0, 3) != rs.full(3, 0)
     assert rs.full(3) != "full(3)"
 
