@@ -31,7 +31,7 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     """
     world, n = check_world(world), mask.lengths[0]
     if isinstance(given, str):
-        return named_layout(given, mask, world)
+        return named_layout(given, mask, world, mask.digest)
     if isinstance(given, Layout):
         layout, note = given, f"layout {given.name}: as given"
     elif callable(given):
@@ -46,7 +46,8 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
 
 
 @lru_cache(maxsize=256)
-def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
+def named_layout(name: str, mask: Mask, world: int, digest: str) -> tuple[Layout, str]:
+    """Remembered by the mask's digest, because equal masks that are written in different bands can have different documents."""
     if name == "auto":
         return auto(mask, world)
     if name not in LAYOUTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -35,7 +35,10 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
     """Make a planner of your own known by a name: a frozen dataclass whose instances map a Scene to a Program."""
     if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
         raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
+    if not is_dataclass(strategy):
+        raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is none")
     STRATEGIES[name] = strategy
+    _remembered.cache_clear()  # plans of another strategy that had this name
 
 
 def plan(
@@ -53,7 +56,7 @@ def plan(
 
     >>> from ringspan import causal
     >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")
-    <Plan b7adcf1d ring on zigzag: rank 1 of 4, 4 queries × 4 keys, area 34, 4 steps>
+    <Plan ... ring on zigzag: rank 1 of 4, 4 queries × 4 keys, area 34, 4 steps>
     """
     if not isinstance(mask, Mask):
         raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
@@ -77,9 +80,18 @@ def plan(
     return plan_rank(mask, q_layout, k_layout, strategy, checked, tuple(notes))
 
 
-@lru_cache(maxsize=512)
 def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
     """The plan of one rank with everything chosen. Remembered: a repeated call is a dictionary look-up."""
+    # Two masks can be equal and written in different bands, two layouts equal and called differently. A plan is of those it was
+    # asked for, bands and names: else what a rank has planned before would show in its digest, which must be all ranks' own.
+    written = (mask.digest, mask.name, q_layout.name, kv_layout.name)
+    return _remembered(mask, q_layout, kv_layout, strategy, rank, notes, written)
+
+
+@lru_cache(maxsize=512)
+def _remembered(
+    mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...], written: tuple[str, ...]
+) -> Plan:
     scene = Scene(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank)
     program = parse_strategy(strategy)(scene)
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
@@ -87,7 +99,7 @@ def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, ra
 
 def forget() -> None:
     """Empty all caches of planning, for those who measure it."""
-    for cache in (plan_rank, needed_rows, named_layout):
+    for cache in (_remembered, needed_rows, named_layout):
         cache.cache_clear()
 
 
