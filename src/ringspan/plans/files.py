@@ -44,7 +44,7 @@ def from_json(text: str) -> Plan:
     """The plan back. What it says of itself is checked field by field; what it *means* is checked by ``plan.verify()``."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise PlanError(f"not a plan file: {error}") from None
     top = _Field(data, "plan")
     version = top.get("ringspan_plan").whole()

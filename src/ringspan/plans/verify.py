@@ -10,6 +10,7 @@ or sent, while a task of the same step uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -43,8 +44,17 @@ def verify(plans: Sequence[Plan]) -> None:
         raise PlanError(f"verify needs the plans of all {first.world} ranks, in order and of one digest")
     if any(t.heads for p in plans for phase in PHASES for way in ("sends", "recvs") for t in p.transfers(phase, way)):
         raise PlanError("verify cannot yet follow transfers of some heads only")
+    for p in plans:
+        _check_home(p)
     for phase in PHASES:
         _check_cells(first, _walk(plans, phase), phase)
+
+
+def _check_home(plan: Plan) -> None:
+    """Slot 0 is the rank's own tokens, all heads of them."""
+    for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
+        if not slots or slots[0].rows != rows or any(slot.heads is not None for slot in slots):
+            raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, and all slots all heads")
 
 
 class _Rank:
@@ -147,13 +157,21 @@ def _check_races(step: Step, where: str) -> None:
     written = {("out", t.q_slot) for t in step.tasks} | {("dq", t.q_slot) for t in step.tasks}
     written |= {("dkv", t.kv_slot) for t in step.tasks}
     sent = {(t.what, t.slot) for t in step.sends}
+    arriving: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for t in step.recvs:
+        if t.what in ("q", "kv"):
+            if t.slot == 0:
+                raise PlanError(f"{where}: receives {t.what} into slot 0, which is home to the rank's own")
+            arriving.setdefault((t.what, t.slot), []).extend(t.rows)
         if t.what in ("q", "kv") and (t.what, t.slot) in busy | sent:
             raise PlanError(f"{where}: receives {t.what} into slot {t.slot}, which is in use in the same step")
         if t.what in ("out", "dq", "dkv") and (t.what, t.slot) in sent:
             raise PlanError(f"{where}: adds {t.what} to slot {t.slot} while it is being sent")
     for what, slot in sent & written:
         raise PlanError(f"{where}: sends {what} of slot {slot} while a task still writes it")
+    for (of, slot), rows in arriving.items():
+        if any(stop > start for (_, stop), (start, _) in pairwise(sorted(rows))):
+            raise PlanError(f"{where}: receives two {of} into the same rows of slot {slot}")
 
 
 def _compute(r: _Rank, task: Task, where: str) -> Cells:
