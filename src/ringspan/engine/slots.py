@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ringspan.kernels import Accumulator, Partial
 from ringspan.plans import Plan, Step, Transfer
+from ringspan.plans.shape import is_packed
 from ringspan.transports import Post
 
 
@@ -55,22 +55,30 @@ class Slots:
 
     def _pack(self, t: Transfer) -> Tensor:
         """The rows as one contiguous message: a view where they lie together, a copy where not."""
-        if t.what == "out":
-            result = self.results[t.slot].finish()
-            source = torch.cat([result.out, result.lse.unsqueeze(-1)], dim=-1)
-        else:
-            source = self._tensor(t)
-        parts = [_heads(source[start:stop], t) for start, stop in t.rows]
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        if not is_packed(t):
+            return self._tensor(t)[slice(*t.rows[0])].contiguous()
+        message = self._apart(t)
+        at = 0
+        for start, stop in t.rows:
+            part = message[at : at + stop - start]
+            if t.what == "out":
+                result = self.results[t.slot].finish()
+                part[..., :-1], part[..., -1] = _heads(result.out[start:stop], t), _heads(result.lse[start:stop], t)
+            else:
+                part.copy_(_heads(self._tensor(t)[start:stop], t))
+            at += stop - start
+        return message
 
     def _buffer(self, t: Transfer) -> Tensor:
         """Where the message is received: the slot itself if it can be, else a buffer to be laid out later."""
-        if t.what == "out":
-            like, width = self.results[t.slot].out_SBHE, self.results[t.slot].out_SBHE.shape[-1] + 1
-        else:
-            like, width = self._tensor(t), self._tensor(t).shape[-1]
-            if t.what in self.plain and len(t.rows) == 1 and t.heads is None:
-                return like[slice(*t.rows[0])]
+        if t.what in self.plain and not is_packed(t):
+            return self._tensor(t)[slice(*t.rows[0])]
+        return self._apart(t)
+
+    def _apart(self, t: Transfer) -> Tensor:
+        """Room for the message outside the slot. A result's lse is its last column."""
+        like = self.results[t.slot].out_SBHE if t.what == "out" else self._tensor(t)
+        width = like.shape[-1] + (t.what == "out")
         heads = like.shape[2] if t.heads is None else t.heads[1] - t.heads[0]
         return like.new_empty((t.count, like.shape[1], heads, width))
 

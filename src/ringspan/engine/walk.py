@@ -33,7 +33,8 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     """Walk the forward steps. Returns this rank's result: out (S, B, H, E) and lse (S, B, H), both wide."""
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
-    q = [q_SBHD, *(_room(slot, q_SBHD) for slot in program.q_slots[1:])]
+    # Queries that travel do so from a copy that lies row by row; those that stay are read as they lie.
+    q = [q_SBHD.contiguous() if len(program.q_slots) > 1 else q_SBHD, *(_room(slot, q_SBHD) for slot in program.q_slots[1:])]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
     out = [Accumulator(x.shape[0], x.shape[1], x.shape[2], value_dim, like=like) for x in q]
@@ -102,6 +103,8 @@ def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None
             if on_the_wire:
                 yield Wait(ticket)
             slots.take(arrivals)
+            # Else the next step's messages would be packed while this step's are still held.
+            del post, arrivals, ticket
 
 
 def _room(slot: Slot, like: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
     lines = [header, "-" * len(header)]
     for n, step in enumerate(plan.program.steps(phase)):
         sent, received = (
-            sum(shape.transfer_bytes(t, phase) for t in ts if t.peer != plan.rank) for ts in (step.sends, step.recvs)
+            sum(shape.transfer_bytes(t, phase, plan.program) for t in ts if t.peer != plan.rank)
+            for ts in (step.sends, step.recvs)
         )
         bands = sum(len(task.bands) for task in step.tasks)
         lines.append(f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}   {_wire(step)}".rstrip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringspan.errors import InputError
-from ringspan.plans.plan import Phase, Plan, Slot, Transfer, What
+from ringspan.plans.plan import Phase, Plan, Program, Slot, Step, Transfer, What
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -48,8 +48,10 @@ class Shape:
         width = {"q": d + 2 * dv + 2, "out": dv + 1, "dq": d, "kv": 0, "dkv": 0}[what]
         return self.batch * heads * width * self.wide_item
 
-    def transfer_bytes(self, transfer: Transfer, phase: Phase) -> int:
-        heads = None if transfer.heads is None else transfer.heads[1] - transfer.heads[0]
+    def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
+        """Bytes of a message: of the heads it names, or of all that its slot has."""
+        slots = program.kv_slots if transfer.what in ("kv", "dkv") else program.q_slots
+        heads = slots[transfer.slot].heads if transfer.heads is None else transfer.heads[1] - transfer.heads[0]
         return transfer.count * self.row_bytes(transfer.what, phase, heads)
 
     def slot_bytes(self, slot: Slot, what: What, phase: Phase) -> int:
@@ -58,8 +60,8 @@ class Shape:
 
 def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
     """What this rank sends and what it receives in a phase."""
-    sent = sum(shape.transfer_bytes(t, phase) for t in plan.transfers(phase, "sends") if t.peer != plan.rank)
-    received = sum(shape.transfer_bytes(t, phase) for t in plan.transfers(phase, "recvs") if t.peer != plan.rank)
+    sent = sum(shape.transfer_bytes(t, phase, plan.program) for t in plan.transfers(phase, "sends") if t.peer != plan.rank)
+    received = sum(shape.transfer_bytes(t, phase, plan.program) for t in plan.transfers(phase, "recvs") if t.peer != plan.rank)
     return sent, received
 
 
@@ -69,24 +71,22 @@ def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
     The tensors that come in and the kernels' own scratch space are not counted.
     """
     program = plan.program
-    kv = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
-    away = program.q_slots[1:]
-    q = sum(shape.slot_bytes(slot, "q", phase) for slot in away)
-    if phase == "forward":
-        results = sum(shape.slot_bytes(slot, "out", phase) for slot in program.q_slots)
-    else:
-        results = sum(shape.slot_bytes(slot, "dq", phase) for slot in program.q_slots)
-        results += sum(shape.slot_bytes(slot, "dkv", phase) for slot in program.kv_slots)
-        if away:
-            q += shape.slot_bytes(program.q_slots[0], "q", phase)
-    staged = (
-        sum(shape.transfer_bytes(t, phase) for t in step.sends if is_packed(t))
-        + sum(shape.transfer_bytes(t, phase) for t in step.recvs if is_packed(t) or t.what in ("out", "dq", "dkv"))
-        for step in program.steps(phase)
-    )
-    return kv + q + results + max(staged, default=0)
+    held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
+    if len(program.q_slots) > 1:  # queries that travel do so from a copy that lies row by row
+        held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
+    results: tuple[What, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
+    for what in results:
+        held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
+
+    def messages(step: Step) -> int:
+        apart = [t for t in step.sends if is_packed(t)]
+        apart += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
+        return sum(shape.transfer_bytes(t, phase, program) for t in apart)
+
+    return held + max((messages(step) for step in program.steps(phase)), default=0)
 
 
 def is_packed(t: Transfer) -> bool:
-    """Rows that do not lie together are copied into one message; rows that do travel as they lie."""
-    return len(t.rows) != 1 or t.heads is not None
+    """Whether a message is put together apart from its slot. Rows that lie together travel as they lie, unless they are
+    results: out and lse are two arrays in a slot, and one message."""
+    return len(t.rows) != 1 or t.heads is not None or t.what == "out"
