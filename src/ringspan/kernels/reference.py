@@ -10,17 +10,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import Inputs, Part, Saved
+from ringspan.kernels.kernel import Inputs, Part, Saved, wide
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
 
 def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Tensor, *, scale: float | None = None) -> Partial:
-    """softmax(q kᵀ · scale) v over the visible keys, and its lse. Differentiable.
-
-    A query that sees nothing gives 0 and -inf.
-    """
+    """softmax(q kᵀ · scale) v over the visible keys, and its lse. Differentiable; a query that sees nothing has 0 and -inf."""
     q, k, v = q_BHSD.double(), _per_query_head(k_BGTD, q_BHSD), _per_query_head(v_BGTE, q_BHSD)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     score_BHST = (q @ k.mT * scale).masked_fill(~seen_ST, -torch.inf)
@@ -40,7 +37,8 @@ def why_not(inputs: Inputs) -> str | None:
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
     seen_ST = _seen(bands, q_BHSD, k_BGTD)
-    yield Part(0, q_BHSD.shape[2], dense_attention(q_BHSD, k_BGTD, v_BGTE, seen_ST, scale=scale))
+    partial = dense_attention(q_BHSD, k_BGTD, v_BGTE, seen_ST, scale=scale)
+    yield Part(0, q_BHSD.shape[2], Partial(*(x.to(wide(q_BHSD.dtype)) for x in partial)))
 
 
 def attend_backward(
