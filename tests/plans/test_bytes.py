@@ -1,0 +1,180 @@
+"""Bytes: what plans say they move, what the documents promise, and what ``explain`` prints."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import ringspan as rs
+from ringspan.layouts import LAYOUTS
+from ringspan.plans import Plan, bytes_moved, peak_bytes
+from ringspan.plans.plan import PHASES, Phase
+from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
+
+SHAPE = rs.Shape(heads=8, kv_heads=2, head_dim=16, v_dim=12, batch=3, dtype="bfloat16")
+KV_ROW = 3 * 2 * (16 + 12) * 2
+DKV_ROW = 3 * 2 * (16 + 12) * 4
+
+
+def received(plans: list[Plan], phase: Phase = "forward") -> int:
+    return sum(bytes_moved(plan, SHAPE, phase)[1] for plan in plans)
+
+
+# -- what a row weighs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "phase", "dtype", "expected"),
+    [
+        ("kv", "forward", "bfloat16", 3 * 2 * (16 + 12) * 2),
+        ("kv", "backward", "float64", 3 * 2 * (16 + 12) * 8),
+        ("dkv", "backward", "float16", 3 * 2 * (16 + 12) * 4),
+        ("dkv", "backward", "float64", 3 * 2 * (16 + 12) * 8),
+        ("q", "forward", "bfloat16", 3 * 8 * 16 * 2),
+        ("q", "backward", "bfloat16", 3 * 8 * (16 + 12 + 12 + 1 + 1) * 4),
+        ("out", "forward", "float32", 3 * 8 * (12 + 1) * 4),
+        ("dq", "backward", "bfloat16", 3 * 8 * 16 * 4),
+    ],
+)
+def test_row_bytes(what: str, phase: Phase, dtype: str, expected: int) -> None:
+    shape = rs.Shape(heads=8, kv_heads=2, head_dim=16, v_dim=12, batch=3, dtype=dtype)
+    assert shape.row_bytes(what, phase) == expected  # type: ignore[arg-type]
+    assert shape.row_bytes(what, phase, heads=1) * (2 if "kv" in what else 8) == expected  # type: ignore[arg-type]
+
+
+def test_values_are_as_wide_as_keys_unless_told() -> None:
+    same = rs.Shape(heads=1, kv_heads=1, head_dim=64)
+    assert same.row_bytes("kv", "forward") == 64 * 2 * 2
+
+
+def test_what_attention_is_not_computed_in() -> None:
+    with pytest.raises(rs.InputError, match="float16, bfloat16, float32, float64; got int8"):
+        rs.Shape(heads=1, kv_heads=1, head_dim=8, dtype="int8")
+
+
+# -- what plans move ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_sent_is_received(name: str, strategy: str) -> None:
+    for layout in layouts_for(MASKS[name]):
+        for phase in PHASES:
+            moved = [bytes_moved(plan, SHAPE, phase) for plan in all_plans(MASKS[name], 5, strategy, layout)]
+            assert sum(sent for sent, _ in moved) == sum(got for _, got in moved)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_gather_is_every_key_to_every_other_rank(world: int) -> None:
+    plans = all_plans(rs.causal(64), world, "gather", "zigzag")
+    assert received(plans) == 64 * (world - 1) * KV_ROW
+    assert received(plans, "backward") == 64 * (world - 1) * (KV_ROW + DKV_ROW)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_exchange_is_three_quarters_of_gather_for_causal_zigzag(world: int) -> None:
+    """Rank r owns the chunks r and 2·world-1-r, so it sees all chunks but r of them: 2·world-2-r to fetch. Of all, 3/4."""
+    gather, exchange = (received(all_plans(rs.causal(64), world, strategy, "zigzag")) for strategy in ("gather", "exchange"))
+    assert exchange / gather == 0.75
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_64_documents_on_8_ranks(seed: int) -> None:
+    """65,536 tokens: the best layout has exchange move at most 15% of what gather moves."""
+    cuts = np.sort(np.random.default_rng(seed).choice(65_535, size=63, replace=False) + 1)
+    mask = rs.documents(np.diff([0, *cuts.tolist(), 65_536]))
+    gather = received(all_plans(mask, 8, "gather", "contiguous"))
+    share = {layout: received(all_plans(mask, 8, "exchange", layout)) / gather for layout in LAYOUTS}
+    assert gather == 7 * 65_536 * KV_ROW
+    assert min(share.values()) <= 0.15, share
+    assert share["contiguous"] <= 0.03, share
+
+
+def test_a_ring_stops_early_for_a_window_on_a_contiguous_layout() -> None:
+    """8 ranks with 128 tokens each: a window of 128 needs one hop of seven."""
+    mask = rs.causal(1024) & rs.window(left=128)
+    windowed, everything = (received(all_plans(m, 8, "ring", "contiguous")) for m in (mask, rs.full(1024)))
+    assert windowed == 7 * 128 * KV_ROW  # the last rank's block is seen by nobody behind it
+    assert everything == 7 * 8 * 128 * KV_ROW
+
+
+# -- what auto chooses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "chosen", "why"),
+    [
+        (
+            rs.full(64),
+            "contiguous",
+            "ring",
+            "exchange would move 100% of all keys to all ranks (exchange up to 80%, else ring)",
+        ),
+        (rs.causal(64), "zigzag", "exchange(stages=4)", "exchange would move 75% of all keys to all ranks"),
+        (rs.documents([16] * 4), "contiguous", "exchange(stages=4)", "exchange would move 0% of all keys to all ranks"),
+        (rs.full(0), "contiguous", "exchange(stages=4)", "exchange would move 0% of all keys to all ranks"),
+    ],
+)
+def test_auto_says_why(mask: rs.Mask, layout: str, chosen: str, why: str) -> None:
+    plan = rs.plan(mask, world=4, layout=layout)
+    assert plan.strategy == chosen
+    assert why in plan.notes[-1]
+
+
+def test_auto_on_one_rank() -> None:
+    plan = rs.plan(rs.causal(8), world=1)
+    assert plan.strategy == "gather(stages=1)"
+    assert plan.notes[-1] == "strategy gather: one rank has nothing to exchange"
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+STEP = re.compile(r"^step (\d+) +([\d,]+) +([\d,]+) +([\d,]+) +(\d+) *(.*)$")
+TOTAL = re.compile(r"^total +([\d,]+) +([\d,]+) +([\d,]+) +(\d+) +peak buffers ([\d,]+) bytes$")
+
+
+def numbers(groups: tuple[str, ...]) -> list[int]:
+    return [int(text.replace(",", "")) for text in groups]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["causal", "documents", "cross", "nothing"])
+def test_explain_adds_up(name: str, strategy: str) -> None:
+    for plan in all_plans(MASKS[name], 4, strategy, "zigzag"):
+        text = plan.explain(SHAPE)
+        forward, backward = text.split("\nbackward ")
+        for phase, part in (("forward", forward), ("backward", backward)):
+            steps = [numbers(match.groups()[1:5]) for line in part.splitlines() if (match := STEP.match(line))]
+            (total,) = [numbers(match.groups()) for line in part.splitlines() if (match := TOTAL.match(line))]
+            assert len(steps) == len(plan.program.steps(phase))  # type: ignore[arg-type]
+            assert total[:4] == [sum(column) for column in zip(*steps, strict=True)]
+            assert tuple(total[:2]) == bytes_moved(plan, SHAPE, phase)  # type: ignore[arg-type]
+            assert total[2] == plan.area
+            assert total[4] == peak_bytes(plan, SHAPE, phase)  # type: ignore[arg-type]
+
+
+def test_explain_says_what_was_chosen_and_why() -> None:
+    plan = rs.plan(rs.documents([5, 11]) & rs.window(left=3), world=2, rank=1)
+    text = plan.explain()
+    assert f"plan {plan.digest}: rank 1 of 2" in text
+    assert all(f"  choice    {note}" in text for note in plan.notes)
+    assert len(plan.notes) == 2
+    assert "documents(2 over 16 tokens) & window(left=3): 16 × 16, area 52, 2 bands" in text
+    assert "32 query heads, 8 key heads, 128 wide, bfloat16 (an example; pass shape= for yours)" in text
+    assert "8 queries, 8 keys here; balance 1.000" in text
+
+
+def test_explain_with_a_shape() -> None:
+    text = rs.plan(rs.causal(16), world=2).explain(SHAPE)
+    assert "batch 3, 8 query heads, 2 key heads, 16/12 wide, bfloat16\n" in text
+
+
+def test_explain_names_the_peers() -> None:
+    near = rs.plan(rs.full(16), world=4, rank=1, strategy="ring", layout="contiguous").explain()
+    assert "kv → rank 2; kv ← rank 0" in near
+    far = rs.plan(rs.full(16), world=8, rank=1, strategy="gather", layout="contiguous").explain()
+    assert "kv → 7 ranks; kv ← 7 ranks" in far
+    keys = rs.plan(rs.full(8, 16), world=4, strategy="ring", layout="zigzag").explain()
+    assert "  choice    kv layout zigzag: as asked" in keys

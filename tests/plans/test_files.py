@@ -1,0 +1,177 @@
+"""Plans as JSON: there and back, and a table of what is not a plan file, each with the name of the field that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.plans import Plan
+from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
+from tests.strategies import layouts, masks
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MASKS)
+def test_there_and_back(name: str, strategy: str) -> None:
+    for layout in layouts_for(MASKS[name]):
+        for plan in all_plans(MASKS[name], 3, strategy, layout):
+            back = Plan.from_json(plan.to_json())
+            assert back == plan
+            assert (back.digest, back.mask.digest, back.notes) == (plan.digest, plan.mask.digest, plan.notes)
+            assert (back.mask.name, back.q_layout.name, back.kv_layout.name) == (
+                plan.mask.name,
+                plan.q_layout.name,
+                plan.kv_layout.name,
+            )
+            assert back.to_json() == plan.to_json()
+
+
+@given(data=st.data())
+def test_any_plan_there_and_back(data: st.DataObject) -> None:
+    mask = data.draw(masks(max_len=12)).mask
+    layout = data.draw(layouts(mask, 3))
+    plan = rs.plan(mask, world=3, rank=data.draw(st.integers(0, 2)), layout=layout)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_that_came_back_works() -> None:
+    plan = Plan.from_json(rs.plan(rs.causal(16), world=4, rank=2).to_json())
+    assert plan.verify().explain() == rs.plan(rs.causal(16), world=4, rank=2).explain()
+
+
+# -- what is not a plan file -------------------------------------------------------------------------------------------
+
+
+def at(path: str, value: Any) -> Callable[[Any], None]:
+    """Set what lies at ``forward.0.sends`` to the value, or to a function of what was there."""
+    *way, last = path.split(".")
+
+    def change(data: Any) -> None:
+        for key in way:
+            data = data[int(key) if isinstance(data, list) else key]
+        key = int(last) if isinstance(data, list) else last
+        data[key] = value(data[key]) if callable(value) else value
+
+    return change
+
+
+def without(path: str) -> Callable[[Any], None]:
+    *way, last = path.split(".")
+
+    def change(data: Any) -> None:
+        for key in way:
+            data = data[int(key) if isinstance(data, list) else key]
+        del data[last]
+
+    return change
+
+
+MALFORMED: list[tuple[Callable[[Any], None], str]] = [
+    # missing
+    *((without(name), f"plan.{name}: missing") for name in ("digest", "rank", "strategy", "mask", "q_layout", "kv_layout")),
+    *((without(name), f"plan.{name}: missing") for name in ("q_slots", "kv_slots", "forward", "backward", "notes")),
+    (without("ringspan_plan"), "plan.ringspan_plan: missing"),
+    (without("mask.bands"), "plan.mask.bands: missing"),
+    (without("q_layout.spans"), "plan.q_layout.spans: missing"),
+    (without("forward.0.tasks"), "plan.forward[0].tasks: missing"),
+    (without("forward.0.sends.0.peer"), "plan.forward[0].sends[0].peer: missing"),
+    (without("backward.0.tasks.0.kv_slot"), "plan.backward[0].tasks[0].kv_slot: missing"),
+    # of another version, or not what it says it is
+    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 1, the file has version 99"),
+    (at("digest", "0" * 16), "plan.digest: says 0000000000000000, but what the file holds has digest"),
+    (at("strategy", "gather(stages=2)"), "plan.digest: says"),
+    # of the wrong type
+    (at("digest", 7), "plan.digest: expected text, got 7"),
+    (at("rank", "1"), "plan.rank: expected a whole number from 0 to 2, got '1'"),
+    (at("rank", True), "plan.rank: expected a whole number from 0 to 2, got True"),
+    (at("rank", 1.0), "plan.rank: expected a whole number from 0 to 2, got 1.0"),
+    (at("notes", "text"), "plan.notes: expected a list, got 'text'"),
+    (at("notes", [1]), "plan.notes[0]: expected text, got 1"),
+    (at("mask", []), "plan.mask: expected an object, got []"),
+    (at("forward", {}), "plan.forward: expected a list, got {}"),
+    (at("forward.1", None), "plan.forward[1]: expected an object, got None"),
+    (at("mask.q_len", "12"), "plan.mask.q_len: expected a whole number"),
+    (at("mask.bands.0", [0, 1, 2]), "plan.mask.bands[0]: expected a list of 6, got [0, 1, 2]"),
+    (at("mask.bands.0.4", 1e300), "plan.mask.bands[0][4]: expected a whole number, got 1e+300"),
+    (at("mask.bands.0.4", 2**70), "plan.mask.bands[0][4]: expected a whole number"),
+    (at("kv_layout.spans.0.0", [0, 4]), "plan.kv_layout.spans[0][0]: expected a list of 3, got [0, 4]"),
+    (at("forward.0.sends.0.rows", [[0]]), "plan.forward[0].sends[0].rows[0]: expected a list of 2, got [0]"),
+    (at("forward.0.tasks.0.bands.0", "band"), "plan.forward[0].tasks[0].bands[0]: expected a list of 6, got 'band'"),
+    (at("kv_slots.1.heads", "all"), "plan.kv_slots[1].heads: expected a whole number"),
+    # out of range
+    (at("rank", 3), "plan.rank: expected a whole number from 0 to 2, got 3"),
+    (at("rank", -1), "plan.rank: expected a whole number from 0 to 2, got -1"),
+    (at("kv_slots.1.rows", -4), "plan.kv_slots[1].rows: expected a whole number from 0"),
+    (at("forward.0.sends.0.peer", -1), "plan.forward[0].sends[0].peer: expected a whole number from 0"),
+    (at("forward.0.recvs.0.slot", -2), "plan.forward[0].recvs[0].slot: expected a whole number from 0"),
+    (at("forward.0.sends.0.rows.0", [3, 1]), "plan.forward[0].sends[0].rows[0]: expected a range [start, stop]"),
+    (at("forward.0.sends.0.what", "vk"), "plan.forward[0].sends[0].what: expected one of kv, q, out, dq, dkv, got 'vk'"),
+    # masks and layouts that are none
+    (at("mask.q_len", -12), "plan.mask.q_len: expected a whole number from 0"),
+    (at("mask.q_len", 2**40), "plan.mask: q_len must be between 0 and"),
+    (at("mask.bands", lambda bands: bands * 2), "plan.mask.bands: bands must be disjoint"),
+    (at("mask.bands.0.1", 99), "plan.mask.bands: bands must be disjoint, tight and within 12 × 12"),
+    (at("mask.bands.0.0", 12), "plan.mask.bands: bands must be disjoint, tight"),
+    (at("q_layout.spans.0.0.0", 1), "plan.q_layout.spans: the spans hold 11 tokens"),
+    (at("q_layout.spans.0.0", [2, 4, 1]), "plan.q_layout.spans: token 2 is owned twice, by rank 0 and by rank 1"),
+    (at("q_layout.spans.0.0.2", 0), "plan.q_layout.spans: rank 0: span (0, 2, 0) must have"),
+    (at("kv_layout.spans", []), "plan.kv_layout.spans: a layout needs at least one rank"),
+    (at("kv_layout.spans", [[[0, 12, 1]]]), "plan.kv_layout: has 1 ranks where q_layout has 3"),
+    (at("mask.k_len", 13), "plan.kv_layout.spans: the spans hold 12 tokens up to token 12, but the sequence has 13"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
+def test_a_malformed_file_names_the_field(change: Callable[[Any], None], message: str) -> None:
+    data = json.loads(rs.plan(rs.causal(12), world=3, rank=1, strategy="ring", layout="zigzag").to_json())
+    change(data)
+    with pytest.raises(rs.PlanError) as error:
+        Plan.from_json(json.dumps(data))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a plan file: Expecting value"),
+        ("plan", "not a plan file: Expecting value"),
+        ('{"ringspan_plan": 1', "not a plan file: Expecting ',' delimiter"),
+        ("[" * 100_000, "not a plan file: maximum recursion depth"),
+        ("[]", "plan: expected an object, got []"),
+        ("null", "plan: expected an object, got None"),
+        ("NaN", "plan: expected an object, got nan"),
+        ("{}", "plan.ringspan_plan: missing"),
+    ],
+)
+def test_what_is_not_json_or_no_object(text: str, message: str) -> None:
+    with pytest.raises(rs.PlanError) as error:
+        Plan.from_json(text)
+    assert message in str(error.value)
+
+
+@given(data=st.data())
+def test_a_file_with_anything_in_it_is_a_plan_or_a_plan_error(data: st.DataObject) -> None:
+    """Put any JSON in any place: nothing but PlanError comes out."""
+    document = json.loads(rs.plan(rs.causal(6), world=2, strategy="exchange", layout="zigzag").to_json())
+    spot: Any = document
+    while True:
+        keys = list(spot) if isinstance(spot, dict) else list(range(len(spot)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(spot[key], dict | list) or not spot[key] or data.draw(st.booleans()):
+            break
+        spot = spot[key]
+    anything = st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=8,
+    )
+    spot[key] = data.draw(anything)
+    with contextlib.suppress(rs.PlanError):
+        Plan.from_json(json.dumps(document)).verify()

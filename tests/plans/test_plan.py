@@ -1,0 +1,251 @@
+"""Making plans: what ``rs.plan`` takes, how strategies are named, what is remembered, and the digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+import ringspan as rs
+from ringspan.layouts import Layout
+from ringspan.masks import Mask
+from ringspan.masks import table as tables
+from ringspan.plans import STRATEGIES, Plan, Program, Scene, forget, parse_strategy, plan_rank, register_strategy
+from tests.plans.examples import MASKS, all_plans
+
+CAUSAL = rs.causal(16)
+
+
+# -- what rs.plan takes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mask": "causal"}, rs.PlanError, "the first argument must be a mask, as from ringspan.causal(n); got str"),
+        ({"mask": rs.window(left=3)}, rs.MaskError, "holds at any length and has none of its own"),
+        ({"world": 0}, rs.LayoutError, "world must be at least 1 rank, not 0"),
+        ({"world": 2.5}, rs.LayoutError, "world must be a whole number of ranks, not 2.5"),
+        ({"rank": 4}, rs.PlanError, "rank must be one of 0 … 3, not 4"),
+        ({"rank": -1}, rs.PlanError, "rank must be one of 0 … 3, not -1"),
+        ({"rank": "0"}, rs.PlanError, "rank must be one of 0 … 3, not '0'"),
+        ({"strategy": "rings"}, rs.PlanError, "no strategy is called 'rings'; there are ring, gather, exchange and auto"),
+        ({"strategy": object()}, rs.PlanError, "is not a registered strategy; make it known with"),
+        ({"layout": "zagzig"}, rs.LayoutError, "no layout is called 'zagzig'; there are contiguous, zigzag"),
+        ({"layout": [[(0, 16)]]}, rs.LayoutError, "does not fit: the mask has 16 tokens here and the group 4 ranks"),
+        ({"layout": [[(0, 8)], [(8, 12)], [], []]}, rs.LayoutError, "the spans hold 12 tokens"),
+        ({"kv_layout": rs.Layout([[(0, 8)]] + [[]] * 3)}, rs.LayoutError, "does not fit"),
+        ({"mask": rs.full(4, 8), "layout": "per_document"}, rs.MaskError, "this one has 4 queries and 8 keys"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        rs.plan(**{"mask": CAUSAL, "world": 4, **arguments})  # type: ignore[arg-type]
+    assert message in str(raised.value)
+
+
+def test_keys_have_the_layout_of_the_queries() -> None:
+    plan = rs.plan(CAUSAL, world=4, layout="zigzag")
+    assert plan.kv_layout is plan.q_layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_keys"), [("zigzag", "zigzag"), ("auto", "contiguous"), ([[(0, 4)], [(4, 8)]], "contiguous")]
+)
+def test_keys_of_another_length(layout: object, of_keys: str) -> None:
+    plan = rs.plan(rs.full(8, 20), world=2, layout=layout)  # type: ignore[arg-type]
+    assert (plan.q_layout.length, plan.kv_layout.length) == (8, 20)
+    assert plan.kv_layout.name == of_keys
+    assert plan.notes[1].startswith(f"kv layout {of_keys}")
+
+
+def test_keys_of_a_layout_of_their_own() -> None:
+    plan = rs.plan(CAUSAL, world=4, rank=1, layout="zigzag", kv_layout="striped").verify()
+    assert plan.kv_layout.positions(1).tolist() == [1, 5, 9, 13]
+
+
+def test_layouts_of_all_kinds() -> None:
+    spans = [[(8, 16)], [(0, 8)]]
+    given = (spans, rs.Layout(spans), lambda mask, world: rs.Layout(spans))
+    assert len({rs.plan(CAUSAL, world=2, layout=layout).digest for layout in given}) == 1
+
+
+def test_what_a_plan_says_of_itself() -> None:
+    plan = rs.plan(CAUSAL, world=4, rank=1, strategy="ring", layout="zigzag")
+    assert (plan.world, plan.q_rows, plan.kv_rows, plan.area) == (4, 4, 4, 34)
+    assert repr(plan) == (f"<Plan {plan.digest[:8]} ring on zigzag: rank 1 of 4, 4 queries × 4 keys, area 34, 4 steps>")
+    assert sum(plan.at(rank).area for rank in range(4)) == CAUSAL.area
+    assert plan.at(1) is plan
+
+
+# -- strategies by name ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("ring", rs.Ring()),
+        (" ring ", rs.Ring()),
+        ("ring()", rs.Ring()),
+        ("gather", rs.Gather(stages=1)),
+        ("gather(stages=4)", rs.Gather(stages=4)),
+        ("exchange", rs.Exchange(stages=4)),
+        ("exchange( stages = 2 )", rs.Exchange(stages=2)),
+    ],
+)
+def test_strategies_from_text(text: str, strategy: object) -> None:
+    assert parse_strategy(text) == strategy
+    assert rs.plan(CAUSAL, world=4, strategy=text).digest == rs.plan(CAUSAL, world=4, strategy=strategy).digest  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no strategy is called ''"),
+        ("ulysses", "no strategy is called 'ulysses'"),
+        ("gather(stages=0)", "stages must be a whole number, at least 1; got 0"),
+        ("gather(stages=1.5)", "stages must be a whole number, at least 1; got 1.5"),
+        ("exchange(stages='2')", "stages must be a whole number, at least 1; got '2'"),
+        ("gather(4)", "cannot read strategy 'gather(4)': gather takes (stages=1)"),
+        ("gather(steps=4)", "gather takes (stages=1)"),
+        ("gather(stages=)", "gather takes (stages=1)"),
+        ("gather(stages=open('x'))", "gather takes (stages=1)"),
+        ("exchange(**{})", "exchange takes (stages=4)"),
+        ("ring(stages=2)", "cannot read strategy 'ring(stages=2)': ring takes ()"),
+    ],
+)
+def test_what_is_not_a_strategy(text: str, message: str) -> None:
+    with pytest.raises(rs.PlanError) as error:
+        parse_strategy(text)
+    assert message in str(error.value)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Gather in as many stages as there are: a strategy of somebody's own."""
+
+    stages: int = 7
+
+    def __call__(self, scene: Scene) -> Program:
+        return rs.Gather(stages=self.stages)(scene)
+
+
+@pytest.fixture
+def slow() -> Iterator[None]:
+    register_strategy("slow", Slow)
+    yield
+    del STRATEGIES["slow"]
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_strategy_of_your_own() -> None:
+    plan = rs.plan(CAUSAL, world=8, strategy="slow").verify()
+    assert plan.strategy == "slow(stages=7)"
+    assert len(plan.program.forward) == 8
+    assert rs.plan(CAUSAL, world=8, strategy=Slow(stages=2)).strategy == "slow(stages=2)"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_name_given_again_forgets_the_plans_of_the_first() -> None:
+    before = rs.plan(CAUSAL, world=4, strategy="slow(stages=2)")
+    register_strategy("slow", rs.Exchange)
+    after = rs.plan(CAUSAL, world=4, strategy="slow(stages=2)")
+    assert before.program != after.program == rs.plan(CAUSAL, world=4, strategy="exchange(stages=2)").program
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "message"),
+    [
+        ("auto", Slow, "a lower-case word other than auto, not 'auto'"),
+        ("Slow", Slow, "a lower-case word other than auto, not 'Slow'"),
+        ("my ring", Slow, "a lower-case word"),
+        ("mine", lambda scene: None, "a strategy is a frozen dataclass"),
+    ],
+)
+def test_what_cannot_be_registered(name: str, strategy: type, message: str) -> None:
+    with pytest.raises(rs.PlanError, match=message):
+        register_strategy(name, strategy)
+    assert name not in STRATEGIES
+
+
+# -- the digest --------------------------------------------------------------------------------------------------------
+
+
+def test_the_digest_is_one_for_all_ranks_and_only_for_them() -> None:
+    digests = set()
+    variants = [
+        (mask, layout, strategy)
+        for mask in MASKS.values()
+        for layout in ("zigzag", "striped")
+        for strategy in ("ring", "gather")
+    ]
+    for mask, layout, strategy in variants:
+        of_ranks = {plan.digest for plan in all_plans(mask, 3, strategy, layout)}
+        assert len(of_ranks) == 1
+        digests |= of_ranks
+    # Two layouts of no or of one token may be the same layout.
+    alike = sum(
+        rs.plan(m, world=3, layout="zigzag").q_layout == rs.plan(m, world=3, layout="striped").q_layout for m in MASKS.values()
+    )
+    assert len(digests) == len(variants) - 2 * alike
+    assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in digests)
+
+
+def test_options_of_a_strategy_are_in_the_digest() -> None:
+    texts = ("gather", "gather(stages=1)", "gather(stages=2)", "exchange(stages=2)")
+    assert len({rs.plan(CAUSAL, world=4, strategy=text).digest for text in texts}) == 3
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_plan_is_the_same_object() -> None:
+    plan = rs.plan(CAUSAL, world=4, rank=2, strategy="ring", layout="zigzag")
+    arguments = (plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank, plan.notes)
+    assert plan_rank(*arguments) is plan
+    assert rs.plan(rs.causal(16), world=4, rank=2, strategy="ring", layout="zigzag") is plan
+    forget()
+    again = plan_rank(*arguments)
+    assert again is not plan
+    assert again == plan
+
+
+def in_other_bands(mask: Mask) -> Mask:
+    """The same pairs as two bands, above and below the middle."""
+    n, _ = mask.lengths
+    halves = [(tables.intersect(mask.table, tables.table((a, b, 0, n, -n, n)))) for a, b in ((0, n // 2), (n // 2, n))]
+    return replace_table(mask, halves)
+
+
+def replace_table(mask: Mask, parts: list[tables.Table]) -> Mask:
+    return Mask(tables.table(*(tuple(row) for part in parts for row in part.tolist())), *mask.lengths, name="in two halves")
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "per_document"])
+def test_what_was_planned_before_does_not_show(layout: str) -> None:
+    """Else a rank that has planned an equal mask before would disagree with the others."""
+    mask = rs.full(16) & rs.window(left=0, right=0)
+    for other in (in_other_bands(mask), rs.documents([1] * 16)):
+        assert other == mask
+        forget()
+        alone = rs.plan(other, world=2, layout=layout)
+        forget()
+        rs.plan(mask, world=2, layout=layout)
+        after = rs.plan(other, world=2, layout=layout)
+        assert (after.digest, after.mask.name) == (alone.digest, alone.mask.name)
+        assert after.q_layout == alone.q_layout
+
+
+def test_equal_layouts_keep_their_names() -> None:
+    one_span, striped = Layout([[(0, 16)]], name="mine"), rs.plan(CAUSAL, world=1, layout="striped")
+    assert one_span == striped.q_layout
+    assert rs.plan(CAUSAL, world=1, layout=one_span).q_layout.name == "mine"
+
+
+def test_a_plan_is_frozen() -> None:
+    plan = rs.plan(CAUSAL, world=2)
+    with pytest.raises(AttributeError):
+        plan.rank = 1  # type: ignore[misc]
+    assert replace(plan, notes=()).digest == plan.digest

@@ -1,0 +1,303 @@
+"""``verify`` finds whatever is wrong with a plan: a table of good plans with one thing changed, and random changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.masks import Band
+from ringspan.plans import Plan, Slot, Step, Task, Transfer, verify
+from ringspan.plans.plan import PHASES, Phase
+from tests.plans.dense_walk import assert_exactly_once
+from tests.plans.examples import all_plans
+
+# -- changing one thing ------------------------------------------------------------------------------------------------
+
+Part = Step | Task | Transfer
+Change = Callable[[list[Plan]], None]
+
+
+def edit(phase: Phase, rank: int, n: int, **lists: Callable[[tuple[Any, ...]], Sequence[Any]]) -> Change:
+    """Change the sends, recvs or tasks of a step, each by a function of the old ones."""
+
+    def change(plans: list[Plan]) -> None:
+        steps = list(plans[rank].program.steps(phase))
+        assert all(getattr(steps[n], name) for name in lists), "the example has nothing to change there"
+        steps[n] = replace(steps[n], **{name: tuple(f(getattr(steps[n], name))) for name, f in lists.items()})
+        program = replace(plans[rank].program, **{phase: tuple(steps)})
+        plans[rank] = replace(plans[rank], program=program)
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(plans: list[Plan]) -> None:
+        for one in changes:
+            one(plans)
+
+    return change
+
+
+def drop(of: tuple[Any, ...]) -> Sequence[Any]:
+    return of[1:]
+
+
+def twice(of: tuple[Any, ...]) -> Sequence[Any]:
+    return (*of, of[0])
+
+
+def drop_dkv(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
+    assert any(t.what == "dkv" for t in of)
+    return [t for t in of if t.what != "dkv"]
+
+
+def twice_dkv(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
+    return [*of, *(t for t in of if t.what == "dkv")]
+
+
+def to(**fields: Any) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """The first of them with other fields."""
+    return lambda of: (replace(of[0], **fields), *of[1:])
+
+
+def shorter(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
+    (start, stop), *more = of[0].rows
+    return (replace(of[0], rows=((start, stop - 1), *more)), *of[1:])
+
+
+def bands(f: Callable[[tuple[Band, ...]], Sequence[Band]]) -> Callable[[tuple[Task, ...]], Sequence[Task]]:
+    return lambda of: (replace(of[0], bands=tuple(f(of[0].bands))), *of[1:])
+
+
+def slots(rank: int, **changed: tuple[Slot, ...]) -> Change:
+    def change(plans: list[Plan]) -> None:
+        plans[rank] = replace(plans[rank], program=replace(plans[rank].program, **changed))
+
+    return change
+
+
+def earlier(phase: Phase, rank: int, n: int, name: str, *, by: int = 1) -> Change:
+    """What step n does, done in a step before it."""
+
+    def change(plans: list[Plan]) -> None:
+        moved = getattr(plans[rank].program.steps(phase)[n], name)
+        edit(phase, rank, n, **{name: lambda _: ()})(plans)
+        steps = list(plans[rank].program.steps(phase))
+        steps[n - by] = replace(steps[n - by], **{name: getattr(steps[n - by], name) + moved})
+        plans[rank] = replace(plans[rank], program=replace(plans[rank].program, **{phase: tuple(steps)}))
+
+    return change
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def a_ring() -> list[Plan]:
+    """3 ranks with 4 tokens each; forward, rank r computes home in step 0, then the keys of r - 1, then those of r - 2."""
+    return all_plans(rs.causal(12), 3, "ring", "zigzag")
+
+
+def an_exchange() -> list[Plan]:
+    return all_plans(rs.causal(12), 3, "exchange(stages=2)", "zigzag")
+
+
+def a_full_ring() -> list[Plan]:
+    return all_plans(rs.full(12), 3, "ring", "contiguous")
+
+
+def a_long_ring() -> list[Plan]:
+    return all_plans(rs.full(12), 4, "ring", "contiguous")
+
+
+def some_documents() -> list[Plan]:
+    return all_plans(rs.documents([6, 6]), 2, "gather", "contiguous")
+
+
+F, B = PHASES
+
+CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
+    # what is computed
+    "a task is missing": (a_ring, edit(F, 1, 1, tasks=drop), "8 pairs that the mask shows are not computed"),
+    "backward too": (a_ring, edit(B, 1, 1, tasks=drop), "backward: 8 pairs that the mask shows are not computed"),
+    "a task is there twice": (a_ring, edit(F, 2, 0, tasks=twice), "is computed twice"),
+    "a band is there twice": (a_ring, edit(F, 0, 0, tasks=bands(twice)), "query 0 × key 0 is computed twice"),
+    "a band is wider": (
+        some_documents,
+        edit(F, 1, 0, tasks=bands(lambda of: [of[0]._replace(hi=of[0].hi + 1)])),
+        "5 pairs are computed that the mask does not show",
+    ),
+    "a band is looser than its rectangle": (
+        a_ring,
+        edit(F, 0, 0, tasks=bands(lambda of: [of[0]._replace(hi=99), *of[1:]])),
+        "forward step 0 on rank 0: a band lies outside its slots, or is not tight",
+    ),
+    "a band is outside its slot": (
+        a_full_ring,
+        edit(F, 2, 1, tasks=bands(lambda of: [of[0].shifted(0, 1)])),
+        "forward step 1 on rank 2: a band lies outside its slots",
+    ),
+    "a band is elsewhere in its slot": (
+        some_documents,
+        edit(F, 0, 0, tasks=bands(lambda of: [Band(0, 5, 1, 6, -3, 1)])),
+        "5 pairs are computed that the mask does not show",
+    ),
+    "a task is too early": (a_full_ring, earlier(F, 1, 2, "tasks", by=2), "a task reads rows that hold nothing yet"),
+    "a task has no such slot": (a_ring, edit(F, 0, 1, tasks=to(kv_slot=7)), "slots 0 and 7, which the plan does not have"),
+    "a task has no such queries": (a_ring, edit(F, 0, 1, tasks=to(q_slot=1)), "slots 1 and 1, which the plan does not have"),
+    # who sends what to whom
+    "a send is missing": (a_full_ring, edit(F, 0, 0, sends=drop), "waits for kv from rank 0, which sends none"),
+    "a receive is missing": (a_full_ring, edit(F, 1, 1, recvs=drop), "rank 0 sends kv to rank 1, which does not receive it"),
+    "sent to another": (a_full_ring, edit(F, 0, 0, sends=to(peer=2)), "step 0 on rank 1: waits for kv from rank 0"),
+    "sent to nobody": (a_full_ring, edit(F, 0, 0, sends=to(peer=9)), "step 0 on rank 1: waits for kv from rank 0"),
+    "received from another": (a_full_ring, edit(F, 0, 0, recvs=to(peer=1)), "step 0 on rank 0: waits for kv from rank 1"),
+    "fewer rows are sent": (a_full_ring, edit(F, 0, 0, sends=shorter), "expects 4 rows of kv from rank 0, which sends 3 of kv"),
+    "fewer rows are expected": (a_full_ring, edit(F, 1, 0, recvs=shorter), "expects 3 rows of kv from rank 0, which sends 4"),
+    "other rows are sent": (an_exchange, edit(F, 0, 0, sends=to(rows=((1, 2), (3, 4)))), "4 pairs are computed"),
+    "something else is sent": (a_full_ring, edit(F, 0, 0, sends=to(what="q")), "from rank 0, which sends 4 of q"),
+    "rows that are not there": (a_full_ring, edit(F, 0, 0, sends=to(rows=((2, 6),))), "kv rows ((2, 6),) do not lie in slot 0"),
+    "no rows at all": (a_full_ring, edit(F, 0, 0, sends=to(rows=())), "kv rows () do not lie in slot 0"),
+    "a slot that is not there": (a_full_ring, edit(F, 1, 0, recvs=to(slot=5)), "do not lie in slot 5"),
+    "sent before it arrives": (a_long_ring, earlier(F, 0, 2, "sends", by=2), "sends kv rows of slot 2 that hold nothing yet"),
+    "some heads only": (a_full_ring, edit(F, 0, 0, sends=to(heads=(0, 1))), "cannot yet follow transfers of some heads only"),
+    # races
+    "overwrites what is read": (
+        a_full_ring,
+        edit(F, 1, 1, recvs=to(slot=1)),
+        "forward step 1 on rank 1: receives kv into slot 1, which is in use in the same step",
+    ),
+    "overwrites home": (a_full_ring, edit(F, 1, 1, recvs=to(slot=0)), "receives kv into slot 0, which is home"),
+    "two into the same rows": (
+        an_exchange,
+        both(edit(F, 0, 0, sends=twice), edit(F, 1, 0, recvs=twice)),
+        "forward step 0 on rank 1: receives two kv into the same rows of slot 1",
+    ),
+    "sends a gradient too early": (
+        a_full_ring,
+        both(earlier(B, 0, 2, "sends"), earlier(B, 1, 2, "recvs")),
+        "backward step 1 on rank 0: sends dkv of slot 1 while a task still writes it",
+    ),
+    "adds to what is being sent": (
+        a_full_ring,
+        edit(B, 1, 2, recvs=lambda of: [replace(t, slot=1) if t.what == "dkv" else t for t in of]),
+        "backward step 2 on rank 1: adds dkv to slot 1 while it is being sent",
+    ),
+    # what gets home
+    "a gradient is not sent home": (
+        an_exchange,
+        both(*(edit(B, rank, 2, sends=drop_dkv, recvs=drop_dkv) for rank in range(3))),
+        "backward: not all dkv of row 0 gets home to rank 0, or some of it twice",
+    ),
+    "a gradient gets home twice": (
+        an_exchange,
+        both(*(edit(B, rank, 2, sends=twice_dkv, recvs=twice_dkv) for rank in range(3))),
+        "backward: not all dkv of row 0 gets home to rank 0, or some of it twice",
+    ),
+    # slots
+    "home is too small": (a_ring, slots(1, kv_slots=(Slot(rows=3), Slot(rows=4), Slot(rows=4))), "rank 1: kv slot 0 must hold"),
+    "there is no home": (a_ring, slots(0, q_slots=()), "rank 0: q slot 0 must hold the rank's own 4 rows"),
+    "slots of some heads": (a_ring, slots(2, q_slots=(Slot(rows=4, heads=1),)), "and all slots all heads"),
+    "a slot is too small": (a_ring, slots(1, kv_slots=(Slot(rows=4), Slot(rows=3), Slot(rows=4))), "do not lie in slot 1"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_is_wrong_is_found(name: str) -> None:
+    good, change, message = CHANGES[name]
+    plans = good()
+    verify(plans)
+    change(plans)
+    with pytest.raises(rs.PlanError) as error:
+        verify(plans)
+    assert message in str(error.value)
+
+
+def test_of_a_file_the_own_rank_is_proved_with_the_plans_of_the_others() -> None:
+    plans = a_ring()
+    edit(F, 1, 1, tasks=drop)(plans)
+    assert Plan.from_json(plans[0].to_json()).verify()
+    with pytest.raises(rs.PlanError, match="8 pairs that the mask shows are not computed"):
+        Plan.from_json(plans[1].to_json()).verify()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda plans: plans[:2],
+        lambda plans: plans[::-1],
+        lambda plans: [plans[0], *all_plans(rs.causal(12), 3, "gather", "zigzag")[1:]],
+    ],
+)
+def test_all_ranks_in_order_and_of_one_plan(given: Callable[[list[Plan]], list[Plan]]) -> None:
+    with pytest.raises(rs.PlanError, match="verify needs the plans of all 3 ranks, in order and of one digest"):
+        verify(given(a_ring()))
+
+
+# -- random changes: what verify lets pass, counting lets pass ---------------------------------------------------------
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> list[Plan]:
+    """A good plan with one number in it changed, or one thing left out, doubled, or moved to another step."""
+    mask = draw(st.sampled_from([rs.causal(9), rs.documents([4, 5]), rs.full(8), rs.causal(8) & rs.window(left=2)]))
+    strategy = draw(st.sampled_from(["ring", "gather", "exchange(stages=2)"]))
+    plans = all_plans(mask, 3, strategy, draw(st.sampled_from(["contiguous", "zigzag", "striped"])))
+    rank = draw(st.integers(0, 2))
+    phase = draw(st.sampled_from(PHASES))
+    steps = list(plans[rank].program.steps(phase))
+    places = [(n, name) for n, step in enumerate(steps) for name in ("sends", "recvs", "tasks") if getattr(step, name)]
+    if not places:
+        return plans
+    n, name = draw(st.sampled_from(places))
+    items = list(getattr(steps[n], name))
+    i = draw(st.integers(0, len(items) - 1))
+    how = draw(st.sampled_from(["drop", "twice", "move", "number"]))
+    if how == "drop":
+        del items[i]
+    elif how == "twice":
+        items.append(items[i])
+    elif how == "move":
+        m = draw(st.integers(0, len(steps) - 1))
+        moved = items.pop(i)
+        if m == n:
+            items.append(moved)
+        else:
+            steps[m] = replace(steps[m], **{name: (*getattr(steps[m], name), moved)})
+    else:
+        items[i] = draw(other_numbers(items[i]))
+    steps[n] = replace(steps[n], **{name: tuple(items)})
+    plans[rank] = replace(plans[rank], program=replace(plans[rank].program, **{phase: tuple(steps)}))
+    return plans
+
+
+@st.composite
+def other_numbers(draw: st.DrawFn, part: Any) -> Any:
+    by = draw(st.sampled_from([-1, 1]))
+    if isinstance(part, Transfer):
+        field = draw(st.sampled_from(["peer", "slot", "start", "stop"]))
+        if field in ("peer", "slot"):
+            return replace(part, **{field: max(0, getattr(part, field) + by)})
+        rows = [list(pair) for pair in part.rows]
+        rows[draw(st.integers(0, len(rows) - 1))][field == "stop"] += by
+        return replace(part, rows=tuple((max(0, a), b) for a, b in rows))
+    field = draw(st.sampled_from(["q_slot", "kv_slot", *Band._fields]))
+    if field in ("q_slot", "kv_slot"):
+        return replace(part, **{field: max(0, getattr(part, field) + by)})
+    given = list(part.bands)
+    i = draw(st.integers(0, len(given) - 1))
+    given[i] = given[i]._replace(**{field: getattr(given[i], field) + by})
+    return replace(part, bands=tuple(given))
+
+
+@given(plans=changed())
+def test_what_verify_lets_pass_is_right(plans: list[Plan]) -> None:
+    try:
+        verify(plans)
+    except rs.PlanError:
+        return
+    assert_exactly_once(plans)
