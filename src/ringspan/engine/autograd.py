@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.walk import Call, backward, forward
-from ringspan.errors import UnplannedAttention
+from ringspan.errors import KernelError, UnplannedAttention
 from ringspan.kernels import Partial, Saved
 from ringspan.plans import Plan
 
@@ -46,7 +45,6 @@ class _Attend(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
         try:
@@ -70,11 +68,32 @@ class _Attend(torch.autograd.Function):
                 None if dlse is None else _rows_first(dlse.masked_fill(lse == -torch.inf, 0.0)),
             )
             walks.append(backward(plan, saved, key_values[rank], ctx.call))
-        needed: list[Tensor | None] = []
-        for (dq, dkv), q in zip(ctx.run(walks), queries, strict=True):
-            d = ctx.call.head_dim
-            needed += [x.movedim(0, 2).to(q.dtype) for x in (dq, dkv[..., :d], dkv[..., d:])]
-        return None, None, None, *(x if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
+        needed: list[Tensor] = []
+        with torch.no_grad():
+            for (dq, dkv), q in zip(ctx.run(walks), queries, strict=True):
+                d = ctx.call.head_dim
+                needed += [x.movedim(0, 2).to(q.dtype) for x in (dq, dkv[..., :d], dkv[..., d:])]
+        return None, None, None, *(_once(x) if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated. PyTorch's ``once_differentiable`` would let it pass as a constant where the
+    loss is linear in the result."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise KernelError("the gradient of attention was differentiated again: no kernel here computes second derivatives")
+
+
+def _once(gradient: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():  # no create_graph=True: nobody can ask
+        return gradient
+    once: Tensor = _Once.apply(gradient.detach().requires_grad_())
+    return once
 
 
 def _rows_first(x_BHS: Tensor) -> Tensor:
