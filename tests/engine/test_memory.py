@@ -1,0 +1,129 @@
+"""``peak_bytes`` against the buffers that the engine really holds.
+
+A rank is walked alone, with nothing to compute, nothing to merge and nobody to talk to: what is allocated is then the engine's
+own. Every tensor that an operation returns is looked at, and its storage counted for as long as anybody holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ringspan as rs
+from ringspan.engine import Call, backward, forward
+from ringspan.kernels import Saved, partial, wide
+from ringspan.plans import STRATEGIES as REGISTERED
+from ringspan.plans import Plan, peak_bytes
+from ringspan.plans.plan import PHASES, Phase
+from ringspan.transports import Walk
+from tests.engine.test_other_strategies import HeadSplit, PassQ
+from tests.plans.examples import MASKS, all_plans
+
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
+
+
+class Ledger(TorchDispatchMode):
+    """The most bytes that were held at once, of storages that are not among the ``given`` ones."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage()._cdata for x in given}
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            # A tensor without dims is the 0 of ``rows[a:b] = 0``.
+            if isinstance(x, Tensor) and x.ndim and x.untyped_storage()._cdata not in self.given:
+                storage = x.untyped_storage()
+                self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.held = {key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.held.values()))
+        return result
+
+
+class Idle:
+    """A kernel that computes nothing."""
+
+    def attend(self, *args: Any, **options: Any) -> Iterable[Any]:
+        return ()
+
+    def attend_backward(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+def walk_alone(walk: Walk[Any]) -> None:
+    try:
+        while True:
+            walk.send(None)
+    except StopIteration:
+        pass
+
+
+def measured(plan: Plan, phase: Phase, dtype: torch.dtype) -> int:
+    """The peak of a phase, home keys included, as ``peak_bytes`` counts them. Queries come as a view that is not row by row."""
+    s, t, b, h, g = plan.q_rows, plan.kv_rows, SHAPE["batch"], SHAPE["heads"], SHAPE["kv_heads"]
+    d, e = SHAPE["head_dim"], SHAPE["v_dim"]
+    kv = torch.empty(t, b, g, d + e, dtype=dtype)
+    q, dout, out = (torch.empty(b, h, s, width, dtype=dtype).movedim(2, 0) for width in (d, e, e))
+    lse, dlse = (torch.empty(b, h, s, dtype=wide(dtype)).movedim(2, 0) for _ in range(2))
+    call = Call(kernel=Idle(), scale=1.0, head_dim=d)  # type: ignore[arg-type]
+    saved = Saved(q, dout, out, lse, dlse)
+    with Ledger([kv, *saved]) as ledger:  # type: ignore[list-item]
+        walk_alone(forward(plan, q, kv, call) if phase == "forward" else backward(plan, saved, kv, call))
+    return ledger.peak + kv.nbytes
+
+
+@pytest.fixture(autouse=True)
+def scene(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTERED, "test_pass_q", PassQ)
+    monkeypatch.setitem(REGISTERED, "test_head_split", HeadSplit)
+    monkeypatch.setattr(partial, "merge_", lambda into, other: None)  # its scratch space is the kernels' own
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ring",
+        "gather",
+        "gather(stages=3)",
+        "exchange(stages=1)",
+        "exchange",
+        "test_pass_q",
+        "test_head_split(heads=4, kv_heads=4)",
+    ],
+)
+def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:
+    shape = rs.Shape(**SHAPE, dtype=dtype)  # type: ignore[arg-type]
+    for mask in (MASKS["causal"], MASKS["documents"], MASKS["cross"]):
+        for layout in ("contiguous", "zigzag"):
+            for plan in all_plans(mask, 4, strategy, layout):
+                for phase in PHASES:
+                    assert measured(plan, phase, getattr(torch, dtype)) <= peak_bytes(plan, shape, phase), (plan, phase)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "exchange(stages=1)", "gather(stages=3)", "exchange"])
+def test_the_plan_is_not_far_from_it(strategy: str) -> None:
+    """A bound that is never reached would be no figure to plan with."""
+    shape = rs.Shape(**SHAPE, dtype="float32")  # type: ignore[arg-type]
+    for plan in all_plans(rs.causal(64), 4, strategy, "zigzag"):
+        for phase in PHASES:
+            assert measured(plan, phase, torch.float32) >= 0.95 * peak_bytes(plan, shape, phase), (plan, phase)
+
+
+@pytest.mark.parametrize(("strategy", "blocks"), [("ring", 3), ("gather", 8), ("gather(stages=7)", 3)])
+def test_the_memory_of_keys(strategy: str, blocks: int) -> None:
+    """Of a full mask on 8 ranks: a ring holds three blocks of keys, however many ranks; a gather all eight."""
+    shape = rs.Shape(heads=1, kv_heads=1, head_dim=4, dtype="float32")
+    plan = rs.plan(rs.full(64), world=8, strategy=strategy, layout="contiguous")
+    out = 8 * (4 + 1) * 4
+    assert peak_bytes(plan, shape, "forward") == blocks * 8 * (4 + 4) * 4 + out
