@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ringspan.masks.table import K0, K1
 from ringspan.plans.plan import Program
-from ringspan.plans.scene import Ints, Rows, Scene, union
-from ringspan.plans.staged import check_stages, staged
+from ringspan.plans.scene import Scene, union
+from ringspan.plans.staged import Wanted, check_stages, staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,9 @@ class Exchange:
 
     def __call__(self, scene: Scene) -> Program:
         mine, theirs = scene.seen(), scene.seeing()
-        incoming = _rows_by_rank(mine.k_rank, mine.bands[:, K0], mine.bands[:, K1])
-        outgoing = _rows_by_rank(theirs.q_rank, theirs.bands[:, K0], theirs.bands[:, K1])
+        owner, *rows = union(mine.k_rank, mine.bands[:, K0], mine.bands[:, K1])
+        asker, *given = union(theirs.q_rank, theirs.bands[:, K0], theirs.bands[:, K1])
+        away, others = owner != scene.rank, asker != scene.rank
+        incoming = Wanted(*(x[away] for x in (owner, np.full_like(owner, scene.rank), *rows)))
+        outgoing = Wanted(*(x[others] for x in (np.full_like(asker, scene.rank), asker, *given)))
         return staged(scene, mine, incoming, outgoing, self.stages)
-
-
-def _rows_by_rank(rank: Ints, start: Ints, stop: Ints) -> dict[int, Rows]:
-    by_rank: dict[int, list[tuple[int, int]]] = {}
-    for r, a, b in zip(*(column.tolist() for column in union(rank, start, stop)), strict=True):
-        by_rank.setdefault(r, []).append((a, b))
-    return {r: tuple(rows) for r, rows in by_rank.items()}

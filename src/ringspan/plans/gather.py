@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ringspan.plans.plan import Program
 from ringspan.plans.scene import Scene
-from ringspan.plans.staged import check_stages, staged
+from ringspan.plans.staged import Wanted, check_stages, staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,11 @@ class Gather:
         check_stages(self.stages)
 
     def __call__(self, scene: Scene) -> Program:
-        everyone = range(scene.world)
-        incoming = {owner: scene.all_rows(owner) for owner in everyone}
-        outgoing = {asker: scene.all_rows(scene.rank) for asker in everyone}
+        ranks = np.arange(scene.world)
+        rows = np.array(scene.kv_layout.counts, dtype=np.int64)
+        others = ranks[(ranks != scene.rank) & (rows > 0)]
+        askers = ranks[(ranks != scene.rank) & (rows[scene.rank] > 0)]
+        here = np.full_like(ranks, scene.rank)
+        incoming = Wanted(others, here[others], np.zeros_like(others), rows[others])
+        outgoing = Wanted(here[askers], askers, np.zeros_like(askers), rows[here[askers]])
         return staged(scene, scene.seen(), incoming, outgoing, self.stages)

@@ -42,10 +42,6 @@ class Scene:
         """What everybody's queries see of this rank's keys."""
         return cut(self.mask, self.q_layout.pieces, self.kv_layout.pieces.of(self.rank))
 
-    def all_rows(self, rank: int) -> Rows:
-        """All keys of a rank."""
-        return ((0, self.kv_layout.counts[rank]),) if self.kv_layout.counts[rank] else ()
-
 
 @lru_cache(maxsize=64)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:

@@ -7,77 +7,87 @@
                             4 ranks before me)   3 ranks beyond)
     computing               home                 stage 0              stage 1
 
-Stages share two slots in turn. Backward, the gradient of a stage goes back to the owners while the next stage is computed.
+Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. Backward, the gradient of a
+stage goes back to the owners while the next stage is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringspan.errors import PlanError
 from ringspan.layouts import Tiles
+from ringspan.masks import Band
+from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO
-from ringspan.plans.plan import Program, Slot, Step, Task, Transfer
-from ringspan.plans.scene import Rows, Scene, bands_by_group
+from ringspan.plans.plan import Program, Slot, Step, Task, Transfer, What
+from ringspan.plans.scene import Ints, Rows, Scene, bands_by_group
+
+# Up to so many ranges of rows travel as messages of their own.
+UNPACKED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Rows of an owner's keys, and where they are laid in the slot of their stage."""
+class Wanted(NamedTuple):
+    """Rows that travel: those of rank ``of`` from start to stop, for rank ``by``. Sorted by both, then by rows."""
 
-    owner: int
-    rows: Rows
-    stage: int
-    at: int
-
-    @property
-    def count(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
+    of: Ints
+    by: Ints
+    start: Ints
+    stop: Ints
 
 
-def staged(scene: Scene, tiles: Tiles, incoming: Mapping[int, Rows], outgoing: Mapping[int, Rows], stages: int) -> Program:
-    """The program in which a rank gets the rows ``incoming[owner]`` and gives away ``outgoing[asker]``, in stages.
+class _Visitors(NamedTuple):
+    """Rows of other ranks, in the order of their owners' rows, and where they lie: from row ``at`` of their stage's slot."""
+
+    owner: Ints
+    start: Ints
+    stop: Ints
+    stage: Ints
+    at: Ints
+
+
+def staged(scene: Scene, tiles: Tiles, incoming: Wanted, outgoing: Wanted, stages: int) -> Program:
+    """The program in which a rank gets the incoming rows from their owners and gives the outgoing ones away, in stages.
 
     ``tiles`` are what this rank's queries see, in the owners' rows.
     """
     world, rank = scene.world, scene.rank
     stages = min(stages, world - 1)
-    stage_of = {d: (d - 1) * stages // (world - 1) for d in range(1, world)}
-    arrivals: list[_Arrival] = []
-    filled = [0] * stages
-    for distance, stage in stage_of.items():
-        owner = (rank - distance) % world
-        if incoming.get(owner):
-            arrivals.append(_Arrival(owner, incoming[owner], stage, filled[stage]))
-            filled[stage] += arrivals[-1].count
-    bands = _bands_by_stage(tiles, arrivals, rank)
+    stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
+    arriving, token = _by_token(scene, incoming)
+    visitors = _lay_out(arriving, token, stage_of[(rank - arriving.of) % world])
+    leaving, _ = _by_token(scene, outgoing)
+    bands = _bands_by_stage(tiles, visitors, rank)
 
     def slot(stage: int) -> int:
         return 1 + stage % 2
 
-    def laid(what: Any, a: _Arrival) -> Transfer:
-        return Transfer(what=what, peer=a.owner, slot=slot(a.stage), rows=((a.at, a.at + a.count),))
+    away = _by_peer(visitors.owner, visitors.at, visitors.at + visitors.stop - visitors.start)
+    home = _by_peer(leaving.by, leaving.start, leaving.stop)
 
-    def own(what: Any, stage: int) -> tuple[Transfer, ...]:
+    def guests(what: What, stage: int) -> tuple[Transfer, ...]:
+        """The keys of others (or their gradients) that this rank holds in a stage."""
+        owners = ((rank - d) % world for d in range(1, world) if stage_of[d] == stage)
+        return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in away.get(p, ()))
+
+    def own(what: What, stage: int) -> tuple[Transfer, ...]:
         """The rank's own keys (or their gradients) that others hold in a stage."""
-        peers = ((rank + d) % world for d, s in stage_of.items() if s == stage)
-        return tuple(Transfer(what=what, peer=peer, slot=0, rows=outgoing[peer]) for peer in peers if outgoing.get(peer))
+        askers = ((rank + d) % world for d in range(1, world) if stage_of[d] == stage)
+        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
 
     def step(n: int, *, backward: bool) -> Step:
-        sends = own("kv", n)
-        recvs = tuple(laid("kv", a) for a in arrivals if a.stage == n)
+        sends, recvs = own("kv", n), guests("kv", n)
         if backward:
-            sends += tuple(laid("dkv", a) for a in arrivals if a.stage == n - 2)
+            sends += guests("dkv", n - 2)
             recvs += own("dkv", n - 2)
         seen = bands.get(n - 1, ())
         tasks = (Task(kv_slot=0 if n == 0 else slot(n - 1), bands=seen),) if seen else ()
         return Step(sends=sends, recvs=recvs, tasks=tasks)
 
-    sizes = [max((n for s, n in enumerate(filled) if slot(s) == k), default=0) for k in (1, 2)]
+    filled = [int((visitors.stop - visitors.start)[visitors.stage == stage].sum()) for stage in range(stages)]
+    sizes = [max(filled[k - 1 :: 2], default=0) for k in (1, 2)]
     return Program(
         forward=tuple(step(n, backward=False) for n in range(stages + 1)),
         backward=tuple(step(n, backward=True) for n in range(stages + 2 if stages else 1)),
@@ -86,23 +96,51 @@ def staged(scene: Scene, tiles: Tiles, incoming: Mapping[int, Rows], outgoing: M
     )
 
 
-def _bands_by_stage(tiles: Tiles, arrivals: list[_Arrival], rank: int) -> dict[int, Any]:
+def _by_token(scene: Scene, rows: Wanted) -> tuple[Wanted, Ints]:
+    """The rows cut where their owner's tokens stop being neighbours, and the first token of each."""
+    p = scene.kv_layout.pieces
+    of, at = rows.of << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
+    i, j = tables.overlapping(of + rows.start, of + rows.stop, at, at + p.size)
+    start = np.maximum(rows.start[i], p.at[j])
+    stop = np.minimum(rows.stop[i], p.at[j] + p.size[j])
+    order = np.lexsort((start, rows.by[i], rows.of[i]))
+    cut = Wanted(*(column[order] for column in (rows.of[i], rows.by[i], start, stop)))
+    return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order]
+
+
+def _lay_out(rows: Wanted, token: Ints, stage: Ints) -> _Visitors:
+    """A place for everything that comes: stage by stage, and there in the order of the whole sequence, so that bands which a
+    layout has cut apart join again."""
+    order = np.lexsort((token, stage))
+    size = (rows.stop - rows.start)[order]
+    before = np.cumsum(size) - size
+    first = np.searchsorted(stage[order], stage[order], side="left")
+    at = np.empty_like(before)
+    at[order] = before - before[first] if len(before) else before
+    return _Visitors(rows.of, rows.start, rows.stop, stage, at)
+
+
+def _by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
+    """The messages to or from each peer: one for each range of rows where they are few, so that nothing is packed; one packed
+    message where they are many."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for p, a, b in zip(peer.tolist(), start.tolist(), stop.tolist(), strict=True):
+        ranges.setdefault(p, []).append((a, b))
+    return {p: [(span,) for span in spans] if len(spans) <= UNPACKED else [tuple(spans)] for p, spans in ranges.items()}
+
+
+def _bands_by_stage(tiles: Tiles, visitors: _Visitors, rank: int) -> dict[int, tuple[Band, ...]]:
     """The tiles moved from their owners' rows to the rows of the slots, joined; the home ones under stage -1."""
-    owner, start, shift, stage = [rank], [0], [0], [-1]
-    for a in arrivals:
-        at = a.at
-        for first, last in a.rows:
-            owner.append(a.owner)
-            start.append(first)
-            shift.append(at - first)
-            stage.append(a.stage)
-            at += last - first
-    key = (np.array(owner) << 32) + np.array(start)
+    owner = np.append(visitors.owner, rank)
+    start = np.append(visitors.start, 0)
+    shift = np.append(visitors.at - visitors.start, 0)
+    stage = np.append(visitors.stage, -1)
+    key = (owner << 32) + start
     order = np.argsort(key)
     hit = order[np.searchsorted(key[order], (tiles.k_rank << 32) + tiles.bands[:, K0], side="right") - 1]
     bands = tiles.bands.copy()
-    bands[:, [K0, K1, LO, HI]] += np.array(shift)[hit][:, None]
-    return bands_by_group(bands, np.array(stage)[hit])
+    bands[:, [K0, K1, LO, HI]] += shift[hit][:, None]
+    return bands_by_group(bands, stage[hit])
 
 
 def check_stages(stages: Any) -> None:
