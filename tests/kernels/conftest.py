@@ -1,0 +1,15 @@
+"""The kernels' tests are many and their tensors small: one thread is faster than several that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ringspan.cli.check import one_thread
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread_for_small_tensors() -> Iterator[None]:
+    with one_thread():
+        yield

@@ -1,0 +1,81 @@
+"""Which kernel serves, and what is said when none does."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan import kernels
+from ringspan.kernels import Inputs, cpu, pick, reference, wide
+
+
+def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Inputs:
+    return Inputs(device=torch.device(device), dtype=dtype, head_dim=64, v_dim=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_cpu_the_cpu_kernel_serves(dtype: torch.dtype) -> None:
+    assert pick("auto", inputs(dtype=dtype)) is cpu
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [("cpu", cpu), ("reference", reference)])
+def test_by_name(backend: str, kernel: types.ModuleType) -> None:
+    assert pick(backend, inputs()) is kernel
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("fast", "cpu", "no kernel is called 'fast'; there are "),
+        ("fast", "cpu", "cpu, reference and auto"),
+        ("cpu", "cuda", 'backend="cpu" serves cpu tensors, not cuda; use backend="auto" to have one chosen'),
+        ("auto", "meta", "no fast kernel can serve torch.float32 on meta: "),
+        ("auto", "meta", "cpu serves cpu tensors, not meta"),
+        ("auto", "meta", 'backend="reference" is exact on any device, dense and slow'),
+    ],
+)
+def test_none_serves(backend: str, device: str, message: str) -> None:
+    with pytest.raises(rs.KernelError) as error:
+        pick(backend, inputs(device))
+    assert message in str(error.value)
+
+
+def test_the_reference_is_never_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "why_not", lambda inputs: "is out of order")
+    with pytest.raises(rs.KernelError, match="cpu is out of order"):
+        pick("auto", inputs())
+
+
+def test_kernels_are_tried_in_order_and_loaded_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shy, eager = types.ModuleType("shy"), types.ModuleType("eager")
+    shy.why_not = lambda inputs: "is too shy"  # type: ignore[attr-defined]
+    eager.why_not = lambda inputs: None  # type: ignore[attr-defined]
+    for module in (shy, eager):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(kernels, "KERNELS", {"shy": "shy", "eager": "eager", "absent": "there.is.no.such.module"})
+    assert pick("auto", inputs()) is eager
+    with pytest.raises(rs.KernelError, match='backend="shy" is too shy'):
+        pick("shy", inputs())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_sums_are_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert wide(dtype) == expected
+
+
+def test_through_the_front_door() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(rs.KernelError, match="no kernel is called 'fast'"):
+        rs.LocalWorld(2).attention(q, q, q, mask=rs.causal(4), backend="fast")
