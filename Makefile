@@ -7,7 +7,7 @@ VENV   ?= .venv
 
 BIN      := $(VENV)/bin
 TORCH    := $(shell grep '^torch==' constraints.txt)
-CODE     := src tests $(wildcard benchmarks docs examples)
+CODE     := conftest.py src tests $(wildcard benchmarks docs examples)
 
 # Two stamps, so that a change of pyproject.toml does not install torch again. Both lie inside the environment and name the
 # interpreter: another PYTHON finds none of its own and starts from an empty environment.

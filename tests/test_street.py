@@ -123,7 +123,7 @@ def test_the_street_has_no_circle() -> None:
 
 WRONG = [
     ("ringspan.masks.x", "from ringspan.layouts import zigzag", "masks must not import ringspan.layouts.zigzag"),
-    ("ringspan.masks.x", "import ringspan.plans.plan as p", "masks must not import ringspan.plans.plan"),
+    ("ringspan.masks.x", "import ringspan.plans.data as p", "masks must not import ringspan.plans.data"),
     ("ringspan.masks.x", "from ..plans import Plan", "masks must not import ringspan.plans.Plan"),
     ("ringspan.masks.x", "from .. import engine", "masks must not import ringspan.engine"),
     ("ringspan.masks.x", "from ringspan import causal", "masks must not import ringspan.causal"),

@@ -23,7 +23,7 @@ from ringspan.cli.demo_text import BEGIN, VOCABULARY, Pack, library_documents, p
 from ringspan.cli.demo_train import RankReport, Training, dense_mask, token_losses, train_alone
 from ringspan.errors import InputError
 from ringspan.plans import bytes_moved
-from ringspan.plans.plan import PHASES
+from ringspan.plans.data import PHASES
 
 WORLD, STEPS, LENGTH, SEED = 3, 3, 331, 5
 

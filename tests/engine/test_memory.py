@@ -21,7 +21,7 @@ from ringspan.engine import Call, backward, forward
 from ringspan.kernels import Saved, partial, wide
 from ringspan.plans import STRATEGIES as REGISTERED
 from ringspan.plans import Plan, peak_bytes
-from ringspan.plans.plan import PHASES, Phase
+from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import Walk
 from tests.engine.test_other_strategies import HeadSplit, PassQ
 from tests.plans.examples import MASKS, all_plans

@@ -17,7 +17,7 @@ import ringspan as rs
 from ringspan.layouts import cut
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1
 from ringspan.plans import STRATEGIES, Program, Scene, Slot, Step, Task, Transfer, bytes_moved, needed_rows, register_strategy
-from ringspan.plans.plan import PHASES
+from ringspan.plans.data import PHASES
 from ringspan.plans.scene import bands_by_group
 from ringspan.transports import InProcess
 from tests.engine.drivers import AtTheLastMoment, FarAhead

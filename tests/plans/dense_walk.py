@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.plans import Plan, Step, Task, Transfer
-from ringspan.plans.plan import Phase
+from ringspan.plans.data import Phase
 from tests import truth
 
 Ints = NDArray[np.int64]

@@ -10,7 +10,7 @@ import pytest
 import ringspan as rs
 from ringspan.layouts import LAYOUTS
 from ringspan.plans import Plan, bytes_moved, peak_bytes
-from ringspan.plans.plan import PHASES, Phase
+from ringspan.plans.data import PHASES, Phase
 from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
 
 SHAPE = rs.Shape(heads=8, kv_heads=2, head_dim=16, v_dim=12, batch=3, dtype="bfloat16")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.masks import Band
 from ringspan.plans import Plan, Slot, Step, Task, Transfer, verify
-from ringspan.plans.plan import PHASES, Phase
+from ringspan.plans.data import PHASES, Phase
 from tests.plans.dense_walk import assert_exactly_once
 from tests.plans.examples import all_plans
 

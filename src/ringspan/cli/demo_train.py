@@ -15,7 +15,7 @@ from ringspan.cli.demo_text import Pack
 from ringspan.cli.workers import tell
 from ringspan.plans import bytes_moved
 from ringspan.plans import plan as make_plan
-from ringspan.plans.plan import PHASES
+from ringspan.plans.data import PHASES
 
 # How far --sabotage moves a rank's tokens from their place.
 SHIFT = 3

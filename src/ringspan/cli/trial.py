@@ -22,7 +22,7 @@ from ringspan.cli.fuzz import Case, mask_of
 from ringspan.kernels import wide
 from ringspan.kernels.reference import dense_attention
 from ringspan.plans import bytes_moved
-from ringspan.plans.plan import PHASES
+from ringspan.plans.data import PHASES
 from ringspan.transports import ProcessGroup, Traffic
 
 EXACT = 1e-12

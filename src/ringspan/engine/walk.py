@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from ringspan.engine.slots import Slots
 from ringspan.kernels import Accumulator, Kernel, Partial, Saved, wide
 from ringspan.plans import Plan, Slot, Task
-from ringspan.plans.plan import Phase
+from ringspan.plans.data import Phase
 from ringspan.transports import Wait, Walk
 
 

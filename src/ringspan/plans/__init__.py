@@ -13,9 +13,9 @@ from ringspan.errors import PlanError
 from ringspan.layouts import Layout, LayoutLike, make_layout, named_layout
 from ringspan.masks import Mask
 from ringspan.plans.auto import auto
+from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
 from ringspan.plans.exchange import Exchange
 from ringspan.plans.gather import Gather
-from ringspan.plans.plan import Plan, Program, Slot, Step, Task, Transfer
 from ringspan.plans.ring import Ring
 from ringspan.plans.scene import Scene, needed_rows
 from ringspan.plans.shape import Shape, bytes_moved, peak_bytes

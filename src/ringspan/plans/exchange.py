@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringspan.masks.table import K0, K1
-from ringspan.plans.plan import Program
+from ringspan.plans.data import Program
 from ringspan.plans.scene import Scene, union
 from ringspan.plans.staged import Wanted, check_stages, staged
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringspan.layouts import areas
-from ringspan.plans.plan import PHASES, Phase, Plan, Step, Transfer
+from ringspan.plans.data import PHASES, Phase, Plan, Step, Transfer
 from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
 
 EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")

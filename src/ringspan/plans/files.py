@@ -10,7 +10,7 @@ from ringspan.errors import LayoutError, MaskError, PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
-from ringspan.plans.plan import VERSION, WHATS, Plan, Program, Slot, Step, Task, Transfer
+from ringspan.plans.data import VERSION, WHATS, Plan, Program, Slot, Step, Task, Transfer
 
 T = TypeVar("T")
 

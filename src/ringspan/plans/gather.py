@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.plans.plan import Program
+from ringspan.plans.data import Program
 from ringspan.plans.scene import Scene
 from ringspan.plans.staged import Wanted, check_stages, staged
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.plans.plan import Program, Slot, Step, Task, Transfer
+from ringspan.plans.data import Program, Slot, Step, Task, Transfer
 from ringspan.plans.scene import Scene, bands_by_group, needed_rows
 
 

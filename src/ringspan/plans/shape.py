@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringspan.errors import InputError
-from ringspan.plans.plan import Phase, Plan, Program, Slot, Step, Transfer, What
+from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Transfer, What
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 

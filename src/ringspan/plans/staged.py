@@ -22,7 +22,7 @@ from ringspan.layouts import Tiles
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO
-from ringspan.plans.plan import Program, Slot, Step, Task, Transfer, What
+from ringspan.plans.data import Program, Slot, Step, Task, Transfer, What
 from ringspan.plans.scene import Ints, Rows, Scene, bands_by_group
 
 # Up to so many ranges of rows travel as messages of their own.

@@ -20,7 +20,7 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.plan import PHASES, Phase, Plan, Program, Step, Task, Transfer
+from ringspan.plans.data import PHASES, Phase, Plan, Program, Step, Task, Transfer
 
 Ints = NDArray[np.int64]
 NOTHING = -1

@@ -1,0 +1,198 @@
+"""The plan: everything one rank sends, receives and computes, as data.
+
+A rank works on *slots*, arrays of rows (tokens). Query slots hold queries and, beside them, the partial results and
+gradients of those queries; key slots hold keys and values and, beside them, their gradients. Slot 0 is home: the rank's
+own tokens. A *step* posts its transfers, computes its tasks while they travel, and ends when they have arrived; what
+arrives in one step is there for the next. Five things travel, and what happens on arrival belongs to the thing:
+
+====== =================================== =========================
+what   rows of                             on arrival
+====== =================================== =========================
+kv     a key slot                          overwrites
+q      a query slot                        overwrites
+out    a query slot's partial result       is merged into the slot's
+dq     a query slot's gradient             is added to the slot's
+dkv    a key slot's gradient               is added to the slot's
+====== =================================== =========================
+
+Rows overwritten start with an empty result and a zero gradient. That is the whole machine: ring, gather and exchange move keys;
+moving queries, or only some heads of either, is said with the same words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from ringspan.layouts import Layout
+from ringspan.masks import Band, Mask
+
+if TYPE_CHECKING:
+    from ringspan.plans.shape import Shape
+
+VERSION = 1
+
+What = Literal["kv", "q", "out", "dq", "dkv"]
+WHATS: tuple[What, ...] = ("kv", "q", "out", "dq", "dkv")
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One message: these rows (and heads, all if None) of a slot, to or from a peer."""
+
+    what: What
+    peer: int
+    slot: int
+    rows: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Attend from a query slot to a key slot, through bands in the slots' rows."""
+
+    q_slot: int = 0
+    kv_slot: int
+    bands: tuple[Band, ...]
+
+    @property
+    def area(self) -> int:
+        return sum(band.area for band in self.bands)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Post the transfers, compute the tasks, wait for the transfers."""
+
+    sends: tuple[Transfer, ...] = ()
+    recvs: tuple[Transfer, ...] = ()
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def area(self) -> int:
+        return sum(task.area for task in self.tasks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sends or self.recvs or self.tasks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """How many rows a slot has room for, and how many heads (None: as many as the tensors have)."""
+
+    rows: int
+    heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a strategy makes: the steps of both directions and the slots they use."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    q_slots: tuple[Slot, ...]
+    kv_slots: tuple[Slot, ...]
+
+    def steps(self, phase: Phase) -> tuple[Step, ...]:
+        return self.forward if phase == "forward" else self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One rank's program, with the mask, layouts and strategy it follows from.
+
+    Make one with :func:`ringspan.plan`; no process group is needed. ``notes`` say what was chosen for you and why.
+    """
+
+    mask: Mask
+    q_layout: Layout
+    kv_layout: Layout
+    strategy: str
+    rank: int
+    program: Program
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.q_layout.world
+
+    @property
+    def q_rows(self) -> int:
+        """How many queries this rank owns."""
+        return self.q_layout.counts[self.rank]
+
+    @property
+    def kv_rows(self) -> int:
+        """How many keys this rank owns."""
+        return self.kv_layout.counts[self.rank]
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits, equal on all ranks of one plan and only there."""
+        parts = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def area(self) -> int:
+        """How many (query, key) pairs this rank computes in the forward pass."""
+        return sum(step.area for step in self.program.forward)
+
+    def transfers(self, phase: Phase, way: Literal["sends", "recvs"]) -> Iterator[Transfer]:
+        for step in self.program.steps(phase):
+            yield from step.sends if way == "sends" else step.recvs
+
+    def at(self, rank: int) -> Plan:
+        """The plan of another rank of the same world."""
+        from ringspan.plans import plan_rank
+
+        if rank == self.rank:
+            return self
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
+
+    def verify(self) -> Plan:
+        """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives, that
+        nothing is read before it is there or overwritten while in use, and that every partial result and gradient gets home.
+
+        Raises :class:`~ringspan.errors.PlanError` naming rank and step; returns the plan itself if all is well.
+        """
+        from ringspan.plans.verify import verify
+
+        verify([self.at(rank) for rank in range(self.world)])
+        return self
+
+    def explain(self, shape: Shape | None = None) -> str:
+        """What this rank does, step by step, with bytes for tensors of the given shape."""
+        from ringspan.plans.explain import explain
+
+        return explain(self, shape)
+
+    def to_json(self) -> str:
+        from ringspan.plans.files import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """A plan back from :meth:`to_json`.
+
+        A malformed one raises :class:`~ringspan.errors.PlanError` with the field's name.
+        """
+        from ringspan.plans.files import from_json
+
+        return from_json(text)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.digest[:8]} {self.strategy} on {self.q_layout.name}: rank {self.rank} of {self.world}, "
+            f"{self.q_rows} queries × {self.kv_rows} keys, area {self.area}, {len(self.program.forward)} steps>"
+        )
