@@ -10,7 +10,7 @@ from ringspan.kernels.kernel import Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.partial import Accumulator, Partial, merge
 
 # In order of preference; each is imported only when its turn comes.
-KERNELS: dict[str, str] = {"cpu": "ringspan.kernels.cpu", "reference": "ringspan.kernels.reference"}
+KERNELS: dict[str, str] = {name: f"ringspan.kernels.{name}" for name in ("fa4", "flash", "cpu", "reference")}
 
 # Exact everywhere and slow everywhere: taken only by those who ask for it.
 ONLY_IF_ASKED = {"reference"}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels.kernel import Inputs, Part, Saved, wide
+from ringspan.kernels.kernel import Inputs, Part, Saved, wide, with_dlse
 from ringspan.kernels.launches import Launch, launches
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 from ringspan.masks import Band
@@ -51,10 +51,10 @@ def attend_backward(
 ) -> None:
     for launch in launches(tuple(bands)):
         rows = saved.rows(launch.q0, launch.q1)
-        dout, out, v_BGTE_ = rows.dout_BHSE, rows.out_BHSE, v_BGTE
+        dout, out, values = rows.dout_BHSE, rows.out_BHSE, v_BGTE
         if rows.dlse_BHS is not None:
-            dout, out, v_BGTE_ = _with_dlse(dout, out, v_BGTE, rows.dlse_BHS)
-        q, k, v = _operands(saved.q_BHSD, k_BGTD, v_BGTE_, launch)
+            dout, out, values = with_dlse(dout, out, v_BGTE, rows.dlse_BHS)
+        q, k, v = _operands(saved.q_BHSD, k_BGTD, values, launch)
         # A row that sees nothing at all has lse -inf; exp(-inf - 0) is the zero that exp(-inf + inf) is not.
         lse = rows.lse_BHS.masked_fill(rows.lse_BHS == EMPTY_LSE, 0.0)
         dout, out = (_widened(x, q.dtype, v.shape[-1]) for x in (dout, out))
@@ -77,19 +77,6 @@ def _operands(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, launch: Launch) ->
 def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     x = x.to(dtype)
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
-def _with_dlse(dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Say the gradient of lse in the kernel's own words.
-
-    The kernel knows ``dscore = p * (dout · v - sum(dout * out))``, and what dlse asks for is ``+ p * dlse``. One more
-    value column does it: 1 in dout, -dlse in out, 0 in v.
-    """
-    return (
-        torch.cat([dout, torch.ones_like(dlse).unsqueeze(-1).to(dout.dtype)], -1),
-        torch.cat([out, -dlse.unsqueeze(-1).to(out.dtype)], -1),
-        F.pad(v, (0, 1)),
-    )
 
 
 def _mask(launch: Launch, like: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels.partial import Partial
@@ -74,3 +75,17 @@ class Saved(NamedTuple):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which results of this dtype are accumulated: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def with_dlse(dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Say the gradient of lse in the kernel's own words.
+
+    The kernel knows ``dscore = p * (dout · v - sum(dout * out))``, and what dlse asks for is ``+ p * dlse``. One more
+    value column does it: 1 in dout, -dlse in out, 0 in v. dout and out come back as wide as dlse is.
+    """
+    column = dlse.unsqueeze(-1)
+    return (
+        torch.cat([dout.to(dlse.dtype), torch.ones_like(column)], -1),
+        torch.cat([out.to(dlse.dtype), -column], -1),
+        F.pad(v, (0, 1)),
+    )

@@ -6,6 +6,7 @@ Legend: B batch, H query heads, S queries, E value dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -32,11 +33,16 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merge_(into: Partial, other: Partial) -> None:
-    """:func:`merge`, in place."""
+    """:func:`merge`, in place. The other's out may be narrower than float32."""
+    if into.out.is_cuda and find_spec("triton") is not None:
+        from ringspan.kernels import fused
+
+        fused.merge_(into.out, into.lse, other.out, other.lse)
+        return
     # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is, and nan (meaning:
     # nobody's) where both are. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).nan_to_num_(nan=0.0)
-    into.out.lerp_(other.out, share.unsqueeze(-1))
+    into.out.lerp_(other.out.to(into.out.dtype), share.unsqueeze(-1))
     into.lse.copy_(torch.logaddexp(into.lse, other.lse))
 
 

@@ -1,0 +1,87 @@
+"""FlashAttention-4 (``flash_attn.cute``, the package flash-attn-4): the fastest on Hopper and Blackwell.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels import windowed
+from ringspan.kernels.kernel import Inputs, Part, Saved
+from ringspan.kernels.windowed import Window
+from ringspan.masks import Band
+
+PACKAGE = "flash-attn-4"
+
+
+def why_not(inputs: Inputs) -> str | None:
+    if inputs.device.type != "cuda":
+        return f"serves CUDA devices, not {inputs.device.type}"
+    major, minor = torch.cuda.get_device_capability(inputs.device)
+    if major not in (9, 10, 11):
+        return f"needs compute capability 9, 10 or 11 (Hopper, Blackwell); this device has {major}.{minor}"
+    if inputs.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not {inputs.dtype}"
+    largest = 256 if major == 9 else 128
+    for what, dim in (("head dim", inputs.head_dim), ("value dim", inputs.v_dim)):
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"takes a {what} that is a multiple of 8 up to {largest} on this device, not {dim}"
+    if not is_installed():
+        return f"is not installed: pip install {PACKAGE}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def is_installed() -> bool:
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+    return windowed.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
+
+
+def attend_backward(saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], **options: Any) -> None:
+    windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, **options)
+
+
+def _forward(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+    # The number of values it returns has changed from release to release; the first two have not.
+    out, lse, *_ = _call("_flash_attn_fwd", window)(q_BSHD, k_BTGD, v_BTGE, softmax_scale=scale, return_lse=True)
+    return out, lse
+
+
+def _backward(saved: Saved, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, dout, out, lse, dlse = saved
+    dq, dk, dv, *_ = _call("_flash_attn_bwd", window)(
+        q,
+        k_BTGD,
+        v_BTGE,
+        out.to(q.dtype),
+        dout.to(q.dtype),
+        lse,
+        softmax_scale=scale,
+        dlse=dlse,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
+def _call(name: str, window: Window) -> Any:
+    from flash_attn.cute import interface
+
+    return partial(
+        getattr(interface, name),
+        causal=window.is_causal,
+        window_size_left=window.left,
+        window_size_right=None if window.is_causal else window.right,
+    )

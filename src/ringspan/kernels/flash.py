@@ -1,0 +1,88 @@
+"""FlashAttention-2 as PyTorch ships it: any CUDA device from Ampere on.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringspan.kernels import windowed
+from ringspan.kernels.kernel import Inputs, Part, Saved, with_dlse
+from ringspan.kernels.windowed import Window
+from ringspan.masks import Band
+
+_flash = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
+
+
+def why_not(inputs: Inputs) -> str | None:
+    if inputs.device.type != "cuda":
+        return f"serves CUDA devices, not {inputs.device.type}"
+    major, minor = torch.cuda.get_device_capability(inputs.device)
+    if major < 8:
+        return f"needs compute capability 8 or higher; this device has {major}.{minor}"
+    if inputs.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not {inputs.dtype}"
+    if inputs.head_dim != inputs.v_dim:
+        return f"takes one dim for heads and values, not {inputs.head_dim} and {inputs.v_dim}"
+    if inputs.head_dim % 8 or inputs.head_dim > 256:
+        return f"takes a head dim that is a multiple of 8 up to 256, not {inputs.head_dim}"
+    return None
+
+
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+    return windowed.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
+
+
+def attend_backward(saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], **options: Any) -> None:
+    windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, **options)
+
+
+def _forward(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+    lengths = (q_BSHD.shape[1], k_BTGD.shape[1])
+    out, lse, *_ = _flash(
+        q_BSHD, k_BTGD, v_BTGE, None, None, *lengths, 0.0, window.is_causal, False, scale=scale, **_sides(window)
+    )
+    return out, lse
+
+
+def _backward(saved: Saved, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, dout, out, lse, dlse = saved
+    d, e, k, v = q.shape[-1], v_BTGE.shape[-1], k_BTGD, v_BTGE
+    if dlse is not None:
+        dout, out, v = with_dlse(dout, out, v, dlse.transpose(1, 2))
+        width = v.shape[-1] + -v.shape[-1] % 8
+        q, k, v, dout, out = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v, dout, out))
+    lengths = (q.shape[1], k.shape[1])
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = _flash_backward(
+        dout.to(q.dtype),
+        q,
+        k,
+        v,
+        out.to(q.dtype),
+        lse.contiguous(),
+        None,
+        None,
+        *lengths,
+        0.0,
+        window.is_causal,
+        unused,
+        unused,
+        scale=scale,
+        **_sides(window),
+    )
+    return dq[..., :d], dk[..., :d], dv[..., :e]
+
+
+def _sides(window: Window) -> dict[str, int]:
+    if window.is_causal:
+        return {}
+    left, right = (-1 if side is None else side for side in window)
+    return {"window_size_left": left, "window_size_right": right}

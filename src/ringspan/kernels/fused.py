@@ -1,0 +1,64 @@
+"""The merge as one Triton kernel: reads both parts once, writes the result in place. For CUDA tensors.
+
+Legend: S queries, B batch, H query heads, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 16
+
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    out, lse, new_out, new_lse, count, batch, heads,
+    out_s, out_b, out_h, lse_s, lse_b, lse_h,
+    new_s, new_b, new_h, new_lse_s, new_lse_b, new_lse_h,
+    E: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = row < count
+    h = row % heads
+    b = (row // heads) % batch
+    s = (row // (heads * batch)).to(tl.int64)
+    a_at = lse + s * lse_s + b * lse_b + h * lse_h
+    a = tl.load(a_at, mask=here, other=float("-inf"))
+    c = tl.load(new_lse + s * new_lse_s + b * new_lse_b + h * new_lse_h, mask=here, other=float("-inf")).to(a.dtype)
+    top = tl.maximum(a, c)
+    # Two empty rows have no top to subtract; with 0 in its place both weights are exp(-inf) = 0.
+    top = tl.where(top == float("-inf"), 0.0, top)
+    old_weight, new_weight = tl.exp(a - top), tl.exp(c - top)
+    total = old_weight + new_weight
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    share = new_weight / total
+    e = tl.arange(0, WIDTH)
+    inside = here[:, None] & (e < E)[None, :]
+    old_at = out + (s * out_s + b * out_b + h * out_h)[:, None] + e[None, :]
+    old = tl.load(old_at, mask=inside, other=0.0)
+    new = tl.load(new_out + (s * new_s + b * new_b + h * new_h)[:, None] + e[None, :], mask=inside, other=0.0).to(old.dtype)
+    # As torch.lerp does it: exact at both ends.
+    w = share[:, None]
+    merged = tl.where(w < 0.5, old + w * (new - old), new - (new - old) * (1.0 - w))
+    tl.store(old_at, merged, mask=inside)
+    tl.store(a_at, tl.where(empty, float("-inf"), top + tl.log(total)), mask=here)
+
+
+def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor) -> None:
+    """Merge the new part into out and lse. The new out may be narrower in dtype."""
+    if new_out_SBHE.stride(-1) != 1:
+        new_out_SBHE = new_out_SBHE.contiguous()
+    count = lse_SBH.numel()
+    if not count:
+        return
+    _, batch, heads, e = out_SBHE.shape
+    strides: list[Any] = [x.stride(i) for x in (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH) for i in range(3)]
+    _merge[(triton.cdiv(count, BLOCK),)](
+        out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, count, batch, heads, *strides,
+        E=e, WIDTH=triton.next_power_of_2(e), BLOCK=BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""The fused merge against the plain one: in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringspan.kernels.partial import Partial, merge
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+fused = pytest.importorskip("ringspan.kernels.fused", reason="needs triton")
+
+NOWHERE = -torch.inf
+
+
+def parts(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
+    """Two parts of 7 × 2 × 3 queries, the second laid as kernels give it; rows 0 to 2 are empty in one, the other or both."""
+    torch.manual_seed(e)
+    a = Partial(torch.randn(7, 2, 3, e, device=DEVICE), 5 * torch.randn(7, 2, 3, device=DEVICE))
+    b_out = torch.randn(2, 7, 3, e, device=DEVICE).to(dtype).transpose(0, 1)
+    b = Partial(b_out, 5 * torch.randn(2, 3, 7, device=DEVICE).permute(2, 0, 1))
+    for part, empty in ((a, [0, 1]), (b, [1, 2])):
+        part.out[empty] = 0
+        part.lse[empty] = NOWHERE
+    return a, b
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("e", [5, 64, 128])
+def test_it_is_the_plain_merge(e: int, dtype: torch.dtype) -> None:
+    a, b = parts(e, dtype)
+    want = merge(Partial(a.out.cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
+    fused.merge_(a.out, a.lse, b.out, b.lse)
+    torch.testing.assert_close(a.out.cpu(), want.out, rtol=0, atol=1e-6)
+    assert torch.equal(torch.isinf(a.lse).cpu(), torch.isinf(want.lse))
+    torch.testing.assert_close(a.lse.cpu(), want.lse, rtol=1e-6, atol=1e-6)
+    assert (a.out[1] == 0).all()
+    assert (a.lse[1] == NOWHERE).all()
+
+
+def test_very_large_and_small_lse_do_not_overflow() -> None:
+    lse = torch.tensor([3e4, -3e4, 3e4]).view(3, 1, 1).to(DEVICE)
+    out, new = torch.ones(3, 1, 1, 8, device=DEVICE), torch.full((3, 1, 1, 8), 3.0, device=DEVICE)
+    fused.merge_(out, lse, new, torch.tensor([-3e4, 3e4, 3e4]).view(3, 1, 1).to(DEVICE))
+    assert out[:, 0, 0, 0].tolist() == [1.0, 3.0, 2.0]
+    assert lse.flatten().tolist() == pytest.approx([3e4, 3e4, 3e4 + 0.6931], abs=2e-3)
+
+
+def test_nothing_to_merge() -> None:
+    fused.merge_(torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1), torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1))
