@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import cast
 
 from ringspan.errors import KernelError
@@ -25,22 +26,26 @@ def pick(backend: str, inputs: Inputs) -> Kernel:
         if reason:
             raise KernelError(f'backend="{backend}" {reason}; use backend="auto" to have one chosen')
         return _load(backend)
-    reasons = []
-    for name in KERNELS:
-        if name in ONLY_IF_ASKED:
-            continue
-        reason = _load(name).why_not(inputs)
+    said = []
+    for name, reason in reasons(inputs):
         if reason is None:
             return _load(name)
-        reasons.append(f"{name} {reason}")
+        said.append(f"{name} {reason}")
     raise KernelError(
-        f"no fast kernel can serve {inputs.dtype} on {inputs.device}: {'; '.join(reasons)}. "
+        f"no fast kernel can serve {inputs.dtype} on {inputs.device}: {'; '.join(said)}. "
         f'backend="reference" is exact on any device, dense and slow'
     )
+
+
+def reasons(inputs: Inputs) -> Iterator[tuple[str, str | None]]:
+    """What each kernel that ``"auto"`` may choose says of these inputs, in order of preference; None: it can serve."""
+    for name in KERNELS:
+        if name not in ONLY_IF_ASKED:
+            yield name, _load(name).why_not(inputs)
 
 
 def _load(name: str) -> Kernel:
     return cast(Kernel, importlib.import_module(KERNELS[name]))
 
 
-__all__ = ["KERNELS", "Accumulator", "Inputs", "Kernel", "Part", "Partial", "Saved", "merge", "pick", "wide"]
+__all__ = ["KERNELS", "Accumulator", "Inputs", "Kernel", "Part", "Partial", "Saved", "merge", "pick", "reasons", "wide"]

@@ -1,0 +1,102 @@
+"""The kernels for CUDA devices, against dense float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ringspan as rs
+from ringspan.kernels import Inputs, reasons
+from ringspan.kernels.reference import dense_attention
+
+pytestmark = pytest.mark.gpu
+
+N = 777
+MASKS = {
+    "causal": rs.causal(N),
+    "full": rs.full(N),
+    "window": rs.causal(N) & rs.window(left=100),
+    "both sides": rs.full(N) & rs.window(left=64, right=200),
+    "documents": rs.documents([100, 300, 50, 327]),
+    "prefix": rs.prefix(N, 200),
+    "blind rows": rs.full(N) - rs.Mask.from_bands([(100, 200, 0, N, -N, N)], N),
+    "not near": ~(rs.causal(N) & rs.window(left=50)),
+}
+
+
+def serving(backend: str, dtype: torch.dtype, dim: int) -> None:
+    reason = dict(reasons(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)))[backend]
+    if reason:
+        pytest.skip(f"{backend} {reason}")
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 64)], ids=["bfloat16-128", "float16-64"])
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_no_worse_than_one_call_of_the_same_precision(backend: str, dtype: torch.dtype, dim: int, mask: rs.Mask) -> None:
+    """Out, lse and gradients of 3 ranks; the yardstick is dense attention computed in this dtype throughout."""
+    serving(backend, dtype, dim)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, N, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (8, 2, 2))
+    seen = torch.from_numpy(mask.dense()).cuda()
+    want = dense_attention(q, k, v, seen)
+    grad = torch.randn_like(want.out).to(dtype)
+    wanted = torch.autograd.grad((want.out * grad).sum(), (q, k, v))
+    plain = in_this_dtype(q, k, v, seen)
+    yardstick = torch.autograd.grad(plain, (q, k, v), grad)
+    got = rs.LocalWorld(3).attention(q, k, v, mask=mask, strategy="exchange", layout="zigzag", backend=backend, return_lse=True)
+    grads = torch.autograd.grad(got.out, (q, k, v), grad)
+    assert torch.equal(torch.isinf(got.lse), torch.isinf(want.lse))
+    assert (got.lse - want.lse).nan_to_num().abs().max() < 1e-4
+    assert error(got.out, want.out) <= 2 * error(plain, want.out)
+    for mine, exact, theirs in zip(grads, wanted, yardstick, strict=True):
+        assert error(mine, exact) <= 2 * error(theirs, exact)
+
+
+def in_this_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Scores, weights and sums each rounded to the dtype of the inputs, as one plain implementation would."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    blind = ~seen.any(-1, keepdim=True)
+    score = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~(seen | blind), -torch.inf)
+    return (score.softmax(-1) @ v).masked_fill(blind, 0.0)
+
+
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_the_gradient_of_lse(backend: str) -> None:
+    serving(backend, torch.bfloat16, 64)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, N, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    weight = torch.randn(1, 4, N, device="cuda")
+    want = torch.autograd.grad(
+        (dense_attention(q, k, v, torch.from_numpy(MASKS["causal"].dense()).cuda()).lse * weight).sum(), (q, k)
+    )
+    lse = rs.LocalWorld(2).attention(q, k, v, mask=MASKS["causal"], backend=backend, return_lse=True).lse
+    for a, b in zip(torch.autograd.grad((lse * weight).sum(), (q, k)), want, strict=True):
+        assert error(a, b) <= 0.02 * b.abs().max().item()
+
+
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_the_kernels_that_run_are_those_asked_for(backend: str) -> None:
+    serving(backend, torch.bfloat16, 128)
+    q, k, v = (torch.randn(1, 4, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    world = rs.LocalWorld(2)
+    world.attention(q, k, v, mask=rs.causal(512), backend=backend)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        world.attention(q, k, v, mask=rs.causal(512), backend=backend)
+    names = " ".join(event.key for event in profile.key_averages())
+    mark = {"fa4": "flash_attncute", "flash": "flash_fwd_kernel"}
+    assert mark[backend] in names
+    assert all(other not in names for name, other in mark.items() if name != backend)
+
+
+def test_what_no_fast_kernel_serves_is_said() -> None:
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.float64) for _ in range(3))
+    with pytest.raises(rs.KernelError, match=r"fa4 computes in float16.*flash computes in.*cpu serves cpu"):
+        rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(64))
+    out = rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(64), backend="reference")
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
