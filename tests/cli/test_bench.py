@@ -14,8 +14,25 @@ from ringspan.cli.main import main
     [
         (["cpu", "--seq-len", "128", "--heads", "2", "--head-dim", "8", "--rounds", "1"], 3),
         (["plan", "--documents", "20", "--seq-len", "5000", "--world", "4"], 5),
+        (
+            [
+                "rank",
+                "--masks",
+                "causal",
+                "documents",
+                "--seq-len",
+                "256",
+                "--world",
+                "2",
+                "--dtype",
+                "float32",
+                "--rounds",
+                "1",
+            ],
+            6,
+        ),
     ],
-    ids=["cpu", "plan"],
+    ids=["cpu", "plan", "rank"],
 )
 def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringspan as rs
+from ringspan.cli import bench_rank
 from ringspan.cli.workers import Pool
 from ringspan.layouts import balance
 from ringspan.plans import forget
@@ -36,17 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans.add_argument("--seq-len", type=int, default=1048576)
     plans.add_argument("--world", type=int, default=64)
     plans.add_argument("--seed", type=int, default=0)
-    for parser_ in (cpu, plans):
+    rank = what.add_parser("rank", help="what one rank's share costs against the whole on one device, without the wire")
+    bench_rank.add_arguments(rank)
+    for parser_ in (cpu, plans, rank):
         parser_.add_argument("--json", action="store_true", help="only the JSON lines, without the table")
 
 
 def run(args: argparse.Namespace) -> int:
-    cases = bench_cpu(args) if args.what == "cpu" else bench_plan(args)
+    measure, columns = BENCHES[args.what]
+    cases = measure(args)
     for case in cases:
         print(json.dumps({"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine(), **case}))
     if not args.json:
         print()
-        print(_table(cases, CPU_COLUMNS if args.what == "cpu" else PLAN_COLUMNS))
+        print(_table(cases, columns))
     return 0
 
 
@@ -178,3 +182,10 @@ def _table(cases: list[dict[str, Any]], columns: dict[str, str]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+BENCHES: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], dict[str, str]]] = {
+    "cpu": (bench_cpu, CPU_COLUMNS),
+    "plan": (bench_plan, PLAN_COLUMNS),
+    "rank": (bench_rank.cases, bench_rank.COLUMNS),
+}
