@@ -287,6 +287,16 @@ def test_a_broken_engine_is_found(
     assert f"ringspan check --seed 7 --only {told['failures'][0]}" in text
 
 
+@pytest.mark.parametrize("where", [(), ("--processes", "--world", "2")])
+def test_a_case_that_raises_has_failed(capsys: pytest.CaptureFixture[str], where: tuple[str, ...]) -> None:
+    """On processes too, where a rank that raises leaves the others waiting."""
+    case = dataclasses.replace(fuzz.draw(7, 0, world=2), strategy="rings")
+    code, told, text = ringspan_check(capsys, "--case", case.to_json(), *where)
+    assert (code, told["failed"], told["failures"]) == (1, 1, [0])
+    assert "PlanError: no strategy is called 'rings'" in text
+    assert "again: ringspan check --case" in text
+
+
 def test_a_case_that_was_never_finished_has_failed() -> None:
     done, lost = fuzz.draw(7, 0), fuzz.draw(7, 1)
     summary = check.summarise([Outcome(case=done, figures={"out": Figure(1e-15, EXACT)}, problems=())], [done, lost])

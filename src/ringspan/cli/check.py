@@ -26,7 +26,7 @@ import torch
 from ringspan import __version__
 from ringspan.cli.fuzz import Case, draw
 from ringspan.cli.trial import Outcome, run_local, run_rank
-from ringspan.cli.workers import Pool, WorkerFailed
+from ringspan.cli.workers import Pool, WorkerFailed, tell
 from ringspan.errors import InputError
 from ringspan.transports import as_process_group
 
@@ -118,11 +118,12 @@ def _in_processes(cases: Sequence[Case], world: int) -> Iterator[Outcome]:
     with Pool(world) as pool:
         for first in range(0, len(cases), BATCH):
             batch = cases[first : first + BATCH]
+            begun = dict.fromkeys(range(world), 0)
             try:
-                by_rank = pool.run(_on_worker, batch)
+                by_rank = pool.run(_on_worker, batch, on_message=begun.__setitem__)
             except WorkerFailed as error:
-                # A rank that raised has left the others waiting: which case it was is in its own words.
-                yield _raised(batch[0], f"in this case or one of the {len(batch) - 1} after it: {error}")
+                # A rank that raised has left the others waiting, in the same case: no rank can be a case ahead of all others.
+                yield _raised(batch[min(begun.values())], str(error))
                 return
             yield from map(_worst_of_ranks, zip(*by_rank, strict=True))
 
@@ -130,12 +131,9 @@ def _in_processes(cases: Sequence[Case], world: int) -> Iterator[Outcome]:
 def _on_worker(rank: int, cases: Sequence[Case]) -> list[Outcome]:
     group = as_process_group(None)
     outcomes = []
-    for case in cases:
-        try:
-            outcomes.append(run_rank(case, group))
-        except Exception as error:
-            error.add_note(str(case))
-            raise
+    for nth, case in enumerate(cases):
+        tell(nth)
+        outcomes.append(run_rank(case, group))
     return outcomes
 
 
@@ -179,5 +177,8 @@ def _in_words(summary: dict[str, Any], args: argparse.Namespace, seconds: float)
 
 
 def _progress(done: int, of: int) -> None:
-    if sys.stderr.isatty() and of > 1:
+    """Counting in place for people; four lines for a log."""
+    if sys.stderr.isatty():
         print(f"\r{done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+    elif done * 4 // of != (done - 1) * 4 // of and of > 20:
+        print(f"{done} of {of}", file=sys.stderr, flush=True)
