@@ -82,6 +82,25 @@ def mean_is_global(rank: int, layout: str) -> Claims:
         ("value", abs(got.item() - want.item()) < 1e-14),
         ("gradient", abs(scale.grad.item() - want_grad.item()) < 1e-14),
         ("unweighted", abs(cp.mean(mine).item() - x.mean().item()) < 1e-14),
+        ("half precision", cp.mean(torch.ones(len(w), 9000, dtype=torch.float16)).item() == 1.0),
+        ("whole numbers", abs(cp.mean(torch.ones(len(w), dtype=torch.int64), w * 0.5).item() - 1.0) < 1e-6),
+        ("weights are not differentiated", not cp.mean(mine, w.clone().requires_grad_()).requires_grad),
+    ]
+
+
+def gradients_are_summed(rank: int, layout: str) -> Claims:
+    cp = made(layout=layout)
+    everywhere, here, nowhere = (torch.zeros(3, requires_grad=True) for _ in range(3))
+    everywhere.grad = torch.full((3,), rank + 1.0)
+    kept = everywhere.grad
+    here.grad = torch.ones(3) if rank == cp.world - 1 else None
+    cp.sum_gradients([everywhere, here, nowhere])
+    assert here.grad is not None
+    return [
+        ("everywhere", everywhere.grad.tolist() == [sum(range(1, cp.world + 1))] * 3),
+        ("in place", everywhere.grad is kept),
+        ("on one rank", here.grad.tolist() == [1.0] * 3),
+        ("on none", nowhere.grad is None),
     ]
 
 
@@ -140,7 +159,7 @@ def cross_attention(rank: int, layout: str) -> Claims:
 @pytest.mark.parametrize("layout", ["auto", "striped", "per_document"])
 @pytest.mark.parametrize(
     "job",
-    [shard_and_back, unshard_has_gradients, mean_is_global, two_masks_on_one_layout, cross_attention],
+    [shard_and_back, unshard_has_gradients, mean_is_global, gradients_are_summed, two_masks_on_one_layout, cross_attention],
     ids=lambda job: job.__name__,
 )
 def test_over_processes(pools: Pools, job: Callable[..., Claims], layout: str, world: int) -> None:

@@ -166,6 +166,59 @@ def test_local_attention_is_left_alone(cp: rs.ContextParallel) -> None:
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
 
 
+COMPILED: dict[str, Callable[..., torch.Tensor]] = {
+    "alone": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "between": lambda q, k, v: F.scaled_dot_product_attention(q * 1.0, k, v) * 2,
+}
+
+
+@pytest.mark.parametrize("function", COMPILED.values(), ids=COMPILED)
+def test_compiled_attention_is_right_or_raises(cp: rs.ContextParallel, function: Callable[..., torch.Tensor]) -> None:
+    q, k, v = (x.detach() for x in qkv(2))
+    with cp:
+        want = function(q, k, v)
+        assert close(torch.compile(function, backend="eager")(q, k, v), want)
+        with pytest.raises(Exception, match="Observed exception"):
+            torch.compile(function, backend="eager", fullgraph=True)(q, k, v)
+
+
+def test_reentrant_checkpointing_is_refused(cp: rs.ContextParallel) -> None:
+    with cp, pytest.raises(rs.UnplannedAttention, match="use_reentrant=False"):
+        checkpoint(F.scaled_dot_product_attention, *qkv(2), use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch._scaled_dot_product_attention_math,
+    ],
+    ids=["aten", "flash", "math"],
+)
+def test_side_doors_are_refused(cp: rs.ContextParallel, call: Callable[..., Any]) -> None:
+    with cp, pytest.raises(rs.UnplannedAttention, match="would see only the keys of this rank"):
+        call(*qkv(2))
+
+
+def test_our_own_calls_pass_inside_blocks(cp: rs.ContextParallel) -> None:
+    """The engine calls what is refused above; not even two blocks around it may mind."""
+    tensors = qkv(2)
+    with cp, cp:
+        assert close(cp.attention(*tensors), dense(*tensors))
+        assert close(rs.attention(*tensors, plan=cp.plan), dense(*tensors))
+        assert close(rs.LocalWorld(2).attention(*tensors, mask=MASK), dense(*tensors))
+
+
+def test_the_result_may_be_changed_in_place(cp: rs.ContextParallel) -> None:
+    tensors = qkv(2)
+    with cp:
+        out = F.scaled_dot_product_attention(*tensors) + 0
+        again = F.scaled_dot_product_attention(*tensors)
+        again.mul_(2)
+    assert close(again, 2 * out)
+
+
 # -- what it leaves behind: nothing ------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ringspan.transports import Hello, compare
+from ringspan.transports import Hello, compare, digest_number
 
-HELLO = Hello(1, 0x1234, 2, 8, 4, 64, 64, 2, 10, 10)
+HELLO = Hello(1, digest_number("11a0000000001234"), 2, 8, 4, 64, 64, 2, 10, 10)
 ROWS = [(10, 10), (11, 9), (9, 11)]
 FITTING = [HELLO, HELLO._replace(queries=11, keys=9), HELLO._replace(queries=9, keys=11)]
 
@@ -18,13 +18,14 @@ def test_ranks_that_agree() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"digest": 0x4321}, "plan 0000000000001234, rank 2 with 0000000000004321"),
+        ({"digest": digest_number("f1a0000000004321")}, "plan 11a0000000001234, rank 2 with f1a0000000004321"),
         ({"heads": 16}, "heads 8, rank 2 with 16"),
         ({"kv_heads": 2}, "kv heads 4, rank 2 with 2"),
         ({"head_dim": 32}, "head dim 64, rank 2 with 32"),
-        ({"dtype": 0}, "dtype number 2, rank 2 with 0"),
+        ({"dtype": 0}, "dtype float32, rank 2 with float16"),
         ({"batch": 1}, "batch 2, rank 2 with 1"),
         ({"version": 2}, "version 1, rank 2 with 2"),
+        ({"version": -1}, "rank 2 came with q, k and v that do not go together"),
         ({"queries": 8}, "rank 2 came with 8 queries where the plan says 9"),
         ({"keys": 12}, "rank 2 came with 12 keys where the plan says 11"),
     ],

@@ -135,6 +135,45 @@ def test_every_rank_hears_the_same(pools: Pools, how: str, said: str) -> None:
         raise AssertionError(heard[0])
 
 
+def one_is_wrong(rank: int) -> str:
+    """Rank 1's tensors do not even go together. It says so itself, and the others hear of it."""
+    q, k, v, _ = inputs()
+    cp = rs.ContextParallel(None, rs.prefix(N, 3))
+    q, k, v = cp.shard(q, k, v, dim=2)
+    try:
+        cp.attention(q, k.float() if rank == 1 else k, v)
+    except (rs.InputError, rs.PeerMismatch) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_with_bad_tensors_leaves_nobody_waiting(pools: Pools) -> None:
+    heard = pools(4).run(one_is_wrong)
+    assert heard[1].startswith("InputError: q, k and v must have one dtype")
+    assert {heard[rank] for rank in (0, 2, 3)} == {
+        "PeerMismatch: rank 1 came with q, k and v that do not go together; its own error says why"
+    }
+
+
+def sum_alone(rank: int) -> tuple[str, str]:
+    """Rank 2 does not take part in a sum."""
+    if rank == 2:
+        time.sleep(4.0)
+        return "", ""
+    try:
+        ProcessGroup(None, timeout=1.0).all_reduce_sum(torch.ones(3))
+    except rs.TransportError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_sums_name_their_peers_too() -> None:
+    with Pool(3) as pool:
+        heard = pool.run(sum_alone)
+    assert {kind for kind, _ in heard[:2]} <= {"PeerTimeout", "PeerLost"}
+    assert all("a sum over all ranks" in text for _, text in heard[:2])
+
+
 # -- peers that go away ------------------------------------------------------------------------------------------------
 
 

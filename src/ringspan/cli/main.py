@@ -1,4 +1,4 @@
-"""``ringspan``: one command, a few words to follow it. Each word is a module here, imported only when it is said."""
+"""``ringspan``: one command, a few words to follow it. Each word is a module here."""
 
 from __future__ import annotations
 

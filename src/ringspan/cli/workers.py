@@ -96,10 +96,6 @@ class Pool:
             worker.join(timeout=1)
             return "failure", f"went away (exit code {worker.exitcode})"
 
-    def kill(self, rank: int) -> None:
-        """End one worker at once, as a machine that fails would."""
-        self._workers[rank][0].kill()
-
     @property
     def is_closed(self) -> bool:
         return not self._workers

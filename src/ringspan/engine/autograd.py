@@ -22,12 +22,10 @@ Run = Callable[[Sequence[Any]], list[Any]]
 
 
 def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], call: Call, run: Run) -> list[Partial]:
-    """Attention of the ranks in this process. Tensors (B, heads, rows, dim), differentiable in all three.
-
-    So are out and lse.
-    """
+    """Attention of the ranks in this process. Tensors (B, heads, rows, dim); out and lse are differentiable in all three."""
+    # Rows become the first dim inside the function and the third again outside it, where a view may be changed in place.
     flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank))
-    return [Partial(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
+    return [Partial(out.movedim(0, 2), lse.movedim(0, 2)) for out, lse in zip(flat[::2], flat[1::2], strict=True)]
 
 
 class _Attend(torch.autograd.Function):
@@ -38,7 +36,7 @@ class _Attend(torch.autograd.Function):
         walks = [forward(plan, q, kv, call) for plan, q, kv in zip(plans, queries, key_values, strict=True)]
         outputs: list[Tensor] = []
         for result, q in zip(run(walks), queries, strict=True):
-            outputs += [result.out.movedim(0, 2).to(q.dtype), result.lse.movedim(0, 2)]
+            outputs += [result.out.to(q.dtype), result.lse]
         ctx.set_materialize_grads(False)
         ctx.plans, ctx.call, ctx.run = plans, call, run
         ctx.save_for_backward(*queries, *key_values, *outputs)
@@ -62,10 +60,10 @@ class _Attend(torch.autograd.Function):
             # On every rank all gradients are computed, needed or not: a rank that skipped its part would leave others waiting.
             saved = Saved(
                 queries[rank],
-                _rows_first(torch.zeros_like(out) if dout is None else dout),
-                _rows_first(out),
-                _rows_first(lse),
-                None if dlse is None else _rows_first(dlse.masked_fill(lse == -torch.inf, 0.0)),
+                torch.zeros_like(out) if dout is None else dout,
+                out,
+                lse,
+                None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
             )
             walks.append(backward(plan, saved, key_values[rank], ctx.call))
         needed: list[Tensor] = []

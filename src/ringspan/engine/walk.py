@@ -94,17 +94,17 @@ def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None
     """Each step: post what travels, compute while it does, wait, and lay out what has arrived."""
     for n, step in enumerate(plan.program.steps(phase)):
         label = f"{phase} step {n}"
-        with record_function(f"ringspan::{label}"):
-            post, arrivals = slots.post(step, label)
-            on_the_wire = bool(post.sends or post.recvs)
-            ticket = (yield post) if on_the_wire else None
+        post, arrivals = slots.post(step, label)
+        on_the_wire = bool(post.sends or post.recvs)
+        ticket = (yield post) if on_the_wire else None
+        with record_function(f"ringspan::rank {plan.rank} {label}"):
             for task in step.tasks:
                 compute(task)
-            if on_the_wire:
-                yield Wait(ticket)
-            slots.take(arrivals)
-            # Else the next step's messages would be packed while this step's are still held.
-            del post, arrivals, ticket
+        if on_the_wire:
+            yield Wait(ticket)
+        slots.take(arrivals)
+        # Else the next step's messages would be packed while this step's are still held.
+        del post, arrivals, ticket
 
 
 def _room(slot: Slot, like: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.engine import DTYPES, Call, attend, shape_of
+from ringspan.engine import Call, attend, shape_of
 from ringspan.errors import InputError
+from ringspan.frontends.sdpa import local_attention
 from ringspan.kernels import Inputs, Partial, pick
 from ringspan.plans import Plan
-from ringspan.transports import Hello, ProcessGroup, as_process_group, shake_hands
-from ringspan.transports.handshake import VERSION
+from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
+from ringspan.transports.handshake import DTYPES, VERSION
 
 Group = ProcessGroup | dist.ProcessGroup | DeviceMesh | None
 
@@ -72,21 +73,27 @@ def attention(
             "in the group: "
             "make it with rs.plan(mask, world=..., rank=...) for this group"
         )
-    shape = shape_of(q, k, v)
+    rows = list(zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True))
+    try:
+        shape = shape_of(q, k, v)
+    except InputError:
+        tell_invalid(ranks, q.device)
+        raise
     hello = Hello(
-        VERSION,
-        int(plan.digest, 16) - 2**63,
-        shape.batch,
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        v.shape[-1],
-        list(DTYPES).index(q.dtype),
-        q.shape[2],
-        k.shape[2],
+        version=VERSION,
+        digest=digest_number(plan.digest),
+        batch=shape.batch,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        v_dim=v.shape[-1],
+        dtype=DTYPES.index(shape.dtype),
+        queries=q.shape[2],
+        keys=k.shape[2],
     )
-    shake_hands(ranks, hello, list(zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)), q.device)
-    (result,) = attend([plan], [(q, k, v)], call_for(q, v, scale, backend), ranks.run)
+    shake_hands(ranks, hello, rows, q.device)
+    with local_attention():  # the kernels' own calls, which a block around this one would see
+        (result,) = attend([plan], [(q, k, v)], call_for(q, v, scale, backend), ranks.run)
     return result if return_lse else result.out
 
 

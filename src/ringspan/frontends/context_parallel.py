@@ -171,24 +171,30 @@ class ContextParallel:
         ranks use gets a part of its gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM). If
         something averages gradients over these ranks instead (DDP, FSDP), multiply the loss by ``cp.world``.
         """
-        weights = torch.ones_like(x) if weights is None else weights.to(x.dtype).expand_as(x)
-        total = self.group.all_reduce_sum(weights.detach().sum())
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision cannot count past 2048 or 256
+        weights = torch.ones_like(x) if weights is None else weights.detach().to(x.dtype).expand_as(x)
+        total = self.group.all_reduce_sum(weights.sum())
         share = (x * weights).sum() / total
         result: Tensor = _GlobalSum.apply(share, self.group)
         return result
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sum the gradients of parameters that all ranks share, in place; a missing one counts as zero on this rank."""
+        """Sum the gradients of parameters that all ranks share. One that is missing here counts as zero; one that is missing on
+        all ranks stays missing, so that no optimiser moves a parameter nobody used."""
         by_kind: dict[Any, list[Tensor]] = {}
         for p in parameters:
             if p.requires_grad:
                 by_kind.setdefault((p.dtype, p.device), []).append(p)
         for same in by_kind.values():
             # One message for all of a kind: many small ones would each wait for the wire.
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in same])
-            total = self.group.all_reduce_sum(flat)
-            for p, part in zip(same, total.split([p.numel() for p in same]), strict=True):
-                p.grad = part.view_as(p).clone()
+            there = torch.tensor([p.grad is not None for p in same], dtype=same[0].dtype, device=same[0].device)
+            flat = torch.cat([there, *((torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in same)])
+            there, *sums = self.group.all_reduce_sum(flat).split([len(same), *(p.numel() for p in same)])
+            for p, part, used in zip(same, sums, there.tolist(), strict=True):
+                if used and p.grad is not None:
+                    p.grad.copy_(part.view_as(p))
+                elif used:
+                    p.grad = part.view_as(p).clone()
 
     def __repr__(self) -> str:
         return f"<ContextParallel rank {self.rank} of {self.world}: {self.plan!r}>"

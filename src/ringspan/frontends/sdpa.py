@@ -5,6 +5,7 @@ A mode belongs to the thread that entered it, nests, and is gone when the block 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.masks import Mask, causal
@@ -50,14 +52,19 @@ class AttentionMode(TorchFunctionMode):
         self._is_causal: bool | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # A graph break in here would leave the rest of the frame with the mode off. Raising makes the compiler run
+            # the whole frame as it is, with the mode on, or say that it cannot.
+            raise UnplannedAttention("the block cannot be traced: with fullgraph=True, compile what is between attention calls")
         kwargs = kwargs or {}
         if getattr(_outside, "depth", 0):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         name = getattr(func, "__name__", "").split(".")[0]
-        if name in OTHER_DOORS:
-            raise UnplannedAttention(f"{name} would see only the keys of this rank: {OTHER_DOORS[name]}, or wrap it in {_WRAP}")
+        if name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward")):
+            instead = OTHER_DOORS.get(name, "call F.scaled_dot_product_attention")
+            raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
         return func(*args, **kwargs)
 
     def _sdpa(
@@ -71,6 +78,11 @@ class AttentionMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if not torch.is_grad_enabled() and _inside_reentrant_checkpoint():
+            raise UnplannedAttention(
+                "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
+                "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
+            )
         if attn_mask is not None:
             raise UnplannedAttention(
                 f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
@@ -107,6 +119,15 @@ class AttentionMode(TorchFunctionMode):
 
 
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
+
+
+def _inside_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+    return False
 
 
 def _four_dims(x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import TypeAlias
 
 from ringspan.errors import LayoutError
@@ -16,6 +15,7 @@ from ringspan.layouts.round_robin import round_robin
 from ringspan.layouts.striped import striped
 from ringspan.layouts.zigzag import zigzag
 from ringspan.masks import Mask
+from ringspan.remember import remember
 
 LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
     f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin)
@@ -31,7 +31,7 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     """
     world, n = check_world(world), mask.lengths[0]
     if isinstance(given, str):
-        return named_layout(given, mask, world, mask.digest)
+        return named_layout(given, mask, world)
     if isinstance(given, Layout):
         layout, note = given, f"layout {given.name}: as given"
     elif callable(given):
@@ -45,9 +45,9 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     return layout, note
 
 
-@lru_cache(maxsize=256)
-def named_layout(name: str, mask: Mask, world: int, digest: str) -> tuple[Layout, str]:
-    """Remembered by the mask's digest, because equal masks that are written in different bands can have different documents."""
+@remember(256)
+def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
+    """The layout of that name, or the one that ``"auto"`` chooses, and a line that says so."""
     if name == "auto":
         return auto(mask, world)
     if name not in LAYOUTS:

@@ -22,9 +22,6 @@ class Tiles(NamedTuple):
     k_rank: Ints
     bands: Table
 
-    def select(self, where: Ints) -> Tiles:
-        return Tiles(self.q_rank[where], self.k_rank[where], self.bands[where])
-
     @property
     def area(self) -> Ints:
         return tables.area(self.bands)

@@ -1,7 +1,7 @@
 """Tables of bands: the algebra of :class:`~ringspan.masks.band.Band`, a thousand bands at a time.
 
 A table is an int64 array with one band a row and the columns of ``Band``. All functions are pure; what they return is tight
-(see :func:`tighten`). Nothing here costs more than O(bands), or O(pairs of bands that touch).
+(see :func:`tighten`). The cost is that of bands, and of pairs of bands whose rows meet; never that of tokens.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import ast
 import operator
 import re
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 from ringspan.errors import PlanError
@@ -20,6 +19,7 @@ from ringspan.plans.ring import Ring
 from ringspan.plans.scene import Scene, needed_rows
 from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
 from ringspan.plans.verify import verify
+from ringspan.remember import remember
 
 
 class Strategy(Protocol):
@@ -38,7 +38,7 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
     if not is_dataclass(strategy):
         raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is none")
     STRATEGIES[name] = strategy
-    _remembered.cache_clear()  # plans of another strategy that had this name
+    plan_rank.forget()  # plans of another strategy that had this name
 
 
 def plan(
@@ -80,18 +80,9 @@ def plan(
     return plan_rank(mask, q_layout, k_layout, strategy, checked, tuple(notes))
 
 
+@remember(512)
 def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
-    """The plan of one rank with everything chosen. Remembered: a repeated call is a dictionary look-up."""
-    # Two masks can be equal and written in different bands, two layouts equal and called differently. A plan is of those it was
-    # asked for, bands and names: else what a rank has planned before would show in its digest, which must be all ranks' own.
-    written = (mask.digest, mask.name, q_layout.name, kv_layout.name)
-    return _remembered(mask, q_layout, kv_layout, strategy, rank, notes, written)
-
-
-@lru_cache(maxsize=512)
-def _remembered(
-    mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...], written: tuple[str, ...]
-) -> Plan:
+    """The plan of one rank with everything chosen. A repeated call is a dictionary look-up."""
     scene = Scene(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank)
     program = parse_strategy(strategy)(scene)
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
@@ -99,8 +90,8 @@ def _remembered(
 
 def forget() -> None:
     """Empty all caches of planning, for those who measure it."""
-    for cache in (_remembered, needed_rows, named_layout):
-        cache.cache_clear()
+    for cache in (plan_rank, needed_rows, named_layout):
+        cache.forget()
 
 
 def parse_strategy(text: str) -> Strategy:

@@ -81,10 +81,6 @@ class Step:
     def area(self) -> int:
         return sum(task.area for task in self.tasks)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.sends or self.recvs or self.tasks)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
@@ -138,7 +134,8 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits, equal on all ranks of one plan and only there."""
+        """Sixteen hex digits of what the plan follows from, equal on all ranks. That a program is the one that follows is for
+        :meth:`verify` to say."""
         parts = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Table
+from ringspan.remember import remember
 
 Rows = tuple[tuple[int, int], ...]
 Ints = NDArray[np.int64]
@@ -43,13 +43,14 @@ class Scene:
         return cut(self.mask, self.q_layout.pieces, self.kv_layout.pieces.of(self.rank))
 
 
-@lru_cache(maxsize=64)
+@remember(64)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
     """A matrix: how many keys of rank ``column`` the queries of rank ``row`` see at least one pair with."""
     tiles = cut(mask, q_layout.pieces, kv_layout.pieces)
     pair, start, stop = union(tiles.q_rank * q_layout.world + tiles.k_rank, tiles.bands[:, K0], tiles.bands[:, K1])
     total = np.zeros(q_layout.world**2, dtype=np.int64)
     np.add.at(total, pair, stop - start)
+    total.setflags(write=False)
     return total.reshape(q_layout.world, q_layout.world)
 
 

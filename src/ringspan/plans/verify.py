@@ -3,8 +3,9 @@
 Three proofs. *Contents*: every row of every slot carries the name of the token it holds, and transfers copy names, so a
 task's bands can be said in the owners' rows and compared with the mask: every visible pair exactly once. *Flow*: every
 task gives each row it touches a random weight, transfers of results and gradients add weights, and at the end each
-owner must hold the sum of all that was given to its rows: nothing lost, nothing twice. *Races*: no row is overwritten,
-or sent, while a task of the same step uses it.
+owner must hold the sum of all that was given to its rows: nothing lost, nothing twice. *Races*: no
+slot is overwritten while a task or a message of the same step reads it, nor are results sent while a task still adds to
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Transports: they move bytes between ranks and know nothing of attention."""
 
-from ringspan.transports.handshake import Hello, compare, shake_hands
+from ringspan.transports.handshake import Hello, compare, digest_number, shake_hands, tell_invalid
 from ringspan.transports.in_process import InProcess
 from ringspan.transports.messages import Post, Traffic, Wait, Walk
 from ringspan.transports.process_group import ProcessGroup, as_process_group
@@ -15,5 +15,7 @@ __all__ = [
     "Walk",
     "as_process_group",
     "compare",
+    "digest_number",
     "shake_hands",
+    "tell_invalid",
 ]

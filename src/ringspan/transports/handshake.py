@@ -7,7 +7,7 @@ the same error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,7 @@ from ringspan.errors import PeerMismatch
 from ringspan.transports.process_group import ProcessGroup
 
 VERSION = 1
+INVALID = -1  # the version of a rank whose tensors are no good: it says so before it raises, lest the others wait for it
 
 
 class Hello(NamedTuple):
@@ -33,30 +34,45 @@ class Hello(NamedTuple):
     keys: int
 
 
-_agreed: WeakKeyDictionary[ProcessGroup, set[Hello]] = WeakKeyDictionary()
+# What each torch group has agreed on, for each order in which its ranks are counted. All ranks fill theirs alike, and
+# so they empty it alike when it is full.
+_agreed: WeakKeyDictionary[Any, dict[tuple[int, ...], set[Hello]]] = WeakKeyDictionary()
+MOST = 4096
+
+# The dtypes that attention is computed in, by their numbers in a Hello.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def shake_hands(group: ProcessGroup, hello: Hello, rows: Sequence[tuple[int, int]], device: torch.device) -> None:
     """Compare with all ranks unless it was done before; ``rows`` are the queries and keys that each rank should have."""
-    agreed = _agreed.setdefault(group, set())
+    agreed = _agreed.setdefault(group.group, {}).setdefault(tuple(group.ranks), set())
     if hello in agreed:
         return
     everyone = [Hello(*numbers) for numbers in group.gather_numbers(hello, device)]
     problem = compare(everyone, rows)
     if problem:
         raise PeerMismatch(problem)
+    if len(agreed) >= MOST:
+        agreed.clear()
     agreed.add(hello)
+
+
+def tell_invalid(group: ProcessGroup, device: torch.device) -> None:
+    """Say that this rank's tensors are no good, so that ranks which shake hands now raise too instead of waiting."""
+    group.gather_numbers(Hello(INVALID, *[0] * (len(Hello._fields) - 1)), device)
 
 
 def compare(everyone: Sequence[Hello], rows: Sequence[tuple[int, int]]) -> str | None:
     """The first thing that does not fit, in words that are the same on every rank."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
+        if other.version == INVALID:
+            return f"rank {rank} came with q, k and v that do not go together; its own error says why"
         for field in Hello._fields[:-2]:
             mine, theirs = getattr(first, field), getattr(other, field)
             if mine != theirs:
-                shown = [f"{x & (2**64 - 1):016x}" if field == "digest" else str(x) for x in (mine, theirs)]
-                what = {"digest": "plan", "dtype": "dtype number"}.get(field, field.replace("_", " "))
+                shown = [_shown(field, x) for x in (mine, theirs)]
+                what = {"digest": "plan"}.get(field, field.replace("_", " "))
                 return (
                     f"the ranks disagree: rank 0 came with {what} {shown[0]}, rank {rank} with {shown[1]}. "
                     "All ranks must call attention with the same plan, shapes and dtype"
@@ -69,3 +85,14 @@ def compare(everyone: Sequence[Hello], rows: Sequence[tuple[int, int]]) -> str |
                     "shard with cp.shard, or make a plan for these lengths"
                 )
     return None
+
+
+def digest_number(digest: str) -> int:
+    """Sixteen hex digits as a number that fits int64."""
+    return int(digest, 16) - 2**63
+
+
+def _shown(field: str, number: int) -> str:
+    if field == "digest":
+        return f"{number + 2**63:016x}"
+    return DTYPES[number] if field == "dtype" else str(number)

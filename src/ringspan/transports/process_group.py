@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -97,45 +96,41 @@ class ProcessGroup:
         names = ", ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "imed out" in said or "imeout" in said:
-            return PeerTimeout(
-                f"rank {self.rank}: {names} did not answer in {label}. It may be stuck, or in another call ({said})"
-            )
-        return PeerLost(f"rank {self.rank}: lost {names} in {label}. Look at that process's own error first ({said})")
+            return PeerTimeout(f"rank {self.rank}: {names} did not answer in {label}; stuck, or in another call ({said})")
+        return PeerLost(f"rank {self.rank}: lost {names} in {label}; look at that process's own error first ({said})")
 
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """The same few whole numbers from every rank, in the order of the ranks."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(everyone, mine, group=self.group)
-        by_process = dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
-        return [by_process[process].tolist() for process in self.ranks]
+        return [theirs.tolist() for theirs in self._all_gather(mine, "the handshake")]
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """Everyone's rows (``counts[rank]`` of them on dim 0), in the order of the ranks."""
-        most = max(counts)
-        padded = x.new_zeros((most, *x.shape[1:]))
+        padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x
-        everyone = [torch.empty_like(padded) for _ in self.ranks]
-        dist.all_gather(everyone, padded, group=self.group)
-        by_process = dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
-        return [by_process[process][:count] for process, count in zip(self.ranks, counts, strict=True)]
+        return [theirs[:count] for theirs, count in zip(self._all_gather(padded, "unshard"), counts, strict=True)]
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         total = x.clone()
-        dist.all_reduce(total, group=self.group)
+        self._finish(lambda: dist.all_reduce(total, group=self.group, async_op=True), "a sum over all ranks")
         return total
 
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
+        everyone = [torch.empty_like(x) for _ in self.ranks]
+        self._finish(lambda: dist.all_gather(everyone, x, group=self.group, async_op=True), label)
+        # The group counts its ranks in an order of its own.
+        by_process = dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
+        return [by_process[process] for process in self.ranks]
 
-_known: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+    def _finish(self, begin: Callable[[], Any], label: str) -> None:
+        try:
+            work = begin()
+            work.wait() if self.timeout is None else work.wait(self.timeout)
+        except RuntimeError as error:
+            others = [rank for rank in range(self.world) if rank != self.rank]
+            raise self._named(error, label, others) from error
 
 
 def as_process_group(group: ProcessGroup | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """One :class:`ProcessGroup` for each torch group, so that what it has agreed on is remembered."""
-    if isinstance(group, ProcessGroup):
-        return group
-    key = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    if key is None:
-        return ProcessGroup(None)
-    if key not in _known:
-        _known[key] = ProcessGroup(group)
-    return _known[key]
+    """What a user's ``group=`` means."""
+    return group if isinstance(group, ProcessGroup) else ProcessGroup(group)
