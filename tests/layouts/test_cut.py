@@ -37,11 +37,12 @@ def check_cut(mask: Mask, dense: Dense, queries: Layout, keys: Layout) -> None:
     tiles = cut(mask, queries.pieces, keys.pieces)
     for q_rank in range(queries.world):
         for k_rank in range(keys.world):
-            mine = tiles.select(np.flatnonzero((tiles.q_rank == q_rank) & (tiles.k_rank == k_rank)))
+            between = (tiles.q_rank == q_rank) & (tiles.k_rank == k_rank)
+            mine = tiles.bands[between].tolist()
             expected = dense[np.ix_(queries.positions(q_rank), keys.positions(k_rank))]
-            assert (truth.times_covered(mine.bands.tolist(), *expected.shape) == expected).all(), (q_rank, k_rank)
-            assert mine.area.sum() == expected.sum()
-            for q0, q1, k0, k1, *_ in mine.bands.tolist():
+            assert (truth.times_covered(mine, *expected.shape) == expected).all(), (q_rank, k_rank)
+            assert tiles.area[between].sum() == expected.sum()
+            for q0, q1, k0, k1, *_ in mine:
                 assert 0 <= q0 < q1 <= expected.shape[0]
                 assert 0 <= k0 < k1 <= expected.shape[1]
 
