@@ -112,9 +112,9 @@ def test_a_ring_stops_early_for_a_window_on_a_contiguous_layout() -> None:
             "ring",
             "exchange would move 100% of all keys to all ranks (exchange up to 80%, else ring)",
         ),
-        (rs.causal(64), "zigzag", "exchange(stages=4)", "exchange would move 75% of all keys to all ranks"),
-        (rs.documents([16] * 4), "contiguous", "exchange(stages=4)", "exchange would move 0% of all keys to all ranks"),
-        (rs.full(0), "contiguous", "exchange(stages=4)", "exchange would move 0% of all keys to all ranks"),
+        (rs.causal(64), "zigzag", "exchange(stages=2)", "exchange would move 75% of all keys to all ranks"),
+        (rs.documents([16] * 4), "contiguous", "exchange(stages=2)", "exchange would move 0% of all keys to all ranks"),
+        (rs.full(0), "contiguous", "exchange(stages=2)", "exchange would move 0% of all keys to all ranks"),
     ],
 )
 def test_auto_says_why(mask: rs.Mask, layout: str, chosen: str, why: str) -> None:

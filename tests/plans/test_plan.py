@@ -90,7 +90,7 @@ def test_what_a_plan_says_of_itself() -> None:
         ("ring()", rs.Ring()),
         ("gather", rs.Gather(stages=1)),
         ("gather(stages=4)", rs.Gather(stages=4)),
-        ("exchange", rs.Exchange(stages=4)),
+        ("exchange", rs.Exchange(stages=2)),
         ("exchange( stages = 2 )", rs.Exchange(stages=2)),
     ],
 )
@@ -111,7 +111,7 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("gather(steps=4)", "gather takes (stages=1)"),
         ("gather(stages=)", "gather takes (stages=1)"),
         ("gather(stages=open('x'))", "gather takes (stages=1)"),
-        ("exchange(**{})", "exchange takes (stages=4)"),
+        ("exchange(**{})", "exchange takes (stages=2)"),
         ("ring(stages=2)", "cannot read strategy 'ring(stages=2)': ring takes ()"),
     ],
 )

@@ -16,7 +16,7 @@ from ringspan.plans.staged import Wanted, check_stages, staged
 class Exchange:
     """Only what is needed. For packed documents and windows that is a small part of all keys."""
 
-    stages: int = 4
+    stages: int = 2
 
     def __post_init__(self) -> None:
         check_stages(self.stages)
