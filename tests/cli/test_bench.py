@@ -8,6 +8,8 @@ import pytest
 
 from ringspan.cli.main import main
 
+SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
+
 
 @pytest.mark.parametrize(
     ("arguments", "cases"),
