@@ -10,4 +10,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
+torch.set_num_threads(1)  # tests are many and small: threads would only get in each other's way
+
 collect_ignore = [] if find_spec("triton") else ["src/ringspan/kernels/fused.py"]
