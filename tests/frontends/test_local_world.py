@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ringspan as rs
+from ringspan.kernels.reference import dense_attention
 
 N = 29
 
@@ -75,6 +76,37 @@ def test_only_some_inputs_need_gradients() -> None:
     assert q.grad is None
 
 
+def test_nan_is_not_swallowed() -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    q[:, :, 4] = torch.nan
+    for world in (1, 3):
+        out, lse = rs.LocalWorld(world).attention(q, k, v, mask=rs.causal(N), return_lse=True)
+        rotten = torch.isnan(out).all(-1)
+        assert rotten[:, :, 4].all()
+        assert torch.isnan(lse)[:, :, 4].all()
+        assert not torch.isnan(out[:, :, :4]).any()
+        assert not torch.isnan(out[:, :, 5:]).any()
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_that_is_not_positive(scale: float) -> None:
+    tensors = [x.requires_grad_() for x in qkv(dtype=torch.float64)]
+    got = rs.LocalWorld(3).attention(*tensors, mask=rs.causal(N), scale=scale)
+    want = dense_attention(*tensors, torch.from_numpy(rs.causal(N).dense()), scale=scale).out
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), tensors) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_layout_of_your_own() -> None:
+    def halves(mask: rs.Mask, world: int) -> list[list[tuple[int, int]]]:
+        return [[(0, 10)], [(10, mask.lengths[0])]]
+
+    q, k, v = qkv(dtype=torch.float64)
+    out = rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(N), layout=halves)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
 def test_traffic_is_counted_over_calls() -> None:
     world = rs.LocalWorld(2)
     q, k, v = qkv()
@@ -103,6 +135,8 @@ GOOD = {"mask": rs.causal(N)}
         (qkv(), {"layout": "zagzig"}, rs.LayoutError, "zigzag"),
         (qkv(), {"layout": [[(0, 20)], [(10, N)]]}, rs.LayoutError, "token 10 is owned twice"),
         (qkv(), {"layout": [[(0, 20)], [(21, N)]]}, rs.LayoutError, "every token needs exactly one owner"),
+        (qkv(m=4), {"mask": rs.full(N, 4), "layout": "per_document"}, rs.LayoutError, "one sequence for queries and keys"),
+        (qkv(dim=0, v_dim=0), {}, rs.InputError, "at least 1 wide"),
         (qkv(), {"strategy": "rong"}, rs.PlanError, "ring, gather, exchange"),
         (qkv(), {"strategy": "gather(stages=0)"}, rs.PlanError, "at least 1"),
         (qkv(), {"backend": "abacus"}, rs.KernelError, "cpu, reference"),

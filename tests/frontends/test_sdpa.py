@@ -165,6 +165,8 @@ def test_local_attention_is_left_alone(cp: rs.ContextParallel) -> None:
         with rs.local_attention():
             assert close(F.scaled_dot_product_attention(q, k, v), plain(q, k, v))
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
+    with rs.local_attention(), cp:
+        assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
 
 
 COMPILED: dict[str, Callable[..., torch.Tensor]] = {

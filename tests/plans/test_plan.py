@@ -36,7 +36,7 @@ CAUSAL = rs.causal(16)
         ({"layout": [[(0, 16)]]}, rs.LayoutError, "does not fit: the mask has 16 tokens here and the group 4 ranks"),
         ({"layout": [[(0, 8)], [(8, 12)], [], []]}, rs.LayoutError, "the spans hold 12 tokens"),
         ({"kv_layout": rs.Layout([[(0, 8)]] + [[]] * 3)}, rs.LayoutError, "does not fit"),
-        ({"mask": rs.full(4, 8), "layout": "per_document"}, rs.MaskError, "this one has 4 queries and 8 keys"),
+        ({"mask": rs.full(4, 8), "layout": "per_document"}, rs.LayoutError, "this mask has 4 and 8 tokens"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:

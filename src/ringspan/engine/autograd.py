@@ -6,6 +6,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ Run = Callable[[Sequence[Any]], list[Any]]
 
 def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], call: Call, run: Run) -> list[Partial]:
     """Attention of the ranks in this process. Tensors (B, heads, rows, dim); out and lse are differentiable in all three."""
+    if call.scale <= 0:
+        # Kernels mask with -inf before or after scaling as they please; with the sign in the queries it makes no difference.
+        sign = -1.0 if call.scale < 0 else 0.0
+        qkv = [(q * sign, k, v) for q, k, v in qkv]
+        call = replace(call, scale=-call.scale or 1.0)
     # Rows become the first dim inside the function and the third again outside it, where a view may be changed in place.
     flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank))
     return [Partial(out.movedim(0, 2), lse.movedim(0, 2)) for out, lse in zip(flat[::2], flat[1::2], strict=True)]

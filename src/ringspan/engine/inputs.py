@@ -34,6 +34,8 @@ def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
         raise InputError(f"k and v must have as many heads and tokens as each other: {shapes}")
     if d != kd:
         raise InputError(f"q and k must have one head dim: {shapes}")
+    if d == 0 or e == 0:
+        raise InputError(f"heads must be at least 1 wide: {shapes}")
     if g == 0 or h % g:
         raise InputError(
             f"{h} query heads cannot share {g} key heads evenly; the number of query heads must be a multiple: {shapes}"

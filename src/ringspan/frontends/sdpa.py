@@ -50,6 +50,7 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self.mask, self.attend = mask, attend
         self._is_causal: bool | None = None
+        self._depth = getattr(_outside, "depth", 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -57,7 +58,7 @@ class AttentionMode(TorchFunctionMode):
             # the whole frame as it is, with the mode on, or say that it cannot.
             raise UnplannedAttention("the block cannot be traced: with fullgraph=True, compile what is between attention calls")
         kwargs = kwargs or {}
-        if getattr(_outside, "depth", 0):
+        if getattr(_outside, "depth", 0) > self._depth:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)

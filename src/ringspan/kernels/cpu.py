@@ -35,6 +35,11 @@ def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band]
         if mask is not None:
             # The kernel gives a row that sees nothing lse 0; by our word it is -inf.
             lse.masked_fill_((mask == EMPTY_LSE).all(-1), EMPTY_LSE)
+        lost = ~torch.isfinite(q.sum(-1))
+        if lost.any():
+            # The kernel can give 0 for a query of nan; whoever looks for what went wrong must find it.
+            out.masked_fill_(lost.unsqueeze(-1), torch.nan)
+            lse.masked_fill_(lost, torch.nan)
         yield Part(launch.q0, launch.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
 
 

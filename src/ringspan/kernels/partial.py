@@ -39,9 +39,9 @@ def merge_(into: Partial, other: Partial) -> None:
 
         fused.merge_(into.out, into.lse, other.out, other.lse)
         return
-    # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is, and nan (meaning:
-    # nobody's) where both are. lerp is exact at both ends.
-    share = torch.sigmoid(other.lse - into.lse).nan_to_num_(nan=0.0)
+    # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is
+    # nobody's, and -inf + inf must not make it nan. lerp is exact at both ends.
+    share = torch.sigmoid(other.lse - into.lse).masked_fill_(other.lse == EMPTY_LSE, 0.0)
     into.out.lerp_(other.out.to(into.out.dtype), share.unsqueeze(-1))
     into.lse.copy_(torch.logaddexp(into.lse, other.lse))
 

@@ -35,7 +35,9 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     if isinstance(given, Layout):
         layout, note = given, f"layout {given.name}: as given"
     elif callable(given):
-        layout, note = given(mask, world), f"layout {getattr(given, '__name__', given)!s}: as given"
+        made = given(mask, world)
+        layout = made if isinstance(made, Layout) else Layout(made, length=n)
+        note = f"layout {getattr(given, '__name__', given)!s}: as given"
     else:
         layout, note = Layout(given, length=n), "layout spans: as given"
     if (layout.length, layout.world) != (n, world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringspan.errors import LayoutError
 from ringspan.layouts.layout import Layout
 from ringspan.masks import Mask
 
@@ -19,6 +20,11 @@ def per_document(mask: Mask, world: int) -> Layout:
     rank 0: [0,1) [3,4) [4,6) [9,10)
     rank 1: [1,2) [2,3) [6,8) [8,9)
     """
+    if mask.lengths[0] != mask.lengths[1]:
+        raise LayoutError(
+            "per_document needs one sequence for queries and keys; this mask has "
+            f"{mask.lengths[0]} and {mask.lengths[1]} tokens. Use another layout, or kv_layout= for the keys"
+        )
     chunks = 2 * world
     cuts = mask.documents()
     size, odd = np.divmod(np.diff(cuts), chunks)

@@ -6,10 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ringspan.errors import LayoutError, MaskError, PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
+from ringspan.masks.table import Q0, Q1
 from ringspan.plans.data import VERSION, WHATS, Plan, Program, Slot, Step, Task, Transfer
 
 T = TypeVar("T")
@@ -113,16 +116,18 @@ class _Field:
 
 def _mask(field: _Field) -> Mask:
     q_len, k_len = field.get("q_len").whole(0), field.get("k_len").whole(0)
-    bands = field.get("bands").items(_band)
-    table = tables.table(*bands)
     try:
-        clean = Mask.from_bands(bands, q_len, k_len)
-    except MaskError as error:
+        whole = Mask.from_bands([(0, q_len, 0, k_len, -q_len, k_len)], q_len, k_len)
+        table = np.array(field.get("bands").items(_band), dtype=np.int64).reshape(-1, 6)
+    except (MaskError, OverflowError) as error:
         raise PlanError(f"{field.name}: {error}") from None
-    mask = Mask(table, q_len, k_len, name=field.get("name").text())
-    if len(table) != len(bands) or mask.area != clean.area:
+    i, j = tables.overlapping(table[:, Q0], table[:, Q1], table[:, Q0], table[:, Q1])
+    twice = tables.tighten(tables.meet(table[i[i < j]], table[j[i < j]]))
+    within = tables.intersect(table, whole.table)
+    tight = tables.tighten(table)
+    if len(twice) or not np.array_equal(tight, table) or tables.area(within).sum() != tables.area(table).sum():
         raise PlanError(f"{field.name}.bands: bands must be disjoint, tight and within {q_len} × {k_len}")
-    return mask
+    return Mask(table, q_len, k_len, name=field.get("name").text())
 
 
 def _layout(field: _Field, length: int) -> Layout:

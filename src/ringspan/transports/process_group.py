@@ -30,6 +30,10 @@ class ProcessGroup:
                 "torch.distributed is not initialised: start with torchrun and call dist.init_process_group(), "
                 "or use ringspan.LocalWorld(n), which needs no processes"
             )
+        if not (
+            group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)) or group is dist.GroupMember.NON_GROUP_MEMBER
+        ):
+            raise InputError(f"group must be a process group, a one-axis DeviceMesh or None for all processes, not {group!r}")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 names = group.mesh_dim_names or f"{group.ndim} axes"
