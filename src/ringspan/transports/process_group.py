@@ -30,10 +30,6 @@ class ProcessGroup:
                 "torch.distributed is not initialised: start with torchrun and call dist.init_process_group(), "
                 "or use ringspan.LocalWorld(n), which needs no processes"
             )
-        if not (
-            group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)) or group is dist.GroupMember.NON_GROUP_MEMBER
-        ):
-            raise InputError(f"group must be a process group, a one-axis DeviceMesh or None for all processes, not {group!r}")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 names = group.mesh_dim_names or f"{group.ndim} axes"
@@ -45,6 +41,10 @@ class ProcessGroup:
             whole: Any = dist.group.WORLD if group is None else group
             if whole is dist.GroupMember.NON_GROUP_MEMBER:
                 raise InputError(f"process {dist.get_rank()} is not a member of this group")
+            if not isinstance(whole, dist.ProcessGroup):
+                raise InputError(
+                    f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
+                )
             self.group = whole
             self.ranks = dist.get_process_group_ranks(self.group)
         if dist.get_rank() not in self.ranks:
@@ -66,6 +66,7 @@ class ProcessGroup:
                 else:
                     self._wait(*request.ticket)
                     answer = None
+                del request  # it holds the messages of its step, and the next step is about to pack its own
         except StopIteration as end:
             return [end.value]
 
