@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringspan.layouts import areas
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Transfer
-from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
+from ringspan.plans.shape import Shape, buffer_bytes, bytes_moved
 
 EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 
@@ -23,7 +23,7 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     q_len, k_len = plan.mask.lengths
     lines = [
         f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
-        f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, {len(plan.mask):,} bands",
+        f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, {len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
         *(f"  choice    {note}" for note in plan.notes),
         f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
@@ -35,21 +35,22 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
 
 
 def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
-    header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}   on the wire"
+    header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}{'buffers':>16}   on the wire"
     lines = [header, "-" * len(header)]
+    buffers = buffer_bytes(plan, shape, phase)
     for n, step in enumerate(plan.program.steps(phase)):
         sent, received = (
             sum(shape.transfer_bytes(t, phase, plan.program) for t in ts if t.peer != plan.rank)
             for ts in (step.sends, step.recvs)
         )
         bands = sum(len(task.bands) for task in step.tasks)
-        lines.append(f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}   {_wire(step)}".rstrip())
+        lines.append(
+            f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}{buffers[n]:>16,}   {_wire(step)}".rstrip()
+        )
     sent, received = bytes_moved(plan, shape, phase)
     area = sum(step.area for step in plan.program.steps(phase))
     bands = sum(len(task.bands) for step in plan.program.steps(phase) for task in step.tasks)
-    lines.append(
-        f"{'total':9}{sent:>14,}{received:>14,}{area:>16,}{bands:>8}   peak buffers {peak_bytes(plan, shape, phase):,} bytes"
-    )
+    lines.append(f"{'total':9}{sent:>14,}{received:>14,}{area:>16,}{bands:>8}   peak buffers {max(buffers):,} bytes")
     return lines
 
 
@@ -62,5 +63,5 @@ def _wire(step: Step) -> str:
 
 
 def _ranks(transfers: list[Transfer]) -> str:
-    peers = [str(t.peer) for t in transfers]
+    peers = [str(peer) for peer in dict.fromkeys(t.peer for t in transfers)]
     return "rank " + " ".join(peers) if len(peers) <= 6 else f"{len(peers)} ranks"

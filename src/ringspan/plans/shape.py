@@ -66,7 +66,12 @@ def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
 
 
 def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in buffers of its own: slots, accumulators, and messages packed or waiting to be added.
+    """The most memory a phase holds in buffers of its own, in any step."""
+    return max(buffer_bytes(plan, shape, phase), default=0)
+
+
+def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
+    """What each step holds in buffers of its own: slots, accumulators, and messages packed or waiting to be added.
 
     The tensors that come in and the kernels' own scratch space are not counted.
     """
@@ -83,7 +88,7 @@ def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
         apart += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
         return sum(shape.transfer_bytes(t, phase, program) for t in apart)
 
-    return held + max((messages(step) for step in program.steps(phase)), default=0)
+    return [held + messages(step) for step in program.steps(phase)]
 
 
 def is_packed(t: Transfer) -> bool:
