@@ -23,7 +23,8 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     q_len, k_len = plan.mask.lengths
     lines = [
         f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
-        f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, {len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
+        f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, "
+        f"{len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
         *(f"  choice    {note}" for note in plan.notes),
         f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
