@@ -114,7 +114,8 @@ def _tensors(n: int, args: argparse.Namespace) -> list[Tensor]:
 
 
 def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[..., Tensor]:
-    """The whole sequence on one device: one rank that owns everything, through the same kernel."""
+    """The whole sequence on one device: one rank that owns everything, through the same engine and kernel (on a CPU, causal is
+    PyTorch's own call)."""
     (plan,) = rs.LocalWorld(1).plans(mask)
     if mask == rs.causal(mask.lengths[0]) and args.backend == "auto" and args.device == "cpu":
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
