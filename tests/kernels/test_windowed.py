@@ -1,41 +1,26 @@
-"""Bands as flash attention's windows: its definition, counted from the bottom right corner, gives the band back."""
+"""The loop over flash attention's calls, with dense attention in their place."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
 from ringspan.kernels import reference, windowed
 from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import Accumulator
+from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 from ringspan.masks import table as tables
-from tests.strategies import Drawn, masks
+from tests.kernels.test_windows import sequences
 
-
-def seen_through(window: windowed.Window, rows: int, cols: int) -> np.ndarray:
-    """What flash-attention's documentation says a window shows of ``rows × cols``."""
-    distance = np.arange(cols)[None, :] - np.arange(rows)[:, None] - (cols - rows)
-    left = np.inf if window.left is None else window.left
-    right = np.inf if window.right is None else window.right
-    return (-left <= distance) & (distance <= right)
-
-
-@given(masks())
-def test_every_tight_band_is_one_window(drawn: Drawn) -> None:
-    for band in drawn.mask:
-        window = windowed.window(band)
-        local = band.shifted(-band.q0, -band.k0)
-        assert np.array_equal(
-            seen_through(window, band.rows, band.cols), tables.dense(tables.table(local), band.rows, band.cols)
-        )
-        assert all(side is None or side >= 0 for side in window)
-        assert window.is_causal == (not band.cut_below and band.cut_above and band.hi == band.k1 - band.q1)
-
-
-BANDS = (Band(0, 5, 0, 5, -4, 0), Band(5, 9, 2, 7, -6, 1), Band(7, 9, 8, 10, -1, 2), Band(2, 6, 7, 11, 3, 7))
+# Two triangles with a gap between their keys, which are one call; a trapezoid, a rectangle, and a window.
+BANDS = (
+    Band(0, 3, 0, 3, -2, 0),
+    Band(3, 5, 4, 6, 0, 1),
+    Band(5, 9, 2, 7, -6, 1),
+    Band(7, 9, 8, 10, -1, 2),
+    Band(2, 6, 7, 11, 3, 7),
+)
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
@@ -44,24 +29,38 @@ def test_parts_and_gradients_land_where_they_belong(with_dlse: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 4, dtype=torch.float64) for h, n in ((4, 9), (2, 11), (2, 11)))
 
-    def bands_of(window: windowed.Window, rows: int, cols: int) -> list[Band]:
-        lo = -rows if window.left is None else cols - rows - window.left
-        hi = cols if window.right is None else cols - rows + window.right
-        return [Band(*row) for row in tables.table((0, rows, 0, cols, lo, hi)).tolist()]
+    def dense_bands(batch: Batch, rows: int, cols: int) -> list[Band]:
+        """What a call sees, by the definition of its window in each of its sequences."""
+        left, right = batch.window
+        found = []
+        for q, k in sequences(batch):
+            corner = k.stop - q.stop
+            lo = -rows if left is None else corner - left
+            hi = cols if right is None else corner + right
+            found += [Band(*row) for row in tables.table((q.start, q.stop, k.start, k.stop, lo, hi)).tolist()]
+        return found
 
-    def forward(q, k, v, window, scale):  # type: ignore[no-untyped-def]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        (part,) = reference.attend(q, k, v, bands_of(window, q.shape[2], k.shape[2]), scale=scale)
-        return part.partial.out.transpose(1, 2), part.partial.lse
+    def as_kernel(x):  # type: ignore[no-untyped-def]
+        """(B, S, H, D), or (S, 2 × H, D) where the two of the batch are so many heads, as (2, H, S, D)."""
+        return x.transpose(1, 2) if x.ndim == 4 else x.transpose(0, 1).unflatten(0, (2, -1))
 
-    def backward(saved, k, v, window, scale):  # type: ignore[no-untyped-def]
-        saved = Saved(*(x.transpose(1, 2) for x in saved[:3]), *saved[3:])
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        grads = [torch.zeros_like(x) for x in (saved.q_BHSD, k, v)]
+    def as_call(x, like):  # type: ignore[no-untyped-def]
+        return x.transpose(1, 2) if like.ndim == 4 else x.flatten(0, 1).transpose(0, 1)
+
+    def forward(q, k, v, batch, scale):  # type: ignore[no-untyped-def]
+        bands = dense_bands(batch, 9, 11)
+        (part,) = reference.attend(*(as_kernel(x) for x in (q, k, v)), bands, scale=scale)
+        lse = part.partial.lse
+        return as_call(part.partial.out, q), lse if q.ndim == 4 else lse.flatten(0, 1)
+
+    def backward(saved, k, v, batch, scale):  # type: ignore[no-untyped-def]
+        numbers = (x if x is None or x.ndim == 3 else x.unflatten(0, (2, -1)) for x in saved[3:])
+        inner = Saved(*(as_kernel(x) for x in saved[:3]), *numbers)
+        grads = [torch.zeros_like(as_kernel(x)) for x in (saved.q_BHSD, k, v)]
         names = ("dq_BHSD", "dk_BGTD", "dv_BGTE")
-        bands = bands_of(window, saved.q_BHSD.shape[2], k.shape[2])
-        reference.attend_backward(saved, k, v, bands, scale=scale, **dict(zip(names, grads, strict=True)))
-        return tuple(x.transpose(1, 2) for x in grads)
+        bands = dense_bands(batch, 9, 11)
+        reference.attend_backward(inner, as_kernel(k), as_kernel(v), bands, scale=scale, **dict(zip(names, grads, strict=True)))
+        return tuple(as_call(x, k) for x in grads)
 
     result = Accumulator(9, 2, 4, 4, like=q)
     for part in windowed.attend(forward, q, k, v, BANDS, scale=0.5):

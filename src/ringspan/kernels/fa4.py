@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringspan.kernels import windowed
 from ringspan.kernels.kernel import Inputs, Part, Saved
-from ringspan.kernels.windowed import Window
+from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
 PACKAGE = "flash-attn-4"
@@ -54,18 +54,18 @@ def attend_backward(saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequenc
     windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, **options)
 
 
-def _forward(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
     # The number of values it returns has changed from release to release; the first two have not.
-    out, lse, *_ = _call("_flash_attn_fwd", window)(q_BSHD, k_BTGD, v_BTGE, softmax_scale=scale, return_lse=True)
+    out, lse, *_ = _call("_flash_attn_fwd", batch)(q, k, v, softmax_scale=scale, return_lse=True)
     return out, lse
 
 
-def _backward(saved: Saved, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     q, dout, out, lse, dlse = saved
-    dq, dk, dv, *_ = _call("_flash_attn_bwd", window)(
+    dq, dk, dv, *_ = _call("_flash_attn_bwd", batch)(
         q,
-        k_BTGD,
-        v_BTGE,
+        k,
+        v,
         out.to(q.dtype),
         dout.to(q.dtype),
         lse,
@@ -76,12 +76,14 @@ def _backward(saved: Saved, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scal
     return dq, dk, dv
 
 
-def _call(name: str, window: Window) -> Any:
+def _call(name: str, batch: Batch) -> Any:
     from flash_attn.cute import interface
 
-    return partial(
-        getattr(interface, name),
-        causal=window.is_causal,
-        window_size_left=window.left,
-        window_size_right=None if window.is_causal else window.right,
-    )
+    window, queries, seen = batch[2:]
+    options: dict[str, Any] = {"window_size_left": window.left, "window_size_right": window.right}
+    if window.is_causal:
+        options = {"causal": True}
+    if queries is not None and seen is not None:
+        options |= {"cu_seqlens_q": queries.cuts, "max_seqlen_q": queries.longest}
+        options |= {"cu_seqlens_k": seen.cuts, "max_seqlen_k": seen.longest}
+    return partial(getattr(interface, name), **options)

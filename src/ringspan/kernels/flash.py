@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ringspan.kernels import windowed
 from ringspan.kernels.kernel import Inputs, Part, Saved, with_dlse
-from ringspan.kernels.windowed import Window
+from ringspan.kernels.partial import EMPTY_LSE
+from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
 _flash = torch.ops.aten._flash_attention_forward
@@ -44,22 +45,20 @@ def attend_backward(saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequenc
     windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, **options)
 
 
-def _forward(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-    lengths = (q_BSHD.shape[1], k_BTGD.shape[1])
-    out, lse, *_ = _flash(
-        q_BSHD, k_BTGD, v_BTGE, None, None, *lengths, 0.0, window.is_causal, False, scale=scale, **_sides(window)
-    )
+def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _flash(q, k, v, *_sequences(q, k, batch), 0.0, batch.window.is_causal, False, scale=scale, **_sides(batch))
+    if batch.queries is not None:
+        lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # its lse of a query that has no keys
     return out, lse
 
 
-def _backward(saved: Saved, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     q, dout, out, lse, dlse = saved
-    d, e, k, v = q.shape[-1], v_BTGE.shape[-1], k_BTGD, v_BTGE
+    d, e = q.shape[-1], v.shape[-1]
     if dlse is not None:
-        dout, out, v = with_dlse(dout, out, v, dlse.transpose(1, 2))
+        dout, out, v = with_dlse(dout, out, v, dlse.transpose(-1, -2))
         width = v.shape[-1] + -v.shape[-1] % 8
         q, k, v, dout, out = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v, dout, out))
-    lengths = (q.shape[1], k.shape[1])
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _flash_backward(
         dout.to(q.dtype),
@@ -68,21 +67,25 @@ def _backward(saved: Saved, k_BTGD: Tensor, v_BTGE: Tensor, window: Window, scal
         v,
         out.to(q.dtype),
         lse.contiguous(),
-        None,
-        None,
-        *lengths,
+        *_sequences(q, k, batch),
         0.0,
-        window.is_causal,
+        batch.window.is_causal,
         unused,
         unused,
         scale=scale,
-        **_sides(window),
+        **_sides(batch),
     )
     return dq[..., :d], dk[..., :d], dv[..., :e]
 
 
-def _sides(window: Window) -> dict[str, int]:
-    if window.is_causal:
+def _sequences(q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if batch.queries is None or batch.seen is None:
+        return None, None, q.shape[1], k.shape[1]
+    return batch.queries.cuts, batch.seen.cuts, batch.queries.longest, batch.seen.longest
+
+
+def _sides(batch: Batch) -> dict[str, int]:
+    if batch.window.is_causal:
         return {}
-    left, right = (-1 if side is None else side for side in window)
+    left, right = (-1 if side is None else side for side in batch.window)
     return {"window_size_left": left, "window_size_right": right}

@@ -1,61 +1,34 @@
-"""What flash-attention's own kernels have in common: a tight band is exactly one of their calls.
+"""What flash-attention's own kernels have in common: a loop over their calls (:mod:`ringspan.kernels.windows`).
 
-Their window is counted from the bottom right corner: query ``i`` of S sees key ``j`` of T iff
-``-left <= j - i - (T - S) <= right``. In a tight band both corners of the diagonal lie inside the rectangle, so that left and
-right are never negative and any band is one launch: rectangle, triangle, window or trapezoid.
-
-Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim; N = B × H or B × G.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ringspan.kernels.kernel import Part, Saved
 from ringspan.kernels.partial import EMPTY_LSE, Partial
+from ringspan.kernels.windows import Batch, batches
 from ringspan.masks import Band
 
-
-class Window(NamedTuple):
-    """A band as flash attention says it; None is no limit on that side."""
-
-    left: int | None
-    right: int | None
-
-    @property
-    def is_causal(self) -> bool:
-        return self.left is None and self.right == 0
-
-
-def window(band: Band) -> Window:
-    """The window of a tight band.
-
-    >>> window(Band(0, 4, 0, 4, -3, 0)), window(Band(0, 2, 0, 4, -1, 3)), window(Band(0, 3, 2, 6, 1, 3))
-    (Window(left=None, right=0), Window(left=None, right=None), Window(left=2, right=0))
-    """
-    corner = (band.k1 - band.q1) if band.rows and band.cols else 0
-    left = corner - band.lo if band.cut_below else None
-    right = band.hi - corner if band.cut_above else None
-    return Window(left, right)
-
-
-# (q_BSHD, k_BTGD, v_BTGE, window, scale) -> (out_BSHE, lse_BHS)
-Forward = Callable[[Tensor, Tensor, Tensor, Window, float], tuple[Tensor, Tensor]]
-# (saved with BSH… tensors, k_BTGD, v_BTGE, window, scale) -> (dq_BSHD, dk_BTGD, dv_BTGE)
-Backward = Callable[[Saved, Tensor, Tensor, Window, float], tuple[Tensor, Tensor, Tensor]]
+# (q_BSHD, k_BTGD, v_BTGE, batch, scale) -> (out_BSHE, lse_BHS)
+# and, of several sequences, (q_SND, k_TND, v_TNE, batch, scale) -> (out_SNE, lse_NS)
+Forward = Callable[[Tensor, Tensor, Tensor, Batch, float], tuple[Tensor, Tensor]]
+# (saved with BSH… or SN… tensors, k, v, batch, scale) -> (dq, dk, dv), shaped as q, k and v are
+Backward = Callable[[Saved, Tensor, Tensor, Batch, float], tuple[Tensor, Tensor, Tensor]]
 
 
 def attend(
     forward: Forward, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
 ) -> Iterator[Part]:
-    q, k, v = (x.transpose(1, 2) for x in (q_BHSD, k_BGTD, v_BGTE))
-    for band in bands:
-        keys = slice(band.k0, band.k1)
-        out, lse = forward(q[:, band.q0 : band.q1], k[:, keys], v[:, keys], window(band), scale)
-        yield Part(band.q0, band.q1, Partial(out.transpose(1, 2), lse))
+    for batch in batches(tuple(bands), q_BHSD.device):
+        q, k, v = _taken(q_BHSD, batch.rows, batch), _taken(k_BGTD, batch.keys, batch), _taken(v_BGTE, batch.keys, batch)
+        out, lse = forward(q, k, v, batch, scale)
+        shape = q_BHSD.shape[:2]
+        yield Part(batch.rows.start, batch.rows.stop, Partial(_heads_first(out, shape), lse.view(*shape, -1)))
 
 
 def attend_backward(
@@ -71,14 +44,28 @@ def attend_backward(
     dv_BGTE: Tensor,
 ) -> None:
     # A row that sees nothing has lse -inf and no part in any band; the kernels must not meet exp(x + inf) all the same.
-    lse = saved.lse_BHS.masked_fill(saved.lse_BHS == EMPTY_LSE, 0.0)
-    q, dout, out = (x.transpose(1, 2) for x in saved[:3])
-    k, v = k_BGTD.transpose(1, 2), v_BGTE.transpose(1, 2)
-    for band in bands:
-        rows, keys = slice(band.q0, band.q1), slice(band.k0, band.k1)
-        dlse = None if saved.dlse_BHS is None else saved.dlse_BHS[:, :, rows]
-        part = Saved(q[:, rows], dout[:, rows], out[:, rows], lse[:, :, rows], dlse)
-        dq, dk, dv = backward(part, k[:, keys], v[:, keys], window(band), scale)
-        dq_BHSD[:, :, rows] += dq.transpose(1, 2)
-        dk_BGTD[:, :, keys] += dk.transpose(1, 2)
-        dv_BGTE[:, :, keys] += dv.transpose(1, 2)
+    lse_BHS = saved.lse_BHS.masked_fill(saved.lse_BHS == EMPTY_LSE, 0.0)
+    for batch in batches(tuple(bands), k_BGTD.device):
+        q, dout, out = (_taken(x, batch.rows, batch) for x in saved[:3])
+        lse, dlse = (None if x is None else _row_numbers(x, batch) for x in (lse_BHS, saved.dlse_BHS))
+        assert lse is not None
+        part = Saved(q, dout, out, lse, dlse)
+        grads = backward(part, _taken(k_BGTD, batch.keys, batch), _taken(v_BGTE, batch.keys, batch), batch, scale)
+        for into, rows, grad in zip((dq_BHSD, dk_BGTD, dv_BGTE), (batch.rows, batch.keys, batch.keys), grads, strict=True):
+            into[:, :, rows] += _heads_first(grad, into.shape[:2])
+
+
+def _taken(x_BHSD: Tensor, rows: slice, batch: Batch) -> Tensor:
+    """The rows as (B, S, H, D). Several sequences come without a batch: its members are so many more heads, (S, B × H, D)."""
+    x_BHSD = x_BHSD[:, :, rows]
+    return x_BHSD.transpose(1, 2) if batch.queries is None else x_BHSD.flatten(0, 1).transpose(0, 1)
+
+
+def _row_numbers(x_BHS: Tensor, batch: Batch) -> Tensor:
+    x_BHS = x_BHS[:, :, batch.rows]
+    return x_BHS if batch.queries is None else x_BHS.flatten(0, 1)
+
+
+def _heads_first(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """(B, S, H, E) or (S, B × H, E) as (B, H, S, E)."""
+    return x.transpose(1, 2) if x.ndim == 4 else x.transpose(0, 1).unflatten(0, shape)
