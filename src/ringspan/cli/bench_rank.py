@@ -124,7 +124,7 @@ def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[..., Tensor]:
 
 def _share(plan: rs.Plan, args: argparse.Namespace) -> Callable[..., Tensor]:
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (result,) = attend([plan], [(q, k, v)], call_for(q, v, None, args.backend), Silent().run)
+        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, None, args.backend), Silent().run)
         return result.out
 
     return step

@@ -93,13 +93,13 @@ def attention(
     )
     shake_hands(ranks, hello, rows, q.device)
     with local_attention():  # the kernels' own calls, which a block around this one would see
-        (result,) = attend([plan], [(q, k, v)], call_for(q, v, scale, backend), ranks.run)
+        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, scale, backend), ranks.run)
     return result if return_lse else result.out
 
 
-def call_for(q: Tensor, v: Tensor, scale: float | None, backend: str) -> Call:
+def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str) -> Call:
     """The kernel and scale of a call."""
-    inputs = Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1])
+    inputs = Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1], ragged=plan.is_ragged)
     return Call(
         kernel=pick(backend, inputs),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

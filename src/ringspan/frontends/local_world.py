@@ -112,7 +112,8 @@ class LocalWorld:
         transport = InProcess(self.world)
         transport.traffic = self.traffic
         with local_attention():  # the kernels' own calls, which a `with cp:` block around this one would see
-            parts = attend(plans, list(zip(queries, keys, values, strict=True)), call_for(q, v, scale, backend), transport.run)
+            call = call_for(plans[0], q, v, scale, backend)
+            parts = attend(plans, list(zip(queries, keys, values, strict=True)), call, transport.run)
         back = torch.from_numpy(q_layout.order()).to(q.device).argsort()
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)
         lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, back)

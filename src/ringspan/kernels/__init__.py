@@ -11,7 +11,9 @@ from ringspan.kernels.kernel import Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.partial import Accumulator, Partial, merge
 
 # In order of preference; each is imported only when its turn comes.
-KERNELS: dict[str, str] = {name: f"ringspan.kernels.{name}" for name in ("fa4", "flash", "cpu", "reference")}
+KERNELS: dict[str, str] = {
+    name: f"ringspan.kernels.{name}" for name in ("fa4", "cudnn", "flash", "efficient", "cpu", "reference")
+}
 
 # Exact everywhere and slow everywhere: taken only by those who ask for it.
 ONLY_IF_ASKED = {"reference"}
@@ -41,7 +43,9 @@ def reasons(inputs: Inputs) -> Iterator[tuple[str, str | None]]:
     """What each kernel that ``"auto"`` may choose says of these inputs, in order of preference; None: it can serve."""
     for name in KERNELS:
         if name not in ONLY_IF_ASKED:
-            yield name, _load(name).why_not(inputs)
+            kernel = _load(name)
+            rather_not = getattr(kernel, "rather_not", lambda _: None)
+            yield name, kernel.why_not(inputs) or rather_not(inputs)
 
 
 def _load(name: str) -> Kernel:

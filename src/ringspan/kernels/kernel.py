@@ -33,6 +33,8 @@ class Inputs:
     dtype: torch.dtype
     head_dim: int
     v_dim: int
+    ragged: bool = False
+    """Whether there are windows, or many bands at once."""
 
 
 class Kernel(Protocol):
@@ -40,6 +42,9 @@ class Kernel(Protocol):
 
     def why_not(self, inputs: Inputs) -> str | None:
         """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""
+
+    def rather_not(self, inputs: Inputs) -> str | None:
+        """A reason to let others go first although it can serve, for ``"auto"``. A kernel without one may leave this out."""
 
     def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
         """Attend through disjoint bands. Each query may appear in several parts, or in none if it sees nothing."""

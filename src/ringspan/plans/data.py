@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ringspan.plans.shape import Shape
 
 VERSION = 1
+FEW = 4  # bands
 
 What = Literal["kv", "q", "out", "dq", "dkv"]
 WHATS: tuple[What, ...] = ("kv", "q", "out", "dq", "dkv")
@@ -143,6 +144,11 @@ class Plan:
     def area(self) -> int:
         """How many (query, key) pairs this rank computes in the forward pass."""
         return sum(step.area for step in self.program.forward)
+
+    @cached_property
+    def is_ragged(self) -> bool:
+        """Whether the mask has windows, or more than a few bands: what some kernels serve in one call and some in many."""
+        return len(self.mask) > FEW or any(band.cut_below for band in self.mask)
 
     def transfers(self, phase: Phase, way: Literal["sends", "recvs"]) -> Iterator[Transfer]:
         for step in self.program.steps(phase):

@@ -1,0 +1,66 @@
+"""cuDNN's attention as PyTorch ships it: the fastest on Hopper and Blackwell where FlashAttention-4 is not installed.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringspan.errors import KernelError
+from ringspan.kernels.kernel import Inputs
+from ringspan.kernels.launched import Fused
+
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+WIDEST = 128
+
+
+def why_not(inputs: Inputs) -> str | None:
+    if inputs.device.type != "cuda":
+        return f"serves CUDA devices, not {inputs.device.type}"
+    major, minor = torch.cuda.get_device_capability(inputs.device)
+    if major < 8:
+        return f"needs compute capability 8 or higher; this device has {major}.{minor}"
+    if not torch.backends.cudnn.is_available():
+        return "is missing: this PyTorch was built without cuDNN"
+    if inputs.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not {inputs.dtype}"
+    if max(inputs.head_dim, inputs.v_dim) > WIDEST:
+        return f"takes head and value dims up to {WIDEST}, not {inputs.head_dim} and {inputs.v_dim}"
+    return None
+
+
+def rather_not(inputs: Inputs) -> str | None:
+    return "needs a call for each document and for each block of a window" if inputs.ragged else None
+
+
+def _forward(
+    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BHST: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _cudnn(q_BHSD, k_BGTD, v_BGTD, mask_BHST, True, 0.0, is_causal, False, scale=scale)
+    return out, lse.view(q_BHSD.shape[:3])
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.shape[-1] > WIDEST:
+        raise KernelError(
+            f'the gradient of lse needs one more column than the values have, and backend="cudnn" takes {WIDEST} at most; '
+            'use backend="flash" or "fa4"'
+        )
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    # fmt: off
+    dq, dk, dv = _cudnn_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, mask, None, None,
+        q.shape[2], k.shape[2], 0.0, is_causal, scale=scale,
+    )
+    # fmt: on
+    return dq, dk, dv
+
+
+_fused = Fused(forward=_forward, backward=_backward, multiple=8)
+attend, attend_backward = _fused.attend, _fused.attend_backward

@@ -1,0 +1,64 @@
+"""PyTorch's memory-efficient attention: float32 on CUDA devices, and head dims that others refuse.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringspan.kernels.kernel import Inputs
+from ringspan.kernels.launched import Fused
+
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+# It keeps lse in rows of a multiple of this.
+LSE_ROWS = 32
+
+
+def why_not(inputs: Inputs) -> str | None:
+    if inputs.device.type != "cuda":
+        return f"serves CUDA devices, not {inputs.device.type}"
+    major, minor = torch.cuda.get_device_capability(inputs.device)
+    if (major, minor) < (5, 0) or (inputs.dtype == torch.bfloat16 and major < 8):
+        return f"does not compute {inputs.dtype} on compute capability {major}.{minor}"
+    if inputs.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"computes in float16, bfloat16 and float32, not {inputs.dtype}"
+    return None
+
+
+def _forward(
+    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BHST: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    k, v = _every_head(k_BGTD, q_BHSD), _every_head(v_BGTD, q_BHSD)
+    out, lse, *_ = _efficient(q_BHSD, k, v, mask_BHST, True, 0.0, is_causal, scale=scale)
+    return out, lse[..., : q_BHSD.shape[2]]
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS))
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    keys, values = _every_head(k, q), _every_head(v, q)
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = _efficient_backward(
+        dout, q, keys, values, mask, out, padded, unused, unused, 0.0, wanted, is_causal, scale=scale
+    )
+    return dq, _shared(dk, k), _shared(dv, v)
+
+
+def _every_head(x_BGTD: Tensor, q_BHSD: Tensor) -> Tensor:
+    """Keys for every query head: this kernel knows of no shared ones."""
+    return x_BGTD.repeat_interleave(q_BHSD.shape[1] // x_BGTD.shape[1], dim=1)
+
+
+def _shared(dx_BHTD: Tensor, x_BGTD: Tensor) -> Tensor:
+    return dx_BHTD.unflatten(1, (x_BGTD.shape[1], -1)).sum(2, dtype=torch.float32)
+
+
+_fused = Fused(forward=_forward, backward=_backward, multiple=8)
+attend, attend_backward = _fused.attend, _fused.attend_backward
