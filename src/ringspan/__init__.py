@@ -29,7 +29,7 @@ from ringspan.frontends import ContextParallel, LocalWorld, attention, local_att
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window
-from ringspan.plans import Exchange, Gather, Plan, Ring, Shape, plan
+from ringspan.plans import Exchange, Gather, PassQ, Plan, Ring, Shape, plan
 
 __version__ = "0.1.0"
 
@@ -46,6 +46,7 @@ __all__ = [
     "Mask",
     "MaskError",
     "Partial",
+    "PassQ",
     "PeerLost",
     "PeerMismatch",
     "PeerTimeout",

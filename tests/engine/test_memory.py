@@ -23,7 +23,7 @@ from ringspan.plans import STRATEGIES as REGISTERED
 from ringspan.plans import Plan, peak_bytes
 from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import Walk
-from tests.engine.test_other_strategies import HeadSplit, PassQ
+from tests.engine.test_other_strategies import HeadSplit
 from tests.plans.examples import MASKS, all_plans
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
@@ -84,7 +84,6 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype) -> int:
 
 @pytest.fixture(autouse=True)
 def scene(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTERED, "test_pass_q", PassQ)
     monkeypatch.setitem(REGISTERED, "test_head_split", HeadSplit)
     monkeypatch.setattr(partial, "merge_", lambda into, other: None)  # its scratch space is the kernels' own
 
@@ -98,7 +97,8 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> None:
         "gather(stages=3)",
         "exchange(stages=1)",
         "exchange",
-        "test_pass_q",
+        "pass_q(stages=1)",
+        "pass_q",
         "test_head_split(heads=4, kv_heads=4)",
     ],
 )
@@ -111,7 +111,7 @@ def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:
                     assert measured(plan, phase, getattr(torch, dtype)) <= peak_bytes(plan, shape, phase), (plan, phase)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather", "exchange(stages=1)", "gather(stages=3)", "exchange"])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "exchange(stages=1)", "gather(stages=3)", "exchange", "pass_q"])
 def test_the_plan_is_not_far_from_it(strategy: str) -> None:
     """A bound that is never reached would be no figure to plan with."""
     shape = rs.Shape(**SHAPE, dtype="float32")  # type: ignore[arg-type]

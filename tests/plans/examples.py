@@ -19,7 +19,7 @@ MASKS: dict[str, Mask] = {
 }
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "auto")
-STRATEGIES = ("ring", "gather", "gather(stages=3)", "exchange(stages=1)", "exchange", "auto")
+STRATEGIES = ("ring", "gather", "gather(stages=3)", "exchange(stages=1)", "exchange", "pass_q(stages=1)", "pass_q", "auto")
 
 
 def layouts_for(mask: Mask) -> tuple[str, ...]:

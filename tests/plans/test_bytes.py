@@ -16,6 +16,10 @@ from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
 SHAPE = rs.Shape(heads=8, kv_heads=2, head_dim=16, v_dim=12, batch=3, dtype="bfloat16")
 KV_ROW = 3 * 2 * (16 + 12) * 2
 DKV_ROW = 3 * 2 * (16 + 12) * 4
+Q_ROW = 3 * 8 * 16 * 2
+OUT_ROW = 3 * 8 * (12 + 1) * 4
+SAVED_ROW = 3 * 8 * (16 + 12 + 12 + 1 + 1) * 4
+DQ_ROW = 3 * 8 * 16 * 4
 
 
 def received(plans: list[Plan], phase: Phase = "forward") -> int:
@@ -78,6 +82,23 @@ def test_exchange_is_three_quarters_of_gather_for_causal_zigzag(world: int) -> N
     """Rank r owns the chunks r and 2·world-1-r, so it sees all chunks but r of them: 2·world-2-r to fetch. Of all, 3/4."""
     gather, exchange = (received(all_plans(rs.causal(64), world, strategy, "zigzag")) for strategy in ("gather", "exchange"))
     assert exchange / gather == 0.75
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize(("layout", "share"), [("zigzag", 3 / 4), ("contiguous", 1 / 2)])
+def test_pass_q_moves_as_many_queries_as_exchange_moves_keys_for_causal(layout: str, share: float, world: int) -> None:
+    """Zigzag: rank r's late chunk sees keys of every rank, its early one those of r ranks: 3W(W-1)/2 chunks of N/2W tokens."""
+    plans = all_plans(rs.causal(64), world, "pass_q", layout)
+    queries = share * 64 * (world - 1)
+    assert received(plans) == queries * (Q_ROW + OUT_ROW)
+    assert received(plans, "backward") == queries * (SAVED_ROW + DQ_ROW)
+
+
+def test_pass_q_is_for_few_queries() -> None:
+    """16 queries over 4096 keys: 16 rows to each rank, where the keys would be 256 times as many."""
+    mask = rs.full(16, 4096)
+    assert received(all_plans(mask, 8, "pass_q", "contiguous")) == 16 * 7 * (Q_ROW + OUT_ROW)
+    assert received(all_plans(mask, 8, "exchange", "contiguous")) == 4096 * 7 * KV_ROW
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -165,6 +186,7 @@ def test_explain_says_what_was_chosen_and_why() -> None:
     assert "documents(2 over 16 tokens) & window(left=3): 16 × 16, area 52, 2 bands" in text
     assert "32 query heads, 8 key heads, 128 wide, bfloat16 (an example; pass shape= for yours)" in text
     assert "8 queries, 8 keys here; balance 1.000" in text
+    assert "work      1.000 × the mean of all ranks" in text
 
 
 def test_explain_with_a_shape() -> None:

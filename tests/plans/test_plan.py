@@ -30,7 +30,7 @@ CAUSAL = rs.causal(16)
         ({"rank": 4}, rs.PlanError, "rank must be one of 0 … 3, not 4"),
         ({"rank": -1}, rs.PlanError, "rank must be one of 0 … 3, not -1"),
         ({"rank": "0"}, rs.PlanError, "rank must be one of 0 … 3, not '0'"),
-        ({"strategy": "rings"}, rs.PlanError, "no strategy is called 'rings'; there are ring, gather, exchange and auto"),
+        ({"strategy": "rings"}, rs.PlanError, f"no strategy is called 'rings'; there are {', '.join(STRATEGIES)} and auto"),
         ({"strategy": object()}, rs.PlanError, "is not a registered strategy; make it known with"),
         ({"layout": "zagzig"}, rs.LayoutError, "no layout is called 'zagzig'; there are contiguous, zigzag"),
         ({"layout": [[(0, 16)]]}, rs.LayoutError, "does not fit: the mask has 16 tokens here and the group 4 ranks"),
@@ -92,6 +92,7 @@ def test_what_a_plan_says_of_itself() -> None:
         ("gather(stages=4)", rs.Gather(stages=4)),
         ("exchange", rs.Exchange(stages=2)),
         ("exchange( stages = 2 )", rs.Exchange(stages=2)),
+        ("pass_q", rs.PassQ(stages=2)),
     ],
 )
 def test_strategies_from_text(text: str, strategy: object) -> None:

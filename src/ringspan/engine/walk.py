@@ -34,7 +34,8 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel do so from a copy that lies row by row; those that stay are read as they lie.
-    q = [q_SBHD.contiguous() if len(program.q_slots) > 1 else q_SBHD, *(_room(slot, q_SBHD) for slot in program.q_slots[1:])]
+    moving = program.moves_queries("forward")
+    q = [q_SBHD.contiguous(), *(_room(slot, q_SBHD) for slot in program.q_slots[1:])] if moving else [q_SBHD]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
     out = [Accumulator(x.shape[0], x.shape[1], x.shape[2], value_dim, like=like) for x in q]
@@ -60,8 +61,10 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel take along all that their gradient needs, in one row; those that stay need no such copy.
-    q = [_bundle(saved)] if len(program.q_slots) > 1 else []
-    q += [_room(slot, q[0]) for slot in program.q_slots[1:]]
+    q: list[Tensor] = []
+    if program.moves_queries("backward"):
+        bundle = _bundle(saved)
+        q = [bundle, *(_room(slot, bundle) for slot in program.q_slots[1:])]
     home = Saved(*(None if x is None else _heads_first(x) for x in saved))  # type: ignore[arg-type]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     queries = [home, *(_unbundle(x, call.head_dim, value_dim) for x in q[1:])]

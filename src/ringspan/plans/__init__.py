@@ -15,6 +15,7 @@ from ringspan.plans.auto import auto
 from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
 from ringspan.plans.exchange import Exchange
 from ringspan.plans.gather import Gather
+from ringspan.plans.pass_q import PassQ
 from ringspan.plans.ring import Ring
 from ringspan.plans.scene import Scene, needed_rows
 from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
@@ -28,7 +29,7 @@ class Strategy(Protocol):
     def __call__(self, scene: Scene, /) -> Program: ...
 
 
-STRATEGIES: dict[str, type[Any]] = {"ring": Ring, "gather": Gather, "exchange": Exchange}
+STRATEGIES: dict[str, type[Any]] = {"ring": Ring, "gather": Gather, "exchange": Exchange, "pass_q": PassQ}
 
 
 def register_strategy(name: str, strategy: type[Any]) -> None:
@@ -141,6 +142,7 @@ __all__ = [
     "STRATEGIES",
     "Exchange",
     "Gather",
+    "PassQ",
     "Plan",
     "Program",
     "Ring",

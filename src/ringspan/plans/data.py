@@ -103,6 +103,10 @@ class Program:
     def steps(self, phase: Phase) -> tuple[Step, ...]:
         return self.forward if phase == "forward" else self.backward
 
+    def moves_queries(self, phase: Phase) -> bool:
+        """Whether any query leaves or enters. If none does, the rank's own need not be copied to lie row by row."""
+        return any(t.what == "q" for step in self.steps(phase) for t in (*step.sends, *step.recvs))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

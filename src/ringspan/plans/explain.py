@@ -20,12 +20,14 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     per_rank = areas(plan.mask, plan.q_layout)
     even = per_rank.sum() / plan.world
     balance = per_rank.max() / even if even else 1.0
+    mean = plan.mask.area / plan.world
     q_len, k_len = plan.mask.lengths
     lines = [
         f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
         f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, "
         f"{len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
+        f"  work      {plan.area / mean if mean else 1.0:.3f} × the mean of all ranks",
         *(f"  choice    {note}" for note in plan.notes),
         f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
         f"{shape.head_dim}{f'/{shape.v_dim}' if shape.v_dim else ''} wide, {shape.dtype}{example}",

@@ -8,7 +8,8 @@ import numpy as np
 
 from ringspan.plans.data import Program
 from ringspan.plans.scene import Scene
-from ringspan.plans.staged import Wanted, check_stages, staged
+from ringspan.plans.staged import check_stages, staged
+from ringspan.plans.travellers import KEYS, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +29,4 @@ class Gather:
         here = np.full_like(ranks, scene.rank)
         incoming = Wanted(others, here[others], np.zeros_like(others), rows[others])
         outgoing = Wanted(here[askers], askers, np.zeros_like(askers), rows[here[askers]])
-        return staged(scene, scene.seen(), incoming, outgoing, self.stages)
+        return staged(scene, KEYS, scene.seen(), incoming, outgoing, self.stages)

@@ -77,7 +77,7 @@ def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
     """
     program = plan.program
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
-    if len(program.q_slots) > 1:  # queries that travel do so from a copy that lies row by row
+    if program.moves_queries(phase):  # they travel from a copy that lies row by row
         held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
     results: tuple[What, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
     for what in results:

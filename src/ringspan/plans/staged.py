@@ -1,4 +1,4 @@
-"""Keys that come straight from their owners, in stages: what gather and exchange have in common.
+"""Rows that come straight from their owners, in stages: keys for gather and exchange, queries for pass_q.
 
 ::
 
@@ -7,8 +7,8 @@
                             4 ranks before me)   3 ranks beyond)
     computing               home                 stage 0              stage 1
 
-Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. Backward, the gradient of a
-stage goes back to the owners while the next stage is computed.
+Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. What was found for a stage and
+belongs to its owners (the gradient of keys, the result or gradient of queries) goes back while the next stage is computed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringspan.errors import PlanError
-from ringspan.layouts import Tiles
+from ringspan.layouts import Layout, Tiles
 from ringspan.masks import Band
 from ringspan.masks import table as tables
-from ringspan.masks.table import HI, K0, K1, LO
-from ringspan.plans.data import Program, Slot, Step, Task, Transfer, What
+from ringspan.plans.data import Phase, Program, Slot, Step, Transfer, What
 from ringspan.plans.scene import Ints, Rows, Scene, bands_by_group
+from ringspan.plans.travellers import Traveller, Wanted
 
 # Up to so many ranges of rows travel as messages of their own.
 UNPACKED = 2
-
-
-class Wanted(NamedTuple):
-    """Rows that travel: those of rank ``of`` from start to stop, for rank ``by``. Sorted by both, then by rows."""
-
-    of: Ints
-    by: Ints
-    start: Ints
-    stop: Ints
 
 
 class _Visitors(NamedTuple):
@@ -48,57 +39,62 @@ class _Visitors(NamedTuple):
     at: Ints
 
 
-def staged(scene: Scene, tiles: Tiles, incoming: Wanted, outgoing: Wanted, stages: int) -> Program:
+def staged(scene: Scene, traveller: Traveller, tiles: Tiles, incoming: Wanted, outgoing: Wanted, stages: int) -> Program:
     """The program in which a rank gets the incoming rows from their owners and gives the outgoing ones away, in stages.
 
-    ``tiles`` are what this rank's queries see, in the owners' rows.
+    ``tiles`` are what this rank computes, in the owners' rows.
     """
     world, rank = scene.world, scene.rank
     stages = min(stages, world - 1)
     stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
-    arriving, token = _by_token(scene, incoming)
+    arriving, token = _by_token(traveller.layout(scene), incoming)
     visitors = _lay_out(arriving, token, stage_of[(rank - arriving.of) % world])
-    leaving, _ = _by_token(scene, outgoing)
-    bands = _bands_by_stage(tiles, visitors, rank)
+    leaving, _ = _by_token(traveller.layout(scene), outgoing)
+    bands = _bands_by_stage(traveller, tiles, visitors, rank)
 
     def slot(stage: int) -> int:
         return 1 + stage % 2
 
-    away = _by_peer(visitors.owner, visitors.at, visitors.at + visitors.stop - visitors.start)
-    home = _by_peer(leaving.by, leaving.start, leaving.stop)
+    away = by_peer(visitors.owner, visitors.at, visitors.at + visitors.stop - visitors.start)
+    home = by_peer(leaving.by, leaving.start, leaving.stop)
 
     def guests(what: What, stage: int) -> tuple[Transfer, ...]:
-        """The keys of others (or their gradients) that this rank holds in a stage."""
+        """The rows of others (or what was found for them) that this rank holds in a stage."""
         owners = ((rank - d) % world for d in range(1, world) if stage_of[d] == stage)
         return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in away.get(p, ()))
 
     def own(what: What, stage: int) -> tuple[Transfer, ...]:
-        """The rank's own keys (or their gradients) that others hold in a stage."""
+        """The rank's own rows (or what was found for them) that others hold in a stage."""
         askers = ((rank + d) % world for d in range(1, world) if stage_of[d] == stage)
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
 
-    def step(n: int, *, backward: bool) -> Step:
-        sends, recvs = own("kv", n), guests("kv", n)
-        if backward:
-            sends += guests("dkv", n - 2)
-            recvs += own("dkv", n - 2)
-        seen = bands.get(n - 1, ())
-        tasks = (Task(kv_slot=0 if n == 0 else slot(n - 1), bands=seen),) if seen else ()
+    def step(n: int, back: What | None) -> Step:
+        sends, recvs = own(traveller.what, n), guests(traveller.what, n)
+        if back:
+            sends += guests(back, n - 2)
+            recvs += own(back, n - 2)
+        computed = bands.get(n - 1, ())
+        tasks = (traveller.task(0 if n == 0 else slot(n - 1), computed),) if computed else ()
         return Step(sends=sends, recvs=recvs, tasks=tasks)
 
+    def steps(phase: Phase) -> tuple[Step, ...]:
+        back = traveller.back[phase]
+        return tuple(step(n, back) for n in range(stages + (2 if back and stages else 1)))
+
     filled = [int((visitors.stop - visitors.start)[visitors.stage == stage].sum()) for stage in range(stages)]
-    sizes = [max(filled[k - 1 :: 2], default=0) for k in (1, 2)]
+    visiting = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
+    q_home, kv_home = (Slot(rows=layout.counts[rank]) for layout in (scene.q_layout, scene.kv_layout))
     return Program(
-        forward=tuple(step(n, backward=False) for n in range(stages + 1)),
-        backward=tuple(step(n, backward=True) for n in range(stages + 2 if stages else 1)),
-        q_slots=(Slot(rows=scene.q_rows),),
-        kv_slots=(Slot(rows=scene.kv_layout.counts[rank]), *(Slot(rows=n) for n in sizes)),
+        forward=steps("forward"),
+        backward=steps("backward"),
+        q_slots=(q_home, *(visiting if traveller.what == "q" else ())),
+        kv_slots=(kv_home, *(visiting if traveller.what == "kv" else ())),
     )
 
 
-def _by_token(scene: Scene, rows: Wanted) -> tuple[Wanted, Ints]:
+def _by_token(layout: Layout, rows: Wanted) -> tuple[Wanted, Ints]:
     """The rows cut where their owner's tokens stop being neighbours, and the first token of each."""
-    p = scene.kv_layout.pieces
+    p = layout.pieces
     of, at = rows.of << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
     i, j = tables.overlapping(of + rows.start, of + rows.stop, at, at + p.size)
     start = np.maximum(rows.start[i], p.at[j])
@@ -120,7 +116,7 @@ def _lay_out(rows: Wanted, token: Ints, stage: Ints) -> _Visitors:
     return _Visitors(rows.of, rows.start, rows.stop, stage, at)
 
 
-def _by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
+def by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
     """The messages to or from each peer: one for each range of rows where they are few, so that nothing is packed; one packed
     message where they are many."""
     ranges: dict[int, list[tuple[int, int]]] = {}
@@ -129,7 +125,7 @@ def _by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
     return {p: [(span,) for span in spans] if len(spans) <= UNPACKED else [tuple(spans)] for p, spans in ranges.items()}
 
 
-def _bands_by_stage(tiles: Tiles, visitors: _Visitors, rank: int) -> dict[int, tuple[Band, ...]]:
+def _bands_by_stage(traveller: Traveller, tiles: Tiles, visitors: _Visitors, rank: int) -> dict[int, tuple[Band, ...]]:
     """The tiles moved from their owners' rows to the rows of the slots, joined; the home ones under stage -1."""
     owner = np.append(visitors.owner, rank)
     start = np.append(visitors.start, 0)
@@ -137,10 +133,9 @@ def _bands_by_stage(tiles: Tiles, visitors: _Visitors, rank: int) -> dict[int, t
     stage = np.append(visitors.stage, -1)
     key = (owner << 32) + start
     order = np.argsort(key)
-    hit = order[np.searchsorted(key[order], (tiles.k_rank << 32) + tiles.bands[:, K0], side="right") - 1]
-    bands = tiles.bands.copy()
-    bands[:, [K0, K1, LO, HI]] += shift[hit][:, None]
-    return bands_by_group(bands, stage[hit])
+    first = tiles.bands[:, traveller.rows[0]]
+    hit = order[np.searchsorted(key[order], (traveller.owner(tiles) << 32) + first, side="right") - 1]
+    return bands_by_group(traveller.shifted(tiles.bands, shift[hit]), stage[hit])
 
 
 def check_stages(stages: Any) -> None:
