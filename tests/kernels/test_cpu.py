@@ -56,8 +56,7 @@ def tensors(q_len: int, k_len: int, dtype: torch.dtype, heads: int, kv_heads: in
 
 
 def forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, dtype: torch.dtype) -> Partial:
-    accumulator = Accumulator(q.shape[2], q.shape[0], q.shape[1], v.shape[-1], like=torch.empty(0, dtype=dtype))
-    accumulator.out_SBHE.fill_(torch.nan)
+    accumulator = Accumulator((q.shape[2], q.shape[0], q.shape[1], v.shape[-1]), like=torch.empty(0, dtype=dtype))
     for part in kernel.attend(q, k, v, bands, scale=scale):
         accumulator.add(*part)
     out, lse = accumulator.finish()
@@ -67,10 +66,12 @@ def forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band],
 def backward(
     kernel: Any, saved: Saved, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Added to what is there already, as the gradients of another launch would be."""
-    grads = [torch.ones(x.shape, dtype=dtype) for x in (saved.q_BHSD, k, v)]
-    kernel.attend_backward(saved, k, v, bands, scale=scale, dq_BHSD=grads[0], dk_BGTD=grads[1], dv_BGTE=grads[2])
-    return grads
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (saved.q_BHSD, k, v))
+    for part in kernel.attend_backward(saved, k, v, bands, scale=scale):
+        dq[:, :, part.rows] += part.dq_BHSD
+        dk[:, :, part.keys] += part.dk_BGTD
+        dv[:, :, part.keys] += part.dv_BGTE
+    return [dq, dk, dv]
 
 
 def compare(bands: Sequence[Band], given: list[Tensor], scale: float, *, dlse: bool) -> None:

@@ -27,10 +27,15 @@ def parts(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("e", [5, 64, 128])
-def test_it_is_the_plain_merge(e: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_it_is_the_plain_merge(elsewhere: bool, e: int, dtype: torch.dtype) -> None:
+    """In place, or with the old part elsewhere and narrow."""
     a, b = parts(e, dtype)
-    want = merge(Partial(a.out.cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
-    fused.merge_(a.out, a.lse, b.out, b.lse)
+    old = a.out
+    if elsewhere:
+        old, a = a.out.to(dtype), Partial(torch.full_like(a.out, torch.nan), a.lse)
+    want = merge(Partial(old.float().cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
+    fused.merge_(a.out, a.lse, b.out, b.lse, old)
     torch.testing.assert_close(a.out.cpu(), want.out, rtol=0, atol=1e-6)
     assert torch.equal(torch.isinf(a.lse).cpu(), torch.isinf(want.lse))
     torch.testing.assert_close(a.lse.cpu(), want.lse, rtol=1e-6, atol=1e-6)
@@ -41,10 +46,11 @@ def test_it_is_the_plain_merge(e: int, dtype: torch.dtype) -> None:
 def test_very_large_and_small_lse_do_not_overflow() -> None:
     lse = torch.tensor([3e4, -3e4, 3e4]).view(3, 1, 1).to(DEVICE)
     out, new = torch.ones(3, 1, 1, 8, device=DEVICE), torch.full((3, 1, 1, 8), 3.0, device=DEVICE)
-    fused.merge_(out, lse, new, torch.tensor([-3e4, 3e4, 3e4]).view(3, 1, 1).to(DEVICE))
+    fused.merge_(out, lse, new, torch.tensor([-3e4, 3e4, 3e4]).view(3, 1, 1).to(DEVICE), out)
     assert out[:, 0, 0, 0].tolist() == [1.0, 3.0, 2.0]
     assert lse.flatten().tolist() == pytest.approx([3e4, 3e4, 3e4 + 0.6931], abs=2e-3)
 
 
 def test_nothing_to_merge() -> None:
-    fused.merge_(torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1), torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1))
+    out, lse = torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1)
+    fused.merge_(out, lse, out, lse, out)

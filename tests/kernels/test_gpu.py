@@ -25,8 +25,22 @@ MASKS = {
 }
 
 
-def serving(backend: str, dtype: torch.dtype, dim: int) -> None:
-    reason = dict(reasons(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)))[backend]
+BACKENDS = ["fa4", "cudnn", "flash", "efficient"]
+SHAPES = [
+    (torch.bfloat16, 128, 128),
+    (torch.float16, 64, 64),
+    (torch.bfloat16, 64, 64),
+    (torch.float16, 128, 128),
+    (torch.bfloat16, 128, 64),
+    (torch.float16, 64, 128),
+    (torch.float32, 64, 64),
+    (torch.float32, 40, 72),
+]
+
+
+def serving(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None) -> None:
+    given = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim if v_dim is None else v_dim)
+    reason = dict(reasons(given))[backend]
     if reason:
         pytest.skip(f"{backend} {reason}")
 
@@ -36,13 +50,16 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 64)], ids=["bfloat16-128", "float16-64"])
-@pytest.mark.parametrize("backend", ["fa4", "flash"])
-def test_no_worse_than_one_call_of_the_same_precision(backend: str, dtype: torch.dtype, dim: int, mask: rs.Mask) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), SHAPES, ids=[f"{str(t)[6:]}-{d}-{e}" for t, d, e in SHAPES])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_worse_than_one_call_of_the_same_precision(
+    backend: str, dtype: torch.dtype, dim: int, v_dim: int, mask: rs.Mask
+) -> None:
     """Out, lse and gradients of 3 ranks; the yardstick is dense attention computed in this dtype throughout."""
-    serving(backend, dtype, dim)
+    serving(backend, dtype, dim, v_dim)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, N, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (8, 2, 2))
+    sizes = ((8, dim), (2, dim), (2, v_dim))
+    q, k, v = (torch.randn(2, h, N, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in sizes)
     seen = torch.from_numpy(mask.dense()).cuda()
     want = dense_attention(q, k, v, seen)
     grad = torch.randn_like(want.out).to(dtype)
@@ -66,7 +83,7 @@ def in_this_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch
     return (score.softmax(-1) @ v).masked_fill(blind, 0.0)
 
 
-@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_of_lse(backend: str) -> None:
     serving(backend, torch.bfloat16, 64)
     torch.manual_seed(0)
@@ -80,7 +97,10 @@ def test_the_gradient_of_lse(backend: str) -> None:
         assert error(a, b) <= 0.02 * b.abs().max().item()
 
 
-@pytest.mark.parametrize("backend", ["fa4", "flash"])
+MARK = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "flash_fwd_kernel", "efficient": "fmha_cutlass"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_kernels_that_run_are_those_asked_for(backend: str) -> None:
     serving(backend, torch.bfloat16, 128)
     q, k, v = (torch.randn(1, 4, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -89,9 +109,33 @@ def test_the_kernels_that_run_are_those_asked_for(backend: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         world.attention(q, k, v, mask=rs.causal(512), backend=backend)
     names = " ".join(event.key for event in profile.key_averages())
-    mark = {"fa4": "flash_attncute", "flash": "flash_fwd_kernel"}
-    assert mark[backend] in names
-    assert all(other not in names for name, other in mark.items() if name != backend)
+    assert MARK[backend] in names
+    assert all(other not in names for name, other in MARK.items() if name != backend)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_bits_fifty_times(backend: str, kv_heads: int) -> None:
+    serving(backend, torch.bfloat16, 128)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, N, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, kv_heads, kv_heads)
+    )
+    world = rs.LocalWorld(3)
+    plans = world.plans(MASKS["documents"], strategy="exchange", layout="zigzag")
+    grad = torch.randn(1, 8, N, 128, device="cuda", dtype=torch.bfloat16)
+
+    def results() -> list[torch.Tensor]:
+        out = world.run(plans, q, k, v, backend=backend).out
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = results()
+        for _ in range(49):
+            assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_what_no_fast_kernel_serves_is_said() -> None:

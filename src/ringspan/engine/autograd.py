@@ -74,9 +74,8 @@ class _Attend(torch.autograd.Function):
             walks.append(backward(plan, saved, key_values[rank], ctx.call))
         needed: list[Tensor] = []
         with torch.no_grad():
-            for (dq, dkv), q in zip(ctx.run(walks), queries, strict=True):
-                d = ctx.call.head_dim
-                needed += [x.movedim(0, 2).to(q.dtype) for x in (dq, dkv[..., :d], dkv[..., d:])]
+            for grads_of_rank, q in zip(ctx.run(walks), queries, strict=True):
+                needed += [x.movedim(0, 2).to(q.dtype) for x in grads_of_rank]
         return None, None, None, *(_once(x) if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
 
 

@@ -5,12 +5,16 @@ Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from ringspan.kernels import Accumulator, Partial
+from ringspan.kernels import Accumulator, Partial, Sum
 from ringspan.plans import Plan, Step, Transfer
+from ringspan.plans.scene import Rows
 from ringspan.plans.shape import is_packed
 from ringspan.transports import Post
 
@@ -18,7 +22,7 @@ from ringspan.transports import Post
 class Slots:
     """Buffers by what they hold. ``plain`` are overwritten by what arrives, ``sums`` added to, ``results`` merged into.
 
-    ``reset`` is called with (what, slot, start, stop) when other rows have moved in.
+    When other queries or keys move in, what was gathered for those before them (``gathered[what]``) is forgotten.
     """
 
     def __init__(
@@ -26,12 +30,15 @@ class Slots:
         plan: Plan,
         *,
         plain: dict[str, list[Tensor]],
-        sums: dict[str, list[Tensor]] | None = None,
+        sums: dict[str, list[Sum]] | None = None,
         results: list[Accumulator] | None = None,
-        reset: Callable[[str, int, int, int], None],
     ) -> None:
         self.rank = plan.rank
-        self.plain, self.sums, self.results, self.reset = plain, sums or {}, results or [], reset
+        self.plain, self.sums, self.results = plain, sums or {}, results or []
+        self.gathered: dict[str, Sequence[Accumulator | Sum]] = {
+            "q": self.results or self.sums.get("dq", []),
+            "kv": self.sums.get("dkv", []),
+        }
 
     def post(self, step: Step, label: str) -> tuple[Post, list[tuple[Transfer, Tensor]]]:
         """The step's exchange, and what is to be taken in when it is over: (transfer, message) in order."""
@@ -48,56 +55,82 @@ class Slots:
     def take(self, arrivals: Sequence[tuple[Transfer, Tensor]]) -> None:
         """Lay what has arrived where it belongs."""
         for t, message in arrivals:
-            at = 0
-            for start, stop in t.rows:
-                self._lay(t, start, stop, message[at : at + stop - start])
-                at += stop - start
+            if t.what == "out":
+                self._merge(t, message)
+            elif t.what in self.sums:
+                self._add(t, message)
+            else:
+                self._overwrite(t, message)
 
     def _pack(self, t: Transfer) -> Tensor:
         """The rows as one contiguous message: a view where they lie together, a copy where not."""
-        if not is_packed(t):
-            return self._tensor(t)[slice(*t.rows[0])].contiguous()
+        if t.what != "out":
+            rows = self._rows(t)
+            return _heads(rows, t).index_select(0, _index(t.rows, rows.device)) if is_packed(t) else rows.contiguous()
         message = self._apart(t)
         at = 0
         for start, stop in t.rows:
+            out, lse = (_heads(x, t) for x in self.results[t.slot].wide(start, stop))
             part = message[at : at + stop - start]
-            if t.what == "out":
-                result = self.results[t.slot].finish()
-                part[..., :-1], part[..., -1] = _heads(result.out[start:stop], t), _heads(result.lse[start:stop], t)
-            else:
-                part.copy_(_heads(self._tensor(t)[start:stop], t))
+            part[..., :-1], part[..., -1] = out, lse
             at += stop - start
         return message
 
     def _buffer(self, t: Transfer) -> Tensor:
         """Where the message is received: the slot itself if it can be, else a buffer to be laid out later."""
-        if t.what in self.plain and not is_packed(t):
-            return self._tensor(t)[slice(*t.rows[0])]
-        return self._apart(t)
+        return self._rows(t) if t.what in self.plain and not is_packed(t) else self._apart(t)
 
     def _apart(self, t: Transfer) -> Tensor:
         """Room for the message outside the slot. A result's lse is its last column."""
-        like = self.results[t.slot].out_SBHE if t.what == "out" else self._tensor(t)
-        width = like.shape[-1] + (t.what == "out")
-        heads = like.shape[2] if t.heads is None else t.heads[1] - t.heads[0]
-        return like.new_empty((t.count, like.shape[1], heads, width))
+        if t.what in self.plain:
+            like, (_, batch, heads, width) = self.plain[t.what][t.slot], self.plain[t.what][t.slot].shape
+        else:
+            gathered = self.results[t.slot] if t.what == "out" else self.sums[t.what][t.slot]
+            like, (_, batch, heads, width) = gathered.like, gathered.shape
+        heads = heads if t.heads is None else t.heads[1] - t.heads[0]
+        return like.new_empty((t.count, batch, heads, width + (t.what == "out")))
 
-    def _lay(self, t: Transfer, start: int, stop: int, message: Tensor) -> None:
-        if t.what == "out":
-            part = Partial(message[..., :-1].permute(1, 2, 0, 3), message[..., -1].permute(1, 2, 0))
-            self.results[t.slot].add(start, stop, part, heads=t.heads)
-            return
-        target = _heads(self._tensor(t)[start:stop], t)
-        if t.what in self.sums:
-            target += message
-            return
+    def _merge(self, t: Transfer, message: Tensor) -> None:
+        out_BHSE, lse_BHS = message[..., :-1].permute(1, 2, 0, 3), message[..., -1].permute(1, 2, 0)
+        at = 0
+        for start, stop in t.rows:
+            here = slice(at, at + stop - start)
+            self.results[t.slot].add(start, stop, Partial(out_BHSE[:, :, here], lse_BHS[:, :, here]), heads=t.heads)
+            at += stop - start
+
+    def _add(self, t: Transfer, message: Tensor) -> None:
+        if is_packed(t):
+            _heads(self._rows(t), t).index_add_(0, _index(t.rows, message.device), message)
+        else:
+            self.sums[t.what][t.slot].add(*t.rows[0], message)
+
+    def _overwrite(self, t: Transfer, message: Tensor) -> None:
+        target = self._rows(t)
         if target.data_ptr() != message.data_ptr():
-            target.copy_(message)
-        self.reset(t.what, t.slot, start, stop)
+            _heads(target, t).index_copy_(0, _index(t.rows, message.device), message)
+        for gathered in self.gathered[t.what][t.slot : t.slot + 1]:
+            for start, stop in t.rows:
+                gathered.clear(start, stop)
 
-    def _tensor(self, t: Transfer) -> Tensor:
-        return (self.plain if t.what in self.plain else self.sums)[t.what][t.slot]
+    def _rows(self, t: Transfer) -> Tensor:
+        """The rows from the first that the transfer names to the last, those between them included."""
+        start, stop = _extent(t.rows)
+        if t.what in self.plain:
+            return self.plain[t.what][t.slot][start:stop]
+        return self.sums[t.what][t.slot].wide(start, stop)
 
 
 def _heads(x: Tensor, t: Transfer) -> Tensor:
     return x if t.heads is None else x[:, :, slice(*t.heads)]
+
+
+def _extent(rows: Rows) -> tuple[int, int]:
+    return min(start for start, _ in rows), max(stop for _, stop in rows)
+
+
+@lru_cache(maxsize=4096)
+def _index(rows: Rows, device: torch.device) -> Tensor:
+    """The rows of a transfer, counted from the first of its extent."""
+    first, _ = _extent(rows)
+    index = torch.from_numpy(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]))
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ringspan.engine.slots import Slots
-from ringspan.kernels import Accumulator, Kernel, Partial, Saved, wide
+from ringspan.kernels import Accumulator, Kernel, Partial, Saved, Sum, wide
 from ringspan.plans import Plan, Slot, Task
 from ringspan.plans.data import Phase
 from ringspan.transports import Wait, Walk
@@ -30,7 +30,10 @@ class Call:
 
 
 def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Partial]:
-    """Walk the forward steps. Returns this rank's result: out (S, B, H, E) and lse (S, B, H), both wide."""
+    """Walk the forward steps.
+
+    Returns this rank's result: out (S, B, H, E), wide or as the kernel wrote it, and lse (S, B, H).
+    """
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel do so from a copy that lies row by row; those that stay are read as they lie.
@@ -38,25 +41,22 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     q = [q_SBHD.contiguous(), *(_room(slot, q_SBHD) for slot in program.q_slots[1:])] if moving else [q_SBHD]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
-    out = [Accumulator(x.shape[0], x.shape[1], x.shape[2], value_dim, like=like) for x in q]
-
-    def reset(what: str, slot: int, start: int, stop: int) -> None:
-        if what == "q":
-            out[slot].clear(start, stop)
+    out = [Accumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
 
     def compute(task: Task) -> None:
         k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
         for part in call.kernel.attend(_heads_first(q[task.q_slot]), k_BGTD, v_BGTE, task.bands, scale=call.scale):
             out[task.q_slot].add(*part)
+            del part  # else it would be held while the next is computed
 
-    yield from _walk(plan, "forward", Slots(plan, plain={"q": q, "kv": kv}, results=out, reset=reset), compute)
+    yield from _walk(plan, "forward", Slots(plan, plain={"q": q, "kv": kv}, results=out), compute)
     return out[0].finish()
 
 
-def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, Tensor]]:
+def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, Tensor, Tensor]]:
     """Walk the backward steps. ``saved`` is rows first.
 
-    Returns the gradients dq (S, B, H, D) and dkv (T, B, G, D + E), wide.
+    Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them.
     """
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
@@ -69,28 +69,18 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     queries = [home, *(_unbundle(x, call.head_dim, value_dim) for x in q[1:])]
     like = torch.empty(0, dtype=wide(kv_TBGF.dtype), device=kv_TBGF.device)
-    dkv = [like.new_zeros(x.shape) for x in kv]
-    dq = [like.new_zeros((*x.shape[:3], call.head_dim)) for x in (saved.q_BHSD, *q[1:])]
-
-    def reset(what: str, slot: int, start: int, stop: int) -> None:
-        (dkv if what == "kv" else dq)[slot][start:stop] = 0
+    dkv = [Sum(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
+    dq = [Sum(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])]
 
     def compute(task: Task) -> None:
         k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
-        dk_BGTD, dv_BGTE = _key_value(dkv[task.kv_slot], call)
-        call.kernel.attend_backward(
-            queries[task.q_slot],
-            k_BGTD,
-            v_BGTE,
-            task.bands,
-            scale=call.scale,
-            dq_BHSD=_heads_first(dq[task.q_slot]),
-            dk_BGTD=dk_BGTD,
-            dv_BGTE=dv_BGTE,
-        )
+        for grads in call.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, scale=call.scale):
+            dq[task.q_slot].add(grads.rows.start, grads.rows.stop, _rows_first(grads.dq_BHSD))
+            dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, _rows_first(grads.dk_BGTD), _rows_first(grads.dv_BGTE))
+            del grads  # else they would be held while the next are computed
 
-    yield from _walk(plan, "backward", Slots(plan, plain={"q": q, "kv": kv}, sums={"dq": dq, "dkv": dkv}, reset=reset), compute)
-    return dq[0], dkv[0]
+    yield from _walk(plan, "backward", Slots(plan, plain={"q": q, "kv": kv}, sums={"dq": dq, "dkv": dkv}), compute)
+    return *dq[0].finish(), *dkv[0].finish()  # type: ignore[return-value]
 
 
 def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None]) -> Walk[None]:
@@ -118,6 +108,10 @@ def _room(slot: Slot, like: Tensor) -> Tensor:
 def _heads_first(x_SBH: Tensor) -> Tensor:
     """(S, B, H, …) seen as (B, H, S, …), the way kernels see it."""
     return x_SBH.movedim(0, 2)
+
+
+def _rows_first(x_BHS: Tensor) -> Tensor:
+    return x_BHS.movedim(2, 0)
 
 
 def _key_value(kv_TBGF: Tensor, call: Call) -> tuple[Tensor, Tensor]:

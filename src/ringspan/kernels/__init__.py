@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import cast
 
 from ringspan.errors import KernelError
-from ringspan.kernels.kernel import Inputs, Kernel, Part, Saved, wide
+from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.partial import Accumulator, Partial, merge
+from ringspan.kernels.sums import Sum
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {
@@ -52,4 +53,18 @@ def _load(name: str) -> Kernel:
     return cast(Kernel, importlib.import_module(KERNELS[name]))
 
 
-__all__ = ["KERNELS", "Accumulator", "Inputs", "Kernel", "Part", "Partial", "Saved", "merge", "pick", "reasons", "wide"]
+__all__ = [
+    "KERNELS",
+    "Accumulator",
+    "Gradients",
+    "Inputs",
+    "Kernel",
+    "Part",
+    "Partial",
+    "Saved",
+    "Sum",
+    "merge",
+    "pick",
+    "reasons",
+    "wide",
+]

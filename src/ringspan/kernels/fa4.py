@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels import windowed
-from ringspan.kernels.kernel import Inputs, Part, Saved
+from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
 from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
@@ -50,8 +50,10 @@ def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band]
     return windowed.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
 
 
-def attend_backward(saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], **options: Any) -> None:
-    windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, **options)
+def attend_backward(
+    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+) -> Iterator[Gradients]:
+    return windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,8 +68,8 @@ def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) ->
         q,
         k,
         v,
-        out.to(q.dtype),
-        dout.to(q.dtype),
+        out,
+        dout,
         lse,
         softmax_scale=scale,
         dlse=dlse,

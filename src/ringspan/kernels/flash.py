@@ -6,14 +6,13 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels import windowed
-from ringspan.kernels.kernel import Inputs, Part, Saved, with_dlse
+from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, with_dlse
 from ringspan.kernels.partial import EMPTY_LSE
 from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
@@ -41,8 +40,10 @@ def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band]
     return windowed.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
 
 
-def attend_backward(saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], **options: Any) -> None:
-    windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, **options)
+def attend_backward(
+    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+) -> Iterator[Gradients]:
+    return windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
@@ -58,14 +59,14 @@ def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) ->
     if dlse is not None:
         dout, out, v = with_dlse(dout, out, v, dlse.transpose(-1, -2))
         width = v.shape[-1] + -v.shape[-1] % 8
-        q, k, v, dout, out = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v, dout, out))
+        q, k, v, dout, out = (F.pad(x.to(k.dtype), (0, width - x.shape[-1])) for x in (q, k, v, dout, out))
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _flash_backward(
-        dout.to(q.dtype),
+        dout,
         q,
         k,
         v,
-        out.to(q.dtype),
+        out,
         lse.contiguous(),
         *_sequences(q, k, batch),
         0.0,

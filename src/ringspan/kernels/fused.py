@@ -16,9 +16,9 @@ BLOCK = 16
 
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, new_out, new_lse, count, batch, heads,
+    out, lse, new_out, new_lse, old_out, count, batch, heads,
     out_s, out_b, out_h, lse_s, lse_b, lse_h,
-    new_s, new_b, new_h, new_lse_s, new_lse_b, new_lse_h,
+    new_s, new_b, new_h, new_lse_s, new_lse_b, new_lse_h, old_s, old_b, old_h,
     E: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -39,26 +39,26 @@ def _merge(  # type: ignore[no-untyped-def]
     share = new_weight / total
     e = tl.arange(0, WIDTH)
     inside = here[:, None] & (e < E)[None, :]
-    old_at = out + (s * out_s + b * out_b + h * out_h)[:, None] + e[None, :]
-    old = tl.load(old_at, mask=inside, other=0.0)
-    new = tl.load(new_out + (s * new_s + b * new_b + h * new_h)[:, None] + e[None, :], mask=inside, other=0.0).to(old.dtype)
+    out_at = out + (s * out_s + b * out_b + h * out_h)[:, None] + e[None, :]
+    wide = out.dtype.element_ty
+    old = tl.load(old_out + (s * old_s + b * old_b + h * old_h)[:, None] + e[None, :], mask=inside, other=0.0).to(wide)
+    new = tl.load(new_out + (s * new_s + b * new_b + h * new_h)[:, None] + e[None, :], mask=inside, other=0.0).to(wide)
     # As torch.lerp does it: exact at both ends.
     w = share[:, None]
     merged = tl.where(w < 0.5, old + w * (new - old), new - (new - old) * (1.0 - w))
-    tl.store(old_at, merged, mask=inside)
+    tl.store(out_at, merged, mask=inside)
     tl.store(a_at, tl.where(empty, float("-inf"), top + tl.log(total)), mask=here)
 
 
-def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor) -> None:
-    """Merge the new part into out and lse. The new out may be narrower in dtype."""
-    if new_out_SBHE.stride(-1) != 1:
-        new_out_SBHE = new_out_SBHE.contiguous()
+def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
+    """Merge the new part with the old one, which may be out itself, into out and lse. Both may be narrower than out."""
+    new_out_SBHE, old_SBHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_out_SBHE, old_SBHE))
     count = lse_SBH.numel()
     if not count:
         return
     _, batch, heads, e = out_SBHE.shape
-    strides: list[Any] = [x.stride(i) for x in (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH) for i in range(3)]
+    tensors = (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE)
+    strides: list[Any] = [x.stride(i) for x in tensors for i in range(3)]
     _merge[(triton.cdiv(count, BLOCK),)](
-        out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, count, batch, heads, *strides,
-        E=e, WIDTH=triton.next_power_of_2(e), BLOCK=BLOCK,
-    )  # fmt: skip
+        *tensors, count, batch, heads, *strides, E=e, WIDTH=triton.next_power_of_2(e), BLOCK=BLOCK
+    )

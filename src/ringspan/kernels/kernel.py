@@ -25,6 +25,16 @@ class Part(NamedTuple):
     partial: Partial
 
 
+class Gradients(NamedTuple):
+    """What flows through some bands to the queries ``rows`` and to the keys ``keys``: (B, heads, rows, dim) each."""
+
+    rows: slice
+    dq_BHSD: Tensor
+    keys: slice
+    dk_BGTD: Tensor
+    dv_BGTE: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What a kernel may depend on to say whether it can serve."""
@@ -50,22 +60,16 @@ class Kernel(Protocol):
         """Attend through disjoint bands. Each query may appear in several parts, or in none if it sees nothing."""
 
     def attend_backward(
-        self,
-        saved: Saved,
-        k_BGTD: Tensor,
-        v_BGTE: Tensor,
-        bands: Sequence[Band],
-        *,
-        scale: float,
-        dq_BHSD: Tensor,
-        dk_BGTD: Tensor,
-        dv_BGTE: Tensor,
-    ) -> None:
-        """Add the gradients that flow through these bands to dq, dk and dv, which are wide (:func:`wide`)."""
+        self, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+    ) -> Iterator[Gradients]:
+        """The gradients that flow through these bands. A query or key may appear in several, or in none."""
 
 
 class Saved(NamedTuple):
-    """What the backward pass knows of the queries. ``out`` and ``lse`` are final: over all keys of all ranks."""
+    """What the backward pass knows of the queries. ``out`` and ``lse`` are final: over all keys of all ranks.
+
+    Queries that travelled come wide; kernels compute in the dtype of the keys.
+    """
 
     q_BHSD: Tensor
     dout_BHSE: Tensor

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels.kernel import Part, Saved, with_dlse
+from ringspan.kernels.kernel import Gradients, Part, Saved, with_dlse
 from ringspan.kernels.launches import Launch, launches
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 from ringspan.masks import Band
@@ -47,17 +47,8 @@ class Fused:
             yield Part(launch.q0, launch.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
 
     def attend_backward(
-        self,
-        saved: Saved,
-        k_BGTD: Tensor,
-        v_BGTE: Tensor,
-        bands: Sequence[Band],
-        *,
-        scale: float,
-        dq_BHSD: Tensor,
-        dk_BGTD: Tensor,
-        dv_BGTE: Tensor,
-    ) -> None:
+        self, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+    ) -> Iterator[Gradients]:
         for launch in launches(tuple(bands)):
             rows = saved.rows(launch.q0, launch.q1)
             dout, out, values = rows.dout_BHSE, rows.out_BHSE, v_BGTE
@@ -68,14 +59,15 @@ class Fused:
             lse = rows.lse_BHS.masked_fill(rows.lse_BHS == EMPTY_LSE, 0.0)
             dout, out = (_padded(x.to(q.dtype), q.shape[-1]) for x in (dout, out))
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, _mask(launch, q), launch.is_causal, scale)
-            dq_BHSD[:, :, launch.q0 : launch.q1] += dq[..., : saved.q_BHSD.shape[-1]]
-            dk_BGTD[:, :, launch.k0 : launch.k1] += dk[..., : k_BGTD.shape[-1]]
-            dv_BGTE[:, :, launch.k0 : launch.k1] += dv[..., : v_BGTE.shape[-1]]
+            dq, dk, dv = (
+                x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (saved.q_BHSD, k_BGTD, v_BGTE), strict=True)
+            )
+            yield Gradients(slice(launch.q0, launch.q1), dq, slice(launch.k0, launch.k1), dk, dv)
 
     def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
         width = max(q_BHSD.shape[-1], v_BGTE.shape[-1])
         width += -width % self.multiple
-        dtype = self.dtype(q_BHSD.dtype)
+        dtype = self.dtype(k_BGTD.dtype)
         q = _padded(q_BHSD[:, :, launch.q0 : launch.q1].to(dtype), width)
         k = _padded(k_BGTD[:, :, launch.k0 : launch.k1].to(dtype), width)
         return q, k, _padded(v_BGTE[:, :, launch.k0 : launch.k1].to(dtype), width)

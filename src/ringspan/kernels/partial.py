@@ -5,12 +5,14 @@ Legend: B batch, H query heads, S queries, E value dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ringspan.kernels.runs import Runs, State
 
 EMPTY_LSE = float("-inf")
 
@@ -32,91 +34,96 @@ def merge(a: Partial, b: Partial) -> Partial:
     return merged
 
 
-def merge_(into: Partial, other: Partial) -> None:
-    """:func:`merge`, in place. The other's out may be narrower than float32."""
+def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
+    """:func:`merge`, in place. The other's out may be narrower than float32.
+
+    With ``old``, that is what into's out was so far, and into's own is only written.
+    """
+    old = into.out if old is None else old
     if into.out.is_cuda and find_spec("triton") is not None:
         from ringspan.kernels import fused
 
-        fused.merge_(into.out, into.lse, other.out, other.lse)
+        fused.merge_(into.out, into.lse, other.out, other.lse, old)
         return
     # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is
     # nobody's, and -inf + inf must not make it nan. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).masked_fill_(other.lse == EMPTY_LSE, 0.0)
-    into.out.lerp_(other.out.to(into.out.dtype), share.unsqueeze(-1))
+    dtype = into.out.dtype
+    torch.lerp(old.to(dtype), other.out.to(dtype), share.unsqueeze(-1), out=into.out)
     into.lse.copy_(torch.logaddexp(into.lse, other.lse))
 
 
 class Accumulator:
     """The result of the queries of a slot while its parts come in. Rows first, so that rows can travel as they lie.
 
-    It remembers which rows have been touched: the first part of a row is copied, only later ones are merged.
+    The first part of a row is copied, only later ones are merged. With ``keeps=True`` a first part that has all rows is not
+    even copied: it stays as the kernel wrote it, in the kernel's dtype, but for the rows that get another part.
     """
 
-    def __init__(self, rows: int, batch: int, heads: int, width: int, *, like: Tensor) -> None:
-        self.out_SBHE = like.new_empty((rows, batch, heads, width))
-        self.lse_SBH = like.new_empty((rows, batch, heads))
-        self._touched: list[tuple[int, int]] = []
+    def __init__(self, shape_SBHE: Sequence[int], *, like: Tensor, keeps: bool = False) -> None:
+        self.shape, self.like, self._keeps = tuple(shape_SBHE), like, keeps
+        self._runs = Runs(self.shape[0])
+        self._kept: Tensor | None = None
+        self._wide: Tensor | None = None
+        self._lse: Tensor | None = None
 
     def add(self, start: int, stop: int, part: Partial, *, heads: tuple[int, int] | None = None) -> None:
         """Take in a part for the rows from start to stop, and for some heads or all.
 
         Its tensors are (B, H, rows, E) and (B, H, rows).
         """
-        out_SBHE, lse_SBH = part.out.permute(2, 0, 1, 3), part.lse.permute(2, 0, 1)
+        theirs = Partial(part.out.permute(2, 0, 1, 3), part.lse.permute(2, 0, 1))
         if heads is not None:
-            self._empty_fresh(start, stop)
-            mine = Partial(*(x[:, :, slice(*heads)] for x in self.rows(start, stop)))
-            merge_(mine, Partial(out_SBHE, lse_SBH))
+            mine = Partial(*(x[:, :, slice(*heads)] for x in self.wide(start, stop)))
+            merge_(mine, theirs)
             return
-        for a, b, fresh in self._pieces(start, stop):
-            mine = self.rows(a, b)
-            theirs = Partial(out_SBHE[a - start : b - start], lse_SBH[a - start : b - start])
-            if fresh:
-                mine.out.copy_(theirs.out)
-                mine.lse.copy_(theirs.lse)
+        for a, b, state in self._runs.of(start, stop):
+            new = Partial(*(x[a - start : b - start] for x in theirs))
+            if state == State.FRESH and self._keeps and b - a == self.shape[0] and new.out.dtype != self.like.dtype:
+                self._kept, self._lse = new
+                self._runs.set(a, b, State.KEPT)
+                continue
+            mine = self._rows(a, b)
+            if state == State.FRESH:
+                mine.out.copy_(new.out)
+                mine.lse.copy_(new.lse)
             else:
-                merge_(mine, theirs)
-        self._touched = _with(self._touched, start, stop)
+                merge_(mine, new, old=self._kept[a:b] if state == State.KEPT and self._kept is not None else None)
+            self._runs.set(a, b, State.WIDE)
 
-    def rows(self, start: int, stop: int) -> Partial:
-        return Partial(self.out_SBHE[start:stop], self.lse_SBH[start:stop])
+    def wide(self, start: int, stop: int) -> Partial:
+        """These rows, wide, those that nothing came for being empty. Views, (rows, B, H, E) and (rows, B, H)."""
+        for a, b, state in self._runs.of(start, stop):
+            mine = self._rows(a, b)
+            if state == State.FRESH:
+                mine.out.zero_()
+                mine.lse.fill_(EMPTY_LSE)
+            elif state == State.KEPT and self._kept is not None:
+                mine.out.copy_(self._kept[a:b])
+        self._runs.set(start, stop, State.WIDE)
+        return self._rows(start, stop)
 
     def clear(self, start: int, stop: int) -> None:
         """Forget what these rows have seen: other queries have moved in."""
-        kept = []
-        for a, b in self._touched:
-            kept += [(x, y) for x, y in ((a, min(b, start)), (max(a, stop), b)) if x < y]
-        self._touched = kept
+        self._runs.set(start, stop, State.FRESH)
 
     def finish(self) -> Partial:
-        """All rows, those that nothing came for being empty. Views, (S, B, H, E) and (S, B, H)."""
-        self._empty_fresh(0, len(self.lse_SBH))
-        return Partial(self.out_SBHE, self.lse_SBH)
+        """All rows, those that nothing came for being empty.
 
-    def _empty_fresh(self, start: int, stop: int) -> None:
-        for a, b, fresh in list(self._pieces(start, stop)):
-            if fresh:
-                self.out_SBHE[a:b] = 0
-                self.lse_SBH[a:b] = EMPTY_LSE
-        self._touched = _with(self._touched, start, stop)
+        Out (S, B, H, E) is wide or as the kernel wrote it, lse is (S, B, H).
+        """
+        rows = self.shape[0]
+        if self._kept is None or not any(state == State.KEPT for *_, state in self._runs.of(0, rows)):
+            return self.wide(0, rows)
+        for a, b, state in self._runs.of(0, rows):
+            if state != State.KEPT:
+                self._kept[a:b] = self.wide(a, b).out
+        assert self._lse is not None
+        return Partial(self._kept, self._lse)
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """The rows in runs that are all fresh or all touched."""
-        at = start
-        for a, b in self._touched:
-            if b <= at or a >= stop:
-                continue
-            if at < a:
-                yield at, a, True
-                at = a
-            yield at, min(b, stop), False
-            at = min(b, stop)
-        if at < stop:
-            yield at, stop, True
-
-
-def _with(touched: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    apart = [(a, b) for a, b in touched if b < start or stop < a]
-    joined = [(a, b) for a, b in touched if not (b < start or stop < a)]
-    whole = (min([start, *(a for a, _ in joined)]), max([stop, *(b for _, b in joined)]))
-    return sorted([*apart, whole])
+    def _rows(self, start: int, stop: int) -> Partial:
+        if self._wide is None:
+            self._wide = self.like.new_empty(self.shape)
+        if self._lse is None:
+            self._lse = self.like.new_empty(self.shape[:3])
+        return Partial(self._wide[start:stop], self._lse[start:stop])

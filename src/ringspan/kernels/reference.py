@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import Inputs, Part, Saved, wide
+from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, wide
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
 from ringspan.masks import table as tables
@@ -42,16 +42,8 @@ def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band]
 
 
 def attend_backward(
-    saved: Saved,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    bands: Sequence[Band],
-    *,
-    scale: float,
-    dq_BHSD: Tensor,
-    dk_BGTD: Tensor,
-    dv_BGTE: Tensor,
-) -> None:
+    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+) -> Iterator[Gradients]:
     q, dout, out, lse = (x.double() for x in saved[:4])
     k, v = _per_query_head(k_BGTD, q), _per_query_head(v_BGTE, q)
     seen_ST = _seen(bands, q, k)
@@ -61,9 +53,9 @@ def attend_backward(
     if saved.dlse_BHS is not None:
         delta_BHS1 = delta_BHS1 - saved.dlse_BHS.double().unsqueeze(-1)
     dscore_BHST = weight_BHST * (dout @ v.mT - delta_BHS1) * scale
-    dq_BHSD += dscore_BHST @ k
-    dk_BGTD += _per_key_head(dscore_BHST.mT @ q, k_BGTD)
-    dv_BGTE += _per_key_head(weight_BHST.mT @ dout, v_BGTE)
+    dk, dv = _per_key_head(dscore_BHST.mT @ q, k_BGTD), _per_key_head(weight_BHST.mT @ dout, v_BGTE)
+    dq, dk, dv = (x.to(wide(saved.q_BHSD.dtype)) for x in (dscore_BHST @ k, dk, dv))
+    yield Gradients(slice(0, q.shape[2]), dq, slice(0, k.shape[2]), dk, dv)
 
 
 def _seen(bands: Sequence[Band], q: Tensor, k: Tensor) -> Tensor:

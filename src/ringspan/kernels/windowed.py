@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from ringspan.kernels.kernel import Part, Saved
+from ringspan.kernels.kernel import Gradients, Part, Saved
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 from ringspan.kernels.windows import Batch, batches
 from ringspan.masks import Band
@@ -39,20 +39,18 @@ def attend_backward(
     bands: Sequence[Band],
     *,
     scale: float,
-    dq_BHSD: Tensor,
-    dk_BGTD: Tensor,
-    dv_BGTE: Tensor,
-) -> None:
+) -> Iterator[Gradients]:
     # A row that sees nothing has lse -inf and no part in any band; the kernels must not meet exp(x + inf) all the same.
     lse_BHS = saved.lse_BHS.masked_fill(saved.lse_BHS == EMPTY_LSE, 0.0)
     for batch in batches(tuple(bands), k_BGTD.device):
-        q, dout, out = (_taken(x, batch.rows, batch) for x in saved[:3])
+        q, dout, out = (_taken(x, batch.rows, batch).to(k_BGTD.dtype) for x in saved[:3])
         lse, dlse = (None if x is None else _row_numbers(x, batch) for x in (lse_BHS, saved.dlse_BHS))
         assert lse is not None
         part = Saved(q, dout, out, lse, dlse)
-        grads = backward(part, _taken(k_BGTD, batch.keys, batch), _taken(v_BGTE, batch.keys, batch), batch, scale)
-        for into, rows, grad in zip((dq_BHSD, dk_BGTD, dv_BGTE), (batch.rows, batch.keys, batch.keys), grads, strict=True):
-            into[:, :, rows] += _heads_first(grad, into.shape[:2])
+        k, v = _taken(k_BGTD, batch.keys, batch), _taken(v_BGTE, batch.keys, batch)
+        dq, dk, dv = backward(part, k, v, batch, scale)
+        heads, kv_heads = saved.q_BHSD.shape[:2], k_BGTD.shape[:2]
+        yield Gradients(batch.rows, _heads_first(dq, heads), batch.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads))
 
 
 def _taken(x_BHSD: Tensor, rows: slice, batch: Batch) -> Tensor:

@@ -1,0 +1,78 @@
+"""Gradients of the rows of a slot while they come in, added up in at least float32.
+
+Legend: S rows, B batch, H heads, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from ringspan.kernels.runs import Runs, State
+
+
+class Sum:
+    """One or more gradients side by side (of keys and of values), rows first, so that rows can travel as they lie.
+
+    The first part of a row is copied, only later ones are added. With ``keeps=True`` a first part that has all rows is not
+    even copied: it stays as the kernel wrote it, in the kernel's dtype, but for the rows that get another part.
+    """
+
+    def __init__(self, shape_SBH: Sequence[int], widths: Sequence[int], *, like: Tensor, keeps: bool = False) -> None:
+        self.shape, self._widths, self.like, self._keeps = (*shape_SBH, sum(widths)), widths, like, keeps
+        self._runs = Runs(self.shape[0])
+        self._kept: tuple[Tensor, ...] = ()
+        self._wide: Tensor | None = None
+
+    def add(self, start: int, stop: int, *parts_SBHD: Tensor) -> None:
+        """Add to the rows from start to stop: one tensor for all columns, or one for each gradient."""
+        for a, b, state in self._runs.of(start, stop):
+            new = [x[a - start : b - start] for x in parts_SBHD]
+            if state == State.FRESH and self._keeps and b - a == self.shape[0] and new[0].dtype != self.like.dtype:
+                self._kept = tuple(new)
+                self._runs.set(a, b, State.KEPT)
+                continue
+            if state == State.KEPT:
+                self.wide(a, b)
+            for mine, theirs in zip(self._columns(a, b, new), new, strict=True):
+                mine.copy_(theirs) if state == State.FRESH else mine.add_(theirs)
+            self._runs.set(a, b, State.WIDE)
+
+    def wide(self, start: int, stop: int) -> Tensor:
+        """These rows, wide, those that nothing came for being zero. A view, (rows, B, H, all widths)."""
+        for a, b, state in self._runs.of(start, stop):
+            if state == State.FRESH:
+                self._buffer()[a:b] = 0
+            elif state == State.KEPT:
+                for mine, kept in zip(self._columns(a, b, self._kept), self._kept, strict=True):
+                    mine.copy_(kept[a:b])
+        self._runs.set(start, stop, State.WIDE)
+        return self._buffer()[start:stop]
+
+    def clear(self, start: int, stop: int) -> None:
+        """Forget what came for these rows: others have moved in."""
+        self._runs.set(start, stop, State.FRESH)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Each gradient of all rows, wide or as the kernel wrote it."""
+        rows = self.shape[0]
+        if len(self._kept) != len(self._widths) or not any(state == State.KEPT for *_, state in self._runs.of(0, rows)):
+            return self.wide(0, rows).split(list(self._widths), dim=-1)
+        for a, b, state in self._runs.of(0, rows):
+            if state != State.KEPT:
+                self.wide(a, b)
+                for kept, mine in zip(self._kept, self._columns(a, b, self._kept), strict=True):
+                    kept[a:b] = mine
+        return self._kept
+
+    def _columns(self, start: int, stop: int, parts: Iterable[Tensor]) -> list[Tensor]:
+        """Where the columns of these parts lie in these rows."""
+        edges = accumulate((x.shape[-1] for x in parts), initial=0)
+        return [self._buffer()[start:stop, :, :, a:b] for a, b in pairwise(edges)]
+
+    def _buffer(self) -> Tensor:
+        if self._wide is None:
+            self._wide = self.like.new_empty(self.shape)
+        return self._wide
