@@ -12,15 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ringspan as rs
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-LOCAL = [block for block in BLOCKS if "init_process_group" not in block]
+ON_A_GPU = [block for block in BLOCKS if 'device="cuda"' in block]
+LOCAL = [block for block in BLOCKS if "init_process_group" not in block and block not in ON_A_GPU]
 DISTRIBUTED = [block for block in BLOCKS if "init_process_group" in block]
 
 
 def test_there_is_something_to_run() -> None:
     assert len(LOCAL) == 2
     assert len(DISTRIBUTED) == 1
+    assert len(ON_A_GPU) == 1
 
 
 @pytest.mark.parametrize("block", LOCAL, ids=["LocalWorld", "plan"])
@@ -32,6 +36,17 @@ def test_blocks_for_one_process(block: str, capsys: pytest.CaptureFixture[str]) 
         assert names["out"].shape == (1, 8, 2048, 64)
     else:
         assert "forward" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_the_block_for_a_gpu() -> None:
+    if "FA4" not in rs.available():
+        pytest.skip("FA4 is not installed")
+    names: dict[str, object] = {}
+    exec(compile(ON_A_GPU[0], str(README), "exec"), names)
+    assert isinstance(names["out"], torch.Tensor)
+    assert names["out"].shape == (1, 8, 4096, 128)
+    assert rs.current() is None
 
 
 @pytest.mark.parametrize("processes", [1, 3])

@@ -23,9 +23,19 @@ from ringspan.errors import (
     PlanError,
     RingspanError,
     TransportError,
+    UnknownKernel,
     UnplannedAttention,
 )
-from ringspan.frontends import ContextParallel, LocalWorld, attention, local_attention
+from ringspan.frontends import (
+    ContextParallel,
+    LocalWorld,
+    activate,
+    attention,
+    available,
+    current,
+    local_attention,
+    restore,
+)
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window
@@ -57,15 +67,20 @@ __all__ = [
     "Shape",
     "Span",
     "TransportError",
+    "UnknownKernel",
     "UnplannedAttention",
+    "activate",
     "attention",
+    "available",
     "causal",
     "chunked",
+    "current",
     "documents",
     "full",
     "local_attention",
     "merge",
     "plan",
     "prefix",
+    "restore",
     "window",
 ]

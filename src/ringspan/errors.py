@@ -31,6 +31,10 @@ class KernelError(RingspanError, RuntimeError):
     """No kernel can serve these tensors, or the one that was asked for cannot."""
 
 
+class UnknownKernel(KernelError, ValueError):
+    """A name that no kernel has."""
+
+
 class TransportError(RingspanError, RuntimeError):
     """Something went wrong between ranks."""
 

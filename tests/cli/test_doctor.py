@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
+import ringspan as rs
 from ringspan.cli.main import main
+from ringspan.kernels import fa4
 
 
 def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +17,8 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     found = json.loads(capsys.readouterr().out)
     assert found["torch"] == torch.__version__
     assert "gloo" in found["transports"]
+    assert found["sdpa_flash"]["current"] is None
+    assert found["sdpa_flash"]["available"] == rs.available()
     cpu = found["kernels"][0]
     assert (cpu["device"], cpu["dtype"], cpu["chosen"]) == ("cpu", "float32", "cpu")
     assert cpu["why_not"] == dict.fromkeys(("fa4", "cudnn", "flash", "efficient"), "serves CUDA devices, not cpu")
@@ -25,3 +29,18 @@ def test_the_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "cpu, bfloat16, head dim 128/64: kernel cpu" in text
     assert "  fa4 serves CUDA devices, not cpu" in text
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "line"),
+    [
+        (True, 'sdpa flash  the one of PyTorch is active; FA4 is one rs.activate("FA4") away'),
+        (False, "sdpa flash  the one of PyTorch is active; FA4 is not installed: pip install flash-attn-4"),
+    ],
+)
+def test_what_plain_attention_runs_and_could_run(
+    is_installed: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fa4, "is_installed", lambda: is_installed)
+    assert main(["doctor"]) == 0
+    assert line in capsys.readouterr().out.splitlines()

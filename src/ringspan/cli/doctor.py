@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.engine import DTYPES
+from ringspan.frontends.activate import missing
 from ringspan.kernels import Inputs, reasons
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -43,6 +44,7 @@ def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "triton": find_spec("triton") is not None,
         "transports": ["in process", *backends] if dist.is_available() else ["in process"],
+        "sdpa_flash": {"current": rs.current(), "available": rs.available(), "missing": missing()},
         "devices": {d: torch.cuda.get_device_name(d) if d != "cpu" else platform.machine() for d in devices},
         "kernels": [
             {
@@ -69,6 +71,7 @@ def _text(found: dict[str, Any]) -> str:
         f"ringspan {found['ringspan']}, torch {found['torch']}, Python {found['python']}",
         f"transports  {', '.join(found['transports'])}",
         f"merging     {'one Triton kernel' if found['triton'] else 'plain torch (pip install triton for one kernel)'} on CUDA",
+        f"sdpa flash  {_sdpa_flash(**found['sdpa_flash'])}",
         *(f"device      {device}: {name}" for device, name in found["devices"].items()),
     ]
     for row in found["kernels"]:
@@ -77,3 +80,10 @@ def _text(found: dict[str, Any]) -> str:
         lines += ["", f"{row['device']}, {row['dtype']}, head dim {dims}: {chosen}"]
         lines += [f"  {name} {reason}" for name, reason in row["why_not"].items()]
     return "\n".join(lines)
+
+
+def _sdpa_flash(current: str | None, available: list[str], missing: dict[str, str]) -> str:
+    said = [f"{current or 'the one of PyTorch'} is active"]
+    said += [f'{name} is one rs.activate("{name}") away' for name in available if name != current]
+    said += [f"{name} is not installed: pip install {package}" for name, package in missing.items()]
+    return "; ".join(said)

@@ -1,8 +1,18 @@
 """Front ends: the ways in which users reach the engine."""
 
+from ringspan.frontends.activate import activate, available, current, restore
 from ringspan.frontends.attention import attention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.local_world import LocalWorld
 from ringspan.frontends.sdpa import local_attention
 
-__all__ = ["ContextParallel", "LocalWorld", "attention", "local_attention"]
+__all__ = [
+    "ContextParallel",
+    "LocalWorld",
+    "activate",
+    "attention",
+    "available",
+    "current",
+    "local_attention",
+    "restore",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
 PACKAGE = "flash-attn-4"
+DISPATCH_KEY = "CUDA"
 
 
 def why_not(inputs: Inputs) -> str | None:
@@ -46,24 +48,42 @@ def is_installed() -> bool:
         return False
 
 
+@lru_cache(maxsize=1)
+def load() -> ModuleType:
+    """The package's interface; where it cannot be imported, the error says what to install."""
+    try:
+        from flash_attn.cute import interface
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"FlashAttention-4 needs the module {error.name}, which is not here: pip install {PACKAGE}", name=error.name
+        ) from error
+    is_installed.cache_clear()  # it may have been installed since we last looked
+    return interface
+
+
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
-    return windowed.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
+    return windowed.attend(forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
 
 
 def attend_backward(
     saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
 ) -> Iterator[Gradients]:
-    return windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
+    return windowed.attend_backward(backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One launch: (out, lse). ``into`` is where out is to lie, if that matters."""
     # The number of values it returns has changed from release to release; the first two have not.
-    out, lse, *_ = _call("_flash_attn_fwd", batch)(q, k, v, softmax_scale=scale, return_lse=True)
+    out, lse, *_ = _call("_flash_attn_fwd", batch)(q, k, v, softmax_scale=scale, return_lse=True, out=into)
     return out, lse
 
 
-def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float, into: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch: (dq, dk, dv). ``into`` is where they are to lie, if that matters."""
     q, dout, out, lse, dlse = saved
+    dq, dk, dv = into or (None, None, None)
     dq, dk, dv, *_ = _call("_flash_attn_bwd", batch)(
         q,
         k,
@@ -74,13 +94,14 @@ def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) ->
         softmax_scale=scale,
         dlse=dlse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        dq=dq,
+        dk=dk,
+        dv=dv,
     )
     return dq, dk, dv
 
 
 def _call(name: str, batch: Batch) -> Any:
-    from flash_attn.cute import interface
-
     window, queries, seen = batch[2:]
     options: dict[str, Any] = {"window_size_left": window.left, "window_size_right": window.right}
     if window.is_causal:
@@ -88,4 +109,4 @@ def _call(name: str, batch: Batch) -> Any:
     if queries is not None and seen is not None:
         options |= {"cu_seqlens_q": queries.cuts, "max_seqlen_q": queries.longest}
         options |= {"cu_seqlens_k": seen.cuts, "max_seqlen_k": seen.longest}
-    return partial(getattr(interface, name), **options)
+    return partial(getattr(load(), name), **options)
