@@ -5,8 +5,10 @@ Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +19,13 @@ from ringspan.plans import Plan, Step, Transfer
 from ringspan.plans.scene import Rows
 from ringspan.plans.shape import is_packed
 from ringspan.transports import Post
+
+
+class Arrival(NamedTuple):
+    """A message that will have come when the step is over; None where it is received in place."""
+
+    transfer: Transfer
+    message: Tensor | None
 
 
 class Slots:
@@ -40,27 +49,28 @@ class Slots:
             "kv": self.sums.get("dkv", []),
         }
 
-    def post(self, step: Step, label: str) -> tuple[Post, list[tuple[Transfer, Tensor]]]:
-        """The step's exchange, and what is to be taken in when it is over: (transfer, message) in order."""
-        sends = [(t, self._pack(t)) for t in step.sends]
-        to_self = iter([message for t, message in sends if t.peer == self.rank])
-        arrivals = [(t, next(to_self) if t.peer == self.rank else self._buffer(t)) for t in step.recvs]
-        post = Post(
-            label,
-            tuple((t.peer, message) for t, message in sends if t.peer != self.rank),
-            tuple((t.peer, message) for t, message in arrivals if t.peer != self.rank),
-        )
-        return post, arrivals
+    def post(self, step: Step, label: str) -> tuple[Post, list[Arrival]]:
+        """The step's exchange, and what is to be taken in when it is over, in order."""
+        sends, to_self, recvs, arrivals = [], deque[Tensor](), [], []
+        for t in step.sends:
+            message = self._pack(t)
+            to_self.append(message) if t.peer == self.rank else sends.append((t.peer, message))
+        for t in step.recvs:
+            # What lies together in its slot is received right there.
+            in_place = t.what in self.plain and t.peer != self.rank and not is_packed(t)
+            message = to_self.popleft() if t.peer == self.rank else self._rows(t) if in_place else self._apart(t)
+            if t.peer != self.rank:
+                recvs.append((t.peer, message))
+            arrivals.append(Arrival(t, None if in_place else message))
+        return Post(label, tuple(sends), tuple(recvs)), arrivals
 
-    def take(self, arrivals: Sequence[tuple[Transfer, Tensor]]) -> None:
+    def take(self, arrivals: Sequence[Arrival]) -> None:
         """Lay what has arrived where it belongs."""
         for t, message in arrivals:
-            if t.what == "out":
-                self._merge(t, message)
-            elif t.what in self.sums:
-                self._add(t, message)
-            else:
+            if t.what in self.plain:
                 self._overwrite(t, message)
+            elif message is not None:
+                self._merge(t, message) if t.what == "out" else self._add(t, message)
 
     def _pack(self, t: Transfer) -> Tensor:
         """The rows as one contiguous message: a view where they lie together, a copy where not."""
@@ -75,10 +85,6 @@ class Slots:
             part[..., :-1], part[..., -1] = out, lse
             at += stop - start
         return message
-
-    def _buffer(self, t: Transfer) -> Tensor:
-        """Where the message is received: the slot itself if it can be, else a buffer to be laid out later."""
-        return self._rows(t) if t.what in self.plain and not is_packed(t) else self._apart(t)
 
     def _apart(self, t: Transfer) -> Tensor:
         """Room for the message outside the slot. A result's lse is its last column."""
@@ -104,17 +110,16 @@ class Slots:
         else:
             self.sums[t.what][t.slot].add(*t.rows[0], message)
 
-    def _overwrite(self, t: Transfer, message: Tensor) -> None:
-        target = self._rows(t)
-        if target.data_ptr() != message.data_ptr():
-            _heads(target, t).index_copy_(0, _index(t.rows, message.device), message)
+    def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
+        if message is not None:
+            _heads(self._rows(t), t).index_copy_(0, _index(t.rows, message.device), message)
         for gathered in self.gathered[t.what][t.slot : t.slot + 1]:
             for start, stop in t.rows:
                 gathered.clear(start, stop)
 
     def _rows(self, t: Transfer) -> Tensor:
         """The rows from the first that the transfer names to the last, those between them included."""
-        start, stop = _extent(t.rows)
+        start, stop = t.rows[0] if len(t.rows) == 1 else _extent(t.rows)
         if t.what in self.plain:
             return self.plain[t.what][t.slot][start:stop]
         return self.sums[t.what][t.slot].wide(start, stop)

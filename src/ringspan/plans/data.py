@@ -91,7 +91,7 @@ class Slot:
     heads: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """What a strategy makes: the steps of both directions and the slots they use."""
 
@@ -105,7 +105,11 @@ class Program:
 
     def moves_queries(self, phase: Phase) -> bool:
         """Whether any query leaves or enters. If none does, the rank's own need not be copied to lie row by row."""
-        return any(t.what == "q" for step in self.steps(phase) for t in (*step.sends, *step.recvs))
+        return phase in self._moving
+
+    @cached_property
+    def _moving(self) -> set[Phase]:
+        return {p for p in PHASES for step in self.steps(p) for t in (*step.sends, *step.recvs) if t.what == "q"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,14 @@ from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
 from ringspan.transports.messages import Post, Traffic, Walk
 
 T = TypeVar("T")
+
+
+class _Ticket(NamedTuple):
+    """An exchange under way: what the back end is to be asked about, by peers, and what is then copied to the device."""
+
+    request: Post
+    works: list[tuple[list[int], Any]]
+    staged: list[tuple[Tensor, Tensor]]
 
 
 class ProcessGroup:
@@ -64,37 +73,48 @@ class ProcessGroup:
                 if isinstance(request, Post):
                     answer = self._post(request)
                 else:
-                    self._wait(*request.ticket)
+                    self._wait(request.ticket)
                     answer = None
                 del request  # it holds the messages of its step, and the next step is about to pack its own
         except StopIteration as end:
             return [end.value]
 
-    def _post(self, request: Post) -> tuple[Post, list[tuple[int, Any]]]:
-        peers, operations = [], []
+    def _post(self, request: Post) -> _Ticket:
+        peers, operations, staged = [], [], []
         for operation, messages in ((dist.isend, request.sends), (dist.irecv, request.recvs)):
             for peer, tensor in messages:
                 if tensor.numel():
+                    on_wire = tensor
+                    if tensor.is_cuda and self._stages:
+                        on_wire = tensor.cpu() if operation is dist.isend else torch.empty_like(tensor, device="cpu")
+                        staged += [(tensor, on_wire)] if operation is dist.irecv else []
                     peers.append(peer)
-                    operations.append(dist.P2POp(operation, tensor, self.ranks[peer], self.group))
+                    operations.append(dist.P2POp(operation, on_wire, self.ranks[peer], self.group))
         self.traffic.sent += sum(tensor.nbytes for _, tensor in request.sends)
         self.traffic.received += sum(tensor.nbytes for _, tensor in request.recvs)
         if not operations:
-            return request, []
+            return _Ticket(request, [], [])
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise self._named(error, request.label, peers) from error
         # One handle for all where the back end groups them (NCCL), one for each otherwise.
         each = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
-        return request, list(zip(each, works, strict=True))  # type: ignore[arg-type]
+        return _Ticket(request, list(zip(each, works, strict=True)), staged)
 
-    def _wait(self, request: Post, works: list[tuple[list[int], Any]]) -> None:
-        for peers, work in works:
+    def _wait(self, ticket: _Ticket) -> None:
+        for peers, work in ticket.works:
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
-                raise self._named(error, request.label, peers) from error
+                raise self._named(error, ticket.request.label, peers) from error
+        for tensor, arrived in ticket.staged:
+            tensor.copy_(arrived)
+
+    @cached_property
+    def _stages(self) -> bool:
+        """Whether messages of a GPU go through the host's memory: gloo sends only from there."""
+        return self.group._get_backend(torch.device("cuda")).name() == "gloo"
 
     def _named(self, error: RuntimeError, label: str, peers: list[int]) -> TransportError:
         """What the back end said, with the rank and the step it was said of."""
