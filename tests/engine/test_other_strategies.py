@@ -22,6 +22,7 @@ from ringspan.plans.scene import bands_by_group
 from ringspan.transports import InProcess
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import EXACT, case, worst_error
+from tests.plans.dense_walk import assert_exactly_once
 from tests.plans.examples import MASKS, all_plans
 
 
@@ -77,6 +78,7 @@ class HeadSplit:
             backward=steps("dq", "dkv"),
             q_slots=(Slot(rows=scene.q_rows), Slot(rows=at["q"][-1], heads=share["q"])),
             kv_slots=(Slot(rows=counts["kv"][rank]), Slot(rows=at["kv"][-1], heads=share["kv"])),
+            heads=(self.heads, self.kv_heads),
         )
 
 
@@ -106,13 +108,10 @@ def test_heads_are_split(heads: int, kv_heads: int, world: int, driver: str) -> 
     for mask in MASKS.values():
         for layout in ("contiguous", "zigzag"):
             plans = all_plans(mask, world, f"test_head_split(heads={heads}, kv_heads={kv_heads})", layout)
+            plans[0].verify()
+            assert_exactly_once(plans)
             given = case(mask, heads=heads, kv_heads=kv_heads)
             assert worst_error(plans, given, DRIVERS[driver](world).run) <= EXACT
-
-
-def test_verify_does_not_yet_follow_heads() -> None:
-    with pytest.raises(rs.PlanError, match="cannot yet follow transfers of some heads only"):
-        rs.plan(rs.causal(12), world=2, strategy="test_head_split(heads=2, kv_heads=2)").verify()
 
 
 @pytest.mark.parametrize("strategy", ["pass_q", "test_head_split(heads=4, kv_heads=4)"])

@@ -1,8 +1,10 @@
 """Plans walked cell by cell, as plainly as can be: what ``verify`` proves with symbols and formulas, counted.
 
-Every slot holds global tokens, one number a row. Beside a query slot lie counts (rows × all keys): how often each key has
-been taken into the row's result. Beside a key slot lie counts (rows × all queries). Transfers do what the table in
-ringspan/plans/plan.py says.
+Every slot holds global tokens, one number for each head and row: ``head * length + token``. Beside a query slot lie counts
+(heads × rows × all keys of all heads): how often each key has been taken into the row's result. Beside a key slot lie counts
+(heads × rows × all queries of all heads). Transfers do what the table in ringspan/plans/data.py says.
+
+Legend: H heads of a slot, S its rows.
 """
 
 from __future__ import annotations
@@ -23,39 +25,48 @@ Ints = NDArray[np.int64]
 class Rank:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        q_len, k_len = plan.mask.lengths
-        self.q = [np.full(slot.rows, -1) for slot in plan.program.q_slots]
-        self.kv = [np.full(slot.rows, -1) for slot in plan.program.kv_slots]
-        self.q[0][:] = plan.q_layout.positions(plan.rank)
-        self.kv[0][:] = plan.kv_layout.positions(plan.rank)
-        self.out = [np.zeros((len(rows), k_len), dtype=np.int64) for rows in self.q]
-        self.dq = [np.zeros((len(rows), k_len), dtype=np.int64) for rows in self.q]
-        self.dkv = [np.zeros((len(rows), q_len), dtype=np.int64) for rows in self.kv]
+        self.heads = plan.program.heads or (1, 1)
+        (q_len, k_len), (q_heads, k_heads) = plan.mask.lengths, self.heads
+        self.q = [np.full((q_heads if slot.heads is None else slot.heads, slot.rows), -1) for slot in plan.program.q_slots]
+        self.kv = [np.full((k_heads if slot.heads is None else slot.heads, slot.rows), -1) for slot in plan.program.kv_slots]
+        self.q[0][:] = np.arange(q_heads)[:, None] * q_len + plan.q_layout.positions(plan.rank)
+        self.kv[0][:] = np.arange(k_heads)[:, None] * k_len + plan.kv_layout.positions(plan.rank)
+        self.out = [np.zeros((*names.shape, k_heads * k_len), dtype=np.int64) for names in self.q]
+        self.dq = [np.zeros((*names.shape, k_heads * k_len), dtype=np.int64) for names in self.q]
+        self.dkv = [np.zeros((*names.shape, q_heads * q_len), dtype=np.int64) for names in self.kv]
 
     def read(self, t: Transfer) -> Ints:
-        return np.concatenate([getattr(self, t.what)[t.slot][a:b] for a, b in t.rows])
+        return np.concatenate([getattr(self, t.what)[t.slot][_heads(t), a:b] for a, b in t.rows], axis=1)
 
     def write(self, t: Transfer, message: Ints) -> None:
         rows = np.concatenate([np.arange(a, b) for a, b in t.rows])
-        assert len(message) == len(rows)
+        target = getattr(self, t.what)[t.slot][_heads(t)]
+        assert message.shape == (len(target), len(rows), *target.shape[2:])
         if t.what in ("out", "dq", "dkv"):
-            getattr(self, t.what)[t.slot][rows] += message
+            target[:, rows] += message
             return
-        getattr(self, t.what)[t.slot][rows] = message
+        target[:, rows] = message
         for result in ("out", "dq") if t.what == "q" else ("dkv",):
-            getattr(self, result)[t.slot][rows] = 0
+            getattr(self, result)[t.slot][:, rows] = 0
 
     def compute(self, task: Task, phase: Phase) -> None:
-        q_tokens, k_tokens = self.q[task.q_slot], self.kv[task.kv_slot]
+        q_HS, k_HS = self.q[task.q_slot], self.kv[task.kv_slot]
+        assert len(q_HS) % len(k_HS) == 0
         for band in task.bands:
-            i, j = np.nonzero(truth.band(band, len(q_tokens), len(k_tokens)))
-            assert (q_tokens[i] >= 0).all()
-            assert (k_tokens[j] >= 0).all()
-            if phase == "forward":
-                np.add.at(self.out[task.q_slot], (i, k_tokens[j]), 1)
-            else:
-                np.add.at(self.dq[task.q_slot], (i, k_tokens[j]), 1)
-                np.add.at(self.dkv[task.kv_slot], (j, q_tokens[i]), 1)
+            i, j = np.nonzero(truth.band(band, q_HS.shape[1], k_HS.shape[1]))
+            for h in range(len(q_HS)):
+                g = h * len(k_HS) // len(q_HS)
+                assert (q_HS[h, i] >= 0).all()
+                assert (k_HS[g, j] >= 0).all()
+                if phase == "forward":
+                    np.add.at(self.out[task.q_slot][h], (i, k_HS[g, j]), 1)
+                else:
+                    np.add.at(self.dq[task.q_slot][h], (i, k_HS[g, j]), 1)
+                    np.add.at(self.dkv[task.kv_slot][g], (j, q_HS[h, i]), 1)
+
+
+def _heads(t: Transfer) -> slice:
+    return slice(None) if t.heads is None else slice(*t.heads)
 
 
 def walk(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
@@ -82,9 +93,11 @@ def walk(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
 
 def assert_exactly_once(plans: Sequence[Plan]) -> None:
     """Every result that is at home in the end has taken in each visible pair once, and nothing else."""
-    dense = plans[0].mask.dense().astype(np.int64)
+    q_heads, k_heads = plans[0].program.heads or (1, 1)
+    shares = np.arange(q_heads)[:, None] * k_heads // q_heads == np.arange(k_heads)
+    everything = np.kron(shares, plans[0].mask.dense()).astype(np.int64)  # all queries of all heads × all keys of all heads
     for rank in walk(plans, "forward"):
-        assert np.array_equal(rank.out[0], dense[rank.q[0]])
+        assert np.array_equal(rank.out[0], everything[rank.q[0]])
     for rank in walk(plans, "backward"):
-        assert np.array_equal(rank.dq[0], dense[rank.q[0]])
-        assert np.array_equal(rank.dkv[0], dense.T[rank.kv[0]])
+        assert np.array_equal(rank.dq[0], everything[rank.q[0]])
+        assert np.array_equal(rank.dkv[0], everything.T[rank.kv[0]])

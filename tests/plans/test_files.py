@@ -76,7 +76,7 @@ def without(path: str) -> Callable[[Any], None]:
 MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     # missing
     *((without(name), f"plan.{name}: missing") for name in ("digest", "rank", "strategy", "mask", "q_layout", "kv_layout")),
-    *((without(name), f"plan.{name}: missing") for name in ("q_slots", "kv_slots", "forward", "backward", "notes")),
+    *((without(name), f"plan.{name}: missing") for name in ("q_slots", "kv_slots", "heads", "forward", "backward", "notes")),
     (without("ringspan_plan"), "plan.ringspan_plan: missing"),
     (without("mask.bands"), "plan.mask.bands: missing"),
     (without("q_layout.spans"), "plan.q_layout.spans: missing"),
@@ -84,7 +84,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (without("forward.0.sends.0.peer"), "plan.forward[0].sends[0].peer: missing"),
     (without("backward.0.tasks.0.kv_slot"), "plan.backward[0].tasks[0].kv_slot: missing"),
     # of another version, or not what it says it is
-    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 1, the file has version 99"),
+    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 2, the file has version 99"),
     (at("digest", "0" * 16), "plan.digest: says 0000000000000000, but what the file holds has digest"),
     (at("strategy", "gather(stages=2)"), "plan.digest: says"),
     # of the wrong type
@@ -105,6 +105,8 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("forward.0.sends.0.rows", [[0]]), "plan.forward[0].sends[0].rows[0]: expected a list of 2, got [0]"),
     (at("forward.0.tasks.0.bands.0", "band"), "plan.forward[0].tasks[0].bands[0]: expected a list of 6, got 'band'"),
     (at("kv_slots.1.heads", "all"), "plan.kv_slots[1].heads: expected a whole number"),
+    (at("heads", 8), "plan.heads: expected a list of 2, got 8"),
+    (at("heads", [8, 0]), "plan.heads[1]: expected a whole number from 1 to 65536, got 0"),
     # out of range
     (at("rank", 3), "plan.rank: expected a whole number from 0 to 2, got 3"),
     (at("rank", -1), "plan.rank: expected a whole number from 0 to 2, got -1"),

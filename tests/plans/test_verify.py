@@ -156,15 +156,19 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     "sent to another": (a_full_ring, edit(F, 0, 0, sends=to(peer=2)), "step 0 on rank 1: waits for kv from rank 0"),
     "sent to nobody": (a_full_ring, edit(F, 0, 0, sends=to(peer=9)), "step 0 on rank 1: waits for kv from rank 0"),
     "received from another": (a_full_ring, edit(F, 0, 0, recvs=to(peer=1)), "step 0 on rank 0: waits for kv from rank 1"),
-    "fewer rows are sent": (a_full_ring, edit(F, 0, 0, sends=shorter), "expects 4 rows of kv from rank 0, which sends 3 of kv"),
+    "fewer rows are sent": (a_full_ring, edit(F, 0, 0, sends=shorter), "expects 4 rows of kv from rank 0, which sends 3 rows"),
     "fewer rows are expected": (a_full_ring, edit(F, 1, 0, recvs=shorter), "expects 3 rows of kv from rank 0, which sends 4"),
     "other rows are sent": (an_exchange, edit(F, 0, 0, sends=to(rows=((1, 2), (3, 4)))), "4 pairs are computed"),
-    "something else is sent": (a_full_ring, edit(F, 0, 0, sends=to(what="q")), "from rank 0, which sends 4 of q"),
+    "something else is sent": (a_full_ring, edit(F, 0, 0, sends=to(what="q")), "from rank 0, which sends 4 rows of q"),
     "rows that are not there": (a_full_ring, edit(F, 0, 0, sends=to(rows=((2, 6),))), "kv rows ((2, 6),) do not lie in slot 0"),
     "no rows at all": (a_full_ring, edit(F, 0, 0, sends=to(rows=())), "kv rows () do not lie in slot 0"),
     "a slot that is not there": (a_full_ring, edit(F, 1, 0, recvs=to(slot=5)), "do not lie in slot 5"),
     "sent before it arrives": (a_long_ring, earlier(F, 0, 2, "sends", by=2), "sends kv rows of slot 2 that hold nothing yet"),
-    "some heads only": (a_full_ring, edit(F, 0, 0, sends=to(heads=(0, 1))), "cannot yet follow transfers of some heads only"),
+    "some heads only": (
+        a_full_ring,
+        edit(F, 0, 0, sends=to(heads=(0, 1))),
+        "the plan names heads, but its program does not say how many there are",
+    ),
     # races
     "overwrites what is read": (
         a_full_ring,
@@ -201,7 +205,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     # slots
     "home is too small": (a_ring, slots(1, kv_slots=(Slot(rows=3), Slot(rows=4), Slot(rows=4))), "rank 1: kv slot 0 must hold"),
     "there is no home": (a_ring, slots(0, q_slots=()), "rank 0: q slot 0 must hold the rank's own 4 rows"),
-    "slots of some heads": (a_ring, slots(2, q_slots=(Slot(rows=4, heads=1),)), "and all slots all heads"),
+    "home has some heads": (a_ring, slots(2, q_slots=(Slot(rows=4, heads=1),)), "rank 2: q slot 0 must hold the rank's own 4"),
     "a slot is too small": (a_ring, slots(1, kv_slots=(Slot(rows=4), Slot(rows=3), Slot(rows=4))), "do not lie in slot 1"),
 }
 

@@ -33,7 +33,7 @@ from ringspan.masks import Band, Mask
 if TYPE_CHECKING:
     from ringspan.plans.shape import Shape
 
-VERSION = 1
+VERSION = 2
 FEW = 4  # bands
 
 What = Literal["kv", "q", "out", "dq", "dkv"]
@@ -93,12 +93,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a strategy makes: the steps of both directions and the slots they use."""
+    """What a strategy makes: the steps of both directions and the slots they use.
+
+    ``heads`` is how many query and key heads there must be; None, if the program names no heads and fits any number.
+    """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     q_slots: tuple[Slot, ...]
     kv_slots: tuple[Slot, ...]
+    heads: tuple[int, int] | None = None
 
     def steps(self, phase: Phase) -> tuple[Step, ...]:
         return self.forward if phase == "forward" else self.backward

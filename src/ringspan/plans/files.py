@@ -17,6 +17,8 @@ from ringspan.plans.data import VERSION, WHATS, Plan, Program, Slot, Step, Task,
 
 T = TypeVar("T")
 
+MOST_HEADS = 2**16  # so that whatever a file says, its proof fits in memory
+
 
 def to_json(plan: Plan) -> str:
     """The whole plan of one rank, with the mask and layouts it follows from."""
@@ -36,6 +38,7 @@ def to_json(plan: Plan) -> str:
             "kv_layout": {"name": plan.kv_layout.name, "spans": plan.kv_layout.spans},
             "q_slots": [_slot_out(slot) for slot in plan.program.q_slots],
             "kv_slots": [_slot_out(slot) for slot in plan.program.kv_slots],
+            "heads": plan.program.heads,
             "forward": [_step_out(step) for step in plan.program.forward],
             "backward": [_step_out(step) for step in plan.program.backward],
             "notes": plan.notes,
@@ -70,6 +73,7 @@ def from_json(text: str) -> Plan:
             backward=top.get("backward").items(_step),
             q_slots=top.get("q_slots").items(_slot),
             kv_slots=top.get("kv_slots").items(_slot),
+            heads=top.get("heads").optional(_heads),
         ),
         notes=top.get("notes").items(_Field.text),
     )
@@ -147,6 +151,11 @@ def _pair(field: _Field) -> tuple[int, int]:
     if stop < start:
         raise field.wrong("a range [start, stop] with start <= stop")
     return start, stop
+
+
+def _heads(field: _Field) -> tuple[int, int]:
+    q, kv = field.items(lambda x: x.whole(1, MOST_HEADS), 2)
+    return q, kv
 
 
 def _slot_out(slot: Slot) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""A rank's slots with symbols in the place of tensors: what :mod:`ringspan.plans.verify` walks.
+
+Every head of every row carries the *name* of what it holds, ``place << 32 | row``, where a place is a head of an owner. Beside
+the names lie weights, which stand for the results and gradients.
+
+Legend: H heads, S rows of a slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.errors import PlanError
+from ringspan.plans.data import PHASES, Plan, Slot, Task, Transfer
+
+Ints = NDArray[np.int64]
+NOTHING = -1
+ROW_BITS = 32
+
+
+class Heads(NamedTuple):
+    """How many heads are told apart. ``unit`` query heads that share a key head and never part count as one."""
+
+    q: int
+    kv: int
+    unit: int = 1
+
+    @property
+    def shared(self) -> int:
+        """How many query heads go with a key head."""
+        return self.q // self.kv
+
+
+def heads_of(plans: Sequence[Plan]) -> Heads:
+    """The heads that the plans of a world tell apart: one, if they have no need to know how many there are."""
+    if len({p.program.heads for p in plans}) != 1:
+        raise PlanError("the ranks' programs are for different numbers of heads")
+    given = plans[0].program.heads
+    named = {n for p in plans for n in _named_heads(p)}
+    if given is None:
+        if named:
+            raise PlanError("the plan names heads, but its program does not say how many there are (Program.heads)")
+        return Heads(1, 1)
+    q, kv = given
+    if kv < 1 or q < 1 or q % kv:
+        raise PlanError(f"the program is for {q} query heads and {kv} key heads: they cannot be shared evenly")
+    ratios = (ratio for p in plans for ratio in _ratios(p, q, kv))
+    unit = math.gcd(q // kv, *(n for of, n in named if of == "q"), *ratios)
+    return Heads(q // unit, kv, unit)
+
+
+def _named_heads(plan: Plan) -> Iterator[tuple[str, int]]:
+    for of, slots in (("q", plan.program.q_slots), ("kv", plan.program.kv_slots)):
+        yield from ((of, slot.heads) for slot in slots if slot.heads is not None)
+    for phase in PHASES:
+        for way in ("sends", "recvs"):
+            for t in plan.transfers(phase, way):
+                yield from ((kind(t.what), n) for n in t.heads or ())
+
+
+def _ratios(plan: Plan, q: int, kv: int) -> Iterator[int]:
+    """How many query heads go with a key head, in each pair of slots that meet."""
+    q_slots, kv_slots = plan.program.q_slots, plan.program.kv_slots
+    pairs = {(task.q_slot, task.kv_slot) for phase in PHASES for step in plan.program.steps(phase) for task in step.tasks}
+    for i, j in pairs:
+        if i < len(q_slots) and j < len(kv_slots):
+            of_q, of_kv = q_slots[i].heads, kv_slots[j].heads
+            yield (q if of_q is None else of_q) // max(1, kv if of_kv is None else of_kv)
+
+
+def kind(what: str) -> str:
+    """Whether it is of queries or of keys."""
+    return "kv" if what in ("kv", "dkv") else "q"
+
+
+class Symbols:
+    """One rank's slots."""
+
+    def __init__(self, plan: Plan, heads: Heads) -> None:
+        self.plan, self.heads = plan, heads
+        self.names = {
+            "q": [self._empty(slot, heads.q, heads.unit) for slot in plan.program.q_slots],
+            "kv": [self._empty(slot, heads.kv, 1) for slot in plan.program.kv_slots],
+        }
+        for of, count, rows in (("q", heads.q, plan.q_rows), ("kv", heads.kv, plan.kv_rows)):
+            places_H1 = plan.rank * count + np.arange(count)[:, None]
+            self.names[of][0][:] = (places_H1 << ROW_BITS) + np.arange(rows)
+        self.weights = {
+            what: [np.zeros(names.shape, dtype=np.uint64) for names in self.names[kind(what)]] for what in ("out", "dq", "dkv")
+        }
+
+    @staticmethod
+    def _empty(slot: Slot, heads: int, unit: int) -> Ints:
+        return np.full((heads if slot.heads is None else slot.heads // unit, slot.rows), NOTHING)
+
+    def shape(self, t: Transfer) -> tuple[int, int]:
+        """Heads and rows of the message."""
+        start, stop = self.span(t)
+        return stop - start, t.count
+
+    def span(self, t: Transfer) -> tuple[int, int]:
+        """The heads of the message, of those that its slot has."""
+        unit = self.heads.unit if kind(t.what) == "q" else 1
+        return (0, len(self.names[kind(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
+
+    def check(self, t: Transfer, where: str) -> None:
+        """The slot has such rows and heads."""
+        slots = self.names[kind(t.what)]
+        rows = slots[t.slot].shape[1] if 0 <= t.slot < len(slots) else 0
+        if not t.rows or any(not 0 <= a < b <= rows for a, b in t.rows):
+            raise PlanError(f"{where}: {t.what} rows {t.rows} do not lie in slot {t.slot}")
+        if t.heads is not None and not 0 <= self.span(t)[0] < self.span(t)[1] <= len(slots[t.slot]):
+            raise PlanError(f"{where}: {t.what} heads {t.heads} do not lie in slot {t.slot}")
+
+    def read(self, t: Transfer, where: str) -> NDArray[np.generic]:
+        array_HS = self._array(t)[slice(*self.span(t))]
+        message_HS = np.concatenate([array_HS[:, a:b] for a, b in t.rows], axis=1)
+        if t.what in self.names and (message_HS == NOTHING).any():
+            raise PlanError(f"{where}: sends {t.what} rows of slot {t.slot} that hold nothing yet")
+        return message_HS
+
+    def write(self, t: Transfer, message_HS: NDArray[np.generic]) -> None:
+        array_HS = self._array(t)[slice(*self.span(t))]
+        at = 0
+        for a, b in t.rows:
+            part_HS = message_HS[:, at : at + b - a]
+            at += b - a
+            if t.what in self.names:
+                array_HS[:, a:b] = part_HS
+                for result in ("out", "dq") if t.what == "q" else ("dkv",):
+                    self.weights[result][t.slot][:, a:b] = 0
+            else:
+                array_HS[:, a:b] += part_HS  # type: ignore[misc]
+
+    def _array(self, t: Transfer) -> NDArray[np.generic]:
+        group = self.names if t.what in self.names else self.weights
+        slots: Sequence[NDArray[np.generic]] = group[t.what]
+        return slots[t.slot]
+
+    def met(self, task: Task, where: str) -> tuple[Ints, Ints]:
+        """The names of the queries and keys that a task brings together, head by head: each query head with its key head."""
+        if not 0 <= task.q_slot < len(self.names["q"]) or not 0 <= task.kv_slot < len(self.names["kv"]):
+            raise PlanError(f"{where}: a task uses slots {task.q_slot} and {task.kv_slot}, which the plan does not have")
+        q_HS, k_HS = self.names["q"][task.q_slot], self.names["kv"][task.kv_slot]
+        if not len(k_HS) or len(q_HS) * self.heads.unit % len(k_HS):
+            raise PlanError(f"{where}: {len(q_HS) * self.heads.unit} query heads cannot share {len(k_HS)} key heads evenly")
+        return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
