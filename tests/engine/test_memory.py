@@ -19,11 +19,9 @@ from torch.utils._pytree import tree_leaves
 import ringspan as rs
 from ringspan.engine import Call, backward, forward
 from ringspan.kernels import Gradients, Part, Partial, Saved, partial, wide
-from ringspan.plans import STRATEGIES as REGISTERED
 from ringspan.plans import Plan, peak_bytes
 from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import Walk
-from tests.engine.test_other_strategies import HeadSplit
 from tests.plans.examples import MASKS, all_plans
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
@@ -89,7 +87,6 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype) -> int:
 
 @pytest.fixture(autouse=True)
 def scene(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTERED, "test_head_split", HeadSplit)
     monkeypatch.setattr(partial, "merge_", lambda into, other, old=None: None)  # its scratch space is the kernels' own
 
 
@@ -104,7 +101,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> None:
         "exchange",
         "pass_q(stages=1)",
         "pass_q",
-        "test_head_split(heads=4, kv_heads=4)",
+        "ulysses(heads=4, kv_heads=4)",
     ],
 )
 def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:

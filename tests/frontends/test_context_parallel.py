@@ -155,13 +155,39 @@ def cross_attention(rank: int, layout: str) -> Claims:
     ]
 
 
+def layers_of_other_heads(rank: int, layout: str) -> Claims:
+    """A strategy that splits heads is told nothing of them: each call says how many it has."""
+    cp = made(layout=layout, strategy="ulysses")
+    torch.manual_seed(0)
+    claims = []
+    for heads, kv_heads in ((4, 2), (3, 1), (5, 5)):
+        q, k, v = (torch.randn(1, h, N, 4, dtype=torch.float64, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+        want = dense_attention(q, k, v, torch.from_numpy(cp.mask.dense())).out
+        want_grads = torch.autograd.grad(want.square().sum(), (q, k, v))
+        mine = [x.detach().requires_grad_() for x in cp.shard(q, k, v, dim=2)]
+        with cp:
+            out = F.scaled_dot_product_attention(*mine, enable_gqa=True)
+        out.square().sum().backward()
+        grads = zip((cp.unshard(x.grad, dim=2) for x in mine), want_grads, strict=True)  # type: ignore[arg-type]
+        claims += [(f"out of {heads}", torch.allclose(cp.unshard(out, dim=2), want, atol=1e-13))]
+        claims += [(f"gradient of {heads}", torch.allclose(a, b, atol=1e-13)) for a, b in grads]
+    return claims
+
+
+JOBS = [
+    shard_and_back,
+    unshard_has_gradients,
+    mean_is_global,
+    gradients_are_summed,
+    two_masks_on_one_layout,
+    cross_attention,
+    layers_of_other_heads,
+]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["auto", "striped", "per_document"])
-@pytest.mark.parametrize(
-    "job",
-    [shard_and_back, unshard_has_gradients, mean_is_global, gradients_are_summed, two_masks_on_one_layout, cross_attention],
-    ids=lambda job: job.__name__,
-)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_over_processes(pools: Pools, job: Callable[..., Claims], layout: str, world: int) -> None:
     for rank, claims in enumerate(pools(world).run(job, layout)):
         assert [what for what, so in claims if not so] == [], f"rank {rank}"

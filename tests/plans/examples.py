@@ -19,7 +19,17 @@ MASKS: dict[str, Mask] = {
 }
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "auto")
-STRATEGIES = ("ring", "gather", "gather(stages=3)", "exchange(stages=1)", "exchange", "pass_q(stages=1)", "pass_q", "auto")
+STRATEGIES = (
+    "ring",
+    "gather",
+    "gather(stages=3)",
+    "exchange(stages=1)",
+    "exchange",
+    "pass_q(stages=1)",
+    "pass_q",
+    "ulysses(heads=6, kv_heads=3)",
+    "auto",
+)
 
 
 def layouts_for(mask: Mask) -> tuple[str, ...]:

@@ -101,6 +101,16 @@ def test_pass_q_is_for_few_queries() -> None:
     assert received(all_plans(mask, 8, "exchange", "contiguous")) == 4096 * 7 * KV_ROW
 
 
+@pytest.mark.parametrize(("world", "key_heads"), [(2, 2), (4, 4), (8, 8), (3, 4), (16, 8)])
+def test_ulysses_is_every_token_once_but_for_the_share_that_stays(world: int, key_heads: int) -> None:
+    """Every head of every token goes to one rank, and 1/world of them are there already. A key head goes to as many ranks as
+    work on its queries: 2 key heads on 4 ranks are 4 that travel; 8 query heads on 3 ranks are 3 3 2, and tear both groups."""
+    plans = all_plans(rs.causal(48), world, "ulysses", "zigzag")
+    moved = 48 * (world - 1) / world
+    assert received(plans) == moved * (Q_ROW + OUT_ROW + key_heads / 2 * KV_ROW)
+    assert received(plans, "backward") == moved * (SAVED_ROW + DQ_ROW + key_heads / 2 * (KV_ROW + DKV_ROW))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_64_documents_on_8_ranks(seed: int) -> None:
     """65,536 tokens: the best layout has exchange move at most 15% of what gather moves."""
@@ -173,7 +183,7 @@ def test_explain_adds_up(name: str, strategy: str) -> None:
             assert len(steps) == len(plan.program.steps(phase))  # type: ignore[arg-type]
             assert total[:4] == [sum(column) for column in zip(*steps, strict=True)]
             assert tuple(total[:2]) == bytes_moved(plan, SHAPE, phase)  # type: ignore[arg-type]
-            assert total[2] == plan.area
+            assert total[2] == plan.for_heads(8, 2).area
             assert total[4] == max(buffers) == peak_bytes(plan, SHAPE, phase)  # type: ignore[arg-type]
 
 
@@ -199,5 +209,8 @@ def test_explain_names_the_peers() -> None:
     assert "kv → rank 2; kv ← rank 0" in near
     far = rs.plan(rs.full(16), world=8, rank=1, strategy="gather", layout="contiguous").explain()
     assert "kv → 7 ranks; kv ← 7 ranks" in far
+    to_itself = rs.plan(rs.full(16), world=4, rank=1, strategy="ulysses", layout="contiguous").explain()
+    assert "q → rank 0 2 3; kv → rank 0 2 3; q ← rank 0 2 3; kv ← rank 0 2 3" in to_itself
+    assert "work      1.000 × the mean of all ranks; 8 of 32 query heads here" in to_itself
     keys = rs.plan(rs.full(8, 16), world=4, strategy="ring", layout="zigzag").explain()
     assert "  choice    kv layout zigzag: as asked" in keys

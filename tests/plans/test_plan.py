@@ -11,7 +11,17 @@ import ringspan as rs
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
-from ringspan.plans import STRATEGIES, Plan, Program, Scene, forget, parse_strategy, plan_rank, register_strategy
+from ringspan.plans import (
+    STRATEGIES,
+    Plan,
+    Program,
+    Scene,
+    forget,
+    parse_strategy,
+    plan_rank,
+    register_strategy,
+    strategy_for_heads,
+)
 from tests.plans.examples import MASKS, all_plans
 
 CAUSAL = rs.causal(16)
@@ -93,6 +103,7 @@ def test_what_a_plan_says_of_itself() -> None:
         ("exchange", rs.Exchange(stages=2)),
         ("exchange( stages = 2 )", rs.Exchange(stages=2)),
         ("pass_q", rs.PassQ(stages=2)),
+        ("ulysses(heads=12, kv_heads=4)", rs.Ulysses(heads=12, kv_heads=4)),
     ],
 )
 def test_strategies_from_text(text: str, strategy: object) -> None:
@@ -104,7 +115,8 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
     ("text", "message"),
     [
         ("", "no strategy is called ''"),
-        ("ulysses", "no strategy is called 'ulysses'"),
+        ("helix", "no strategy is called 'helix'"),
+        ("ulysses(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
         ("gather(stages=0)", "stages must be a whole number, at least 1; got 0"),
         ("gather(stages=1.5)", "stages must be a whole number, at least 1; got 1.5"),
         ("exchange(stages='2')", "stages must be a whole number, at least 1; got '2'"),
@@ -169,6 +181,32 @@ def test_what_cannot_be_registered(name: str, strategy: type, message: str) -> N
     with pytest.raises(rs.PlanError, match=message):
         register_strategy(name, strategy)
     assert name not in STRATEGIES
+
+
+# -- plans for some number of heads ------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_fitted_to_the_heads_of_the_tensors() -> None:
+    plan = rs.plan(CAUSAL, world=4, rank=2, strategy="ulysses", layout="zigzag")
+    assert plan.program.heads == (32, 8)
+    assert plan.for_heads(32, 8) is plan
+    fitted = plan.for_heads(6, 2)
+    assert (fitted.strategy, fitted.program.heads) == ("ulysses(heads=6, kv_heads=2)", (6, 2))
+    assert fitted.digest == rs.plan(CAUSAL, world=4, strategy=fitted.strategy, layout="zigzag").digest != plan.digest
+    assert fitted.notes[-1] == "strategy ulysses(heads=6, kv_heads=2): for the heads of the tensors"
+    assert Plan.from_json(fitted.to_json()) == fitted
+    assert fitted.verify().at(0).digest == fitted.digest
+
+
+def test_a_plan_that_splits_no_heads_fits_any() -> None:
+    for plan in (rs.plan(CAUSAL, world=4, strategy="exchange"), rs.plan(CAUSAL, world=1, strategy="ulysses")):
+        assert plan.program.heads is None
+        assert plan.for_heads(6, 2) is plan
+
+
+def test_a_strategy_that_cannot_be_told_of_heads() -> None:
+    with pytest.raises(rs.PlanError, match="strategy ring splits heads, and has no options heads= and kv_heads="):
+        strategy_for_heads("ring", 6, 2)
 
 
 # -- the digest --------------------------------------------------------------------------------------------------------

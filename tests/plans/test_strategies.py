@@ -29,9 +29,11 @@ def test_any_mask_on_any_layout(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 5))
     q_layout = data.draw(layouts(mask, world))
     kv_layout = data.draw(layouts(mask.transposed, world))
-    strategy = data.draw(st.sampled_from(["ring", "gather", "exchange"]))
-    stages = "" if strategy == "ring" else f"(stages={data.draw(st.integers(1, 6))})"
-    first = rs.plan(mask, world=world, strategy=strategy + stages, layout=q_layout, kv_layout=kv_layout)
+    strategy = data.draw(st.sampled_from(["ring", "gather", "exchange", "pass_q", "ulysses"]))
+    kv_heads = data.draw(st.integers(1, 3))
+    options = {"ring": "", "ulysses": f"(heads={kv_heads * data.draw(st.integers(1, 3))}, kv_heads={kv_heads})"}
+    strategy += options.get(strategy, f"(stages={data.draw(st.integers(1, 6))})")
+    first = rs.plan(mask, world=world, strategy=strategy, layout=q_layout, kv_layout=kv_layout)
     assert_exactly_once([first.verify().at(rank) for rank in range(world)])
 
 
@@ -48,7 +50,7 @@ def test_one_rank_moves_nothing(strategy: str) -> None:
 def test_more_ranks_than_tokens(world: int, strategy: str) -> None:
     plans = all_plans(rs.causal(2), world, strategy, "contiguous")
     plans[0].verify()
-    assert sum(plan.area for plan in plans) == 3
+    assert sum(plan.work for plan in plans) == pytest.approx(world)
     assert sum(plan.q_rows == 0 for plan in plans) == world - 2
 
 

@@ -119,6 +119,18 @@ def some_documents() -> list[Plan]:
     return all_plans(rs.documents([6, 6]), 2, "gather", "contiguous")
 
 
+def some_heads() -> list[Plan]:
+    """6 query and 3 key heads on 2 ranks: rank 0 has query heads 0 1 with key head 0 in slots 1, and 2 with 1 in slots 2."""
+    return all_plans(rs.causal(8), 2, "ulysses(heads=6, kv_heads=3)", "contiguous")
+
+
+def heads(rank: int, given: tuple[int, int] | None) -> Change:
+    def change(plans: list[Plan]) -> None:
+        plans[rank] = replace(plans[rank], program=replace(plans[rank].program, heads=given))
+
+    return change
+
+
 F, B = PHASES
 
 CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
@@ -202,6 +214,42 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         both(*(edit(B, rank, 2, sends=twice_dkv, recvs=twice_dkv) for rank in range(3))),
         "backward: not all dkv of row 0 gets home to rank 0, or some of it twice",
     ),
+    # heads
+    "other query heads are sent": (
+        some_heads,
+        edit(F, 1, 0, sends=to(heads=(2, 4))),
+        "not all out of row 0 gets home to rank 1",
+    ),
+    "another key head is sent": (
+        some_heads,
+        edit(F, 1, 0, sends=lambda of: [replace(t, heads=(2, 3)) if t.what == "kv" else t for t in of]),
+        "meets key head 2, not",
+    ),
+    "fewer heads are sent": (
+        some_heads,
+        edit(F, 1, 0, sends=to(heads=(0, 1))),
+        "expects 4 rows × 2 heads of q from rank 1, which sends 4 rows × 1 heads of q",
+    ),
+    "heads that are not there": (some_heads, edit(F, 1, 0, sends=to(heads=(5, 7))), "q heads (5, 7) do not lie in slot 0"),
+    "results of other heads": (
+        some_heads,
+        edit(F, 1, 2, recvs=to(heads=(1, 3))),
+        "forward: not all out of row 0 gets home to rank 1, or some of it twice",
+    ),
+    "a run is not computed": (some_heads, edit(F, 0, 1, tasks=drop), "72 pairs that the mask shows are not computed"),
+    "a run is computed twice": (some_heads, edit(F, 0, 1, tasks=twice), "query 0 × key 0 of head 0 is computed twice"),
+    "runs that do not go together": (some_heads, edit(F, 0, 1, tasks=to(kv_slot=2)), "query head 0 meets key head 1, not 0"),
+    "ranks of other numbers of heads": (some_heads, heads(1, (6, 6)), "the ranks' programs are for different numbers of heads"),
+    "of how many heads": (
+        some_heads,
+        both(*(heads(rank, None) for rank in range(2))),
+        "the plan names heads, but its program does not say how many there are",
+    ),
+    "heads that nobody can share": (
+        some_heads,
+        both(*(heads(rank, (6, 4)) for rank in range(2))),
+        "the program is for 6 query heads and 4 key heads: they cannot be shared evenly",
+    ),
     # slots
     "home is too small": (a_ring, slots(1, kv_slots=(Slot(rows=3), Slot(rows=4), Slot(rows=4))), "rank 1: kv slot 0 must hold"),
     "there is no home": (a_ring, slots(0, q_slots=()), "rank 0: q slot 0 must hold the rank's own 4 rows"),
@@ -249,7 +297,7 @@ def test_all_ranks_in_order_and_of_one_plan(given: Callable[[list[Plan]], list[P
 def changed(draw: st.DrawFn) -> list[Plan]:
     """A good plan with one number in it changed, or one thing left out, doubled, or moved to another step."""
     mask = draw(st.sampled_from([rs.causal(9), rs.documents([4, 5]), rs.full(8), rs.causal(8) & rs.window(left=2)]))
-    strategy = draw(st.sampled_from(["ring", "gather", "exchange(stages=2)"]))
+    strategy = draw(st.sampled_from(["ring", "gather", "exchange", "pass_q", "ulysses(heads=4, kv_heads=2)"]))
     plans = all_plans(mask, 3, strategy, draw(st.sampled_from(["contiguous", "zigzag", "striped"])))
     rank = draw(st.integers(0, 2))
     phase = draw(st.sampled_from(PHASES))
@@ -283,7 +331,10 @@ def changed(draw: st.DrawFn) -> list[Plan]:
 def other_numbers(draw: st.DrawFn, part: Any) -> Any:
     by = draw(st.sampled_from([-1, 1]))
     if isinstance(part, Transfer):
-        field = draw(st.sampled_from(["peer", "slot", "start", "stop"]))
+        field = draw(st.sampled_from(["peer", "slot", "start", "stop", *(["heads"] if part.heads else [])]))
+        if field == "heads":
+            first, last = part.heads or (0, 0)
+            return replace(part, heads=draw(st.sampled_from([(first + by, last), (first, last + by), (first + by, last + by)])))
         if field in ("peer", "slot"):
             return replace(part, **{field: max(0, getattr(part, field) + by)})
         rows = [list(pair) for pair in part.rows]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.walk import Call, backward, forward
-from ringspan.errors import KernelError, UnplannedAttention
+from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial, Saved
 from ringspan.plans import Plan
 
@@ -24,6 +24,13 @@ Run = Callable[[Sequence[Any]], list[Any]]
 
 def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], call: Call, run: Run) -> list[Partial]:
     """Attention of the ranks in this process. Tensors (B, heads, rows, dim); out and lse are differentiable in all three."""
+    for plan, (q, k, _) in zip(plans, qkv, strict=True):
+        heads, planned = (q.shape[1], k.shape[1]), plan.program.heads
+        if planned not in (None, heads):
+            raise InputError(
+                f"this is a plan for {planned[0]} query heads and {planned[1]} key heads, but the tensors have {heads[0]} and "
+                f"{heads[1]}: use plan.for_heads({heads[0]}, {heads[1]})"
+            )
     if call.scale <= 0:
         # Kernels mask with -inf before or after scaling as they please; with the sign in the queries it makes no difference.
         sign = -1.0 if call.scale < 0 else 0.0

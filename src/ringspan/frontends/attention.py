@@ -79,6 +79,7 @@ def attention(
     except InputError:
         tell_invalid(ranks, q.device)
         raise
+    plan = plan.for_heads(shape.heads, shape.kv_heads)
     hello = Hello(
         version=VERSION,
         digest=digest_number(plan.digest),

@@ -100,7 +100,8 @@ class LocalWorld:
         self, plans: list[Plan], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto"
     ) -> Partial:
         """Attention of global tensors with ready plans, one for each rank: out (B, H, S, E) and lse (B, H, S)."""
-        shape_of(q, k, v)
+        shape = shape_of(q, k, v)
+        plans = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
         mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout
         if (q.shape[2], k.shape[2]) != mask.lengths:
             raise InputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
 
 from ringspan.errors import PlanError
@@ -19,6 +19,7 @@ from ringspan.plans.pass_q import PassQ
 from ringspan.plans.ring import Ring
 from ringspan.plans.scene import Scene, needed_rows
 from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
+from ringspan.plans.ulysses import Ulysses
 from ringspan.plans.verify import verify
 from ringspan.remember import remember
 
@@ -29,7 +30,13 @@ class Strategy(Protocol):
     def __call__(self, scene: Scene, /) -> Program: ...
 
 
-STRATEGIES: dict[str, type[Any]] = {"ring": Ring, "gather": Gather, "exchange": Exchange, "pass_q": PassQ}
+STRATEGIES: dict[str, type[Any]] = {
+    "ring": Ring,
+    "gather": Gather,
+    "exchange": Exchange,
+    "pass_q": PassQ,
+    "ulysses": Ulysses,
+}
 
 
 def register_strategy(name: str, strategy: type[Any]) -> None:
@@ -117,6 +124,21 @@ def parse_strategy(text: str) -> Strategy:
         raise PlanError(f"cannot read strategy {text!r}: {match[1]} takes ({options})") from None
 
 
+def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
+    """The strategy with its options ``heads`` and ``kv_heads`` set.
+
+    >>> strategy_for_heads("ulysses", 12, 4)
+    'ulysses(heads=12, kv_heads=4)'
+    """
+    planner: Any = parse_strategy(text)
+    if not {"heads", "kv_heads"} <= {f.name for f in fields(planner)}:
+        raise PlanError(
+            f"strategy {text} splits heads, and has no options heads= and kv_heads= by which it could be told that there are "
+            f"{heads} and {kv_heads}"
+        )
+    return _spec(replace(planner, heads=heads, kv_heads=kv_heads))
+
+
 def _spec(strategy: str | Strategy) -> str:
     """The strategy as text, with its options spelled out: the form that goes into digests and files."""
     if isinstance(strategy, str):
@@ -153,6 +175,7 @@ __all__ = [
     "Strategy",
     "Task",
     "Transfer",
+    "Ulysses",
     "bytes_moved",
     "forget",
     "needed_rows",
@@ -161,5 +184,6 @@ __all__ = [
     "plan",
     "plan_rank",
     "register_strategy",
+    "strategy_for_heads",
     "verify",
 ]

@@ -40,6 +40,12 @@ What = Literal["kv", "q", "out", "dq", "dkv"]
 WHATS: tuple[What, ...] = ("kv", "q", "out", "dq", "dkv")
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
+Side = Literal["q", "kv"]
+
+
+def side(what: str) -> Side:
+    """Whether it is of queries or of keys."""
+    return "kv" if what in ("kv", "dkv") else "q"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +160,27 @@ class Plan:
 
     @cached_property
     def area(self) -> int:
-        """How many (query, key) pairs this rank computes in the forward pass."""
+        """How many (query, key) pairs this rank computes in the forward pass, be it for all heads or for some."""
         return sum(step.area for step in self.program.forward)
+
+    @cached_property
+    def work(self) -> float:
+        """What this rank computes in the forward pass, over the mean of all ranks."""
+        mean = self.mask.area / self.world
+        heads, _ = self.program.heads or (1, 1)
+        tasks = [task for step in self.program.forward for task in step.tasks]
+        done = sum(task.area * (self.program.q_slots[task.q_slot].heads or heads) / heads for task in tasks)
+        return done / mean if mean else 1.0
+
+    def for_heads(self, heads: int, kv_heads: int) -> Plan:
+        """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of them."""
+        from ringspan.plans import plan_rank, strategy_for_heads
+
+        if self.program.heads in (None, (heads, kv_heads)):
+            return self
+        strategy = strategy_for_heads(self.strategy, heads, kv_heads)
+        notes = (*self.notes, f"strategy {strategy}: for the heads of the tensors")
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes)
 
     @cached_property
     def is_ragged(self) -> bool:

@@ -17,17 +17,17 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     """
     example = " (an example; pass shape= for yours)" if shape is None else ""
     shape = shape or EXAMPLE
+    plan = plan.for_heads(shape.heads, shape.kv_heads)
     per_rank = areas(plan.mask, plan.q_layout)
     even = per_rank.sum() / plan.world
     balance = per_rank.max() / even if even else 1.0
-    mean = plan.mask.area / plan.world
     q_len, k_len = plan.mask.lengths
     lines = [
         f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
         f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, "
         f"{len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
-        f"  work      {plan.area / mean if mean else 1.0:.3f} × the mean of all ranks",
+        f"  work      {plan.work:.3f} × the mean of all ranks{_heads(plan)}",
         *(f"  choice    {note}" for note in plan.notes),
         f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
         f"{shape.head_dim}{f'/{shape.v_dim}' if shape.v_dim else ''} wide, {shape.dtype}{example}",
@@ -35,6 +35,14 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     for phase in PHASES:
         lines += ["", *_phase(plan, shape, phase)]
     return "\n".join(lines)
+
+
+def _heads(plan: Plan) -> str:
+    if plan.program.heads is None:
+        return ""
+    slots = {task.q_slot for step in plan.program.forward for task in step.tasks}
+    here = sum(plan.program.q_slots[slot].heads or 0 for slot in slots)
+    return f"; {here} of {plan.program.heads[0]} query heads here"
 
 
 def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
@@ -48,7 +56,7 @@ def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
         )
         bands = sum(len(task.bands) for task in step.tasks)
         lines.append(
-            f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}{buffers[n]:>16,}   {_wire(step)}".rstrip()
+            f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}{buffers[n]:>16,}   {_wire(plan, step)}".rstrip()
         )
     sent, received = bytes_moved(plan, shape, phase)
     area = sum(step.area for step in plan.program.steps(phase))
@@ -57,10 +65,12 @@ def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
     return lines
 
 
-def _wire(step: Step) -> str:
+def _wire(plan: Plan, step: Step) -> str:
+    """What goes where; what a rank keeps for itself goes nowhere."""
+    ways = [(arrow, [t for t in ts if t.peer != plan.rank]) for arrow, ts in (("→", step.sends), ("←", step.recvs))]
     return "; ".join(
         f"{what} {arrow} {_ranks([t for t in transfers if t.what == what])}"
-        for arrow, transfers in (("→", step.sends), ("←", step.recvs))
+        for arrow, transfers in ways
         for what in dict.fromkeys(t.what for t in transfers)
     )
 

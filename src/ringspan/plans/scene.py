@@ -34,6 +34,10 @@ class Scene:
     def q_rows(self) -> int:
         return self.q_layout.counts[self.rank]
 
+    @property
+    def kv_rows(self) -> int:
+        return self.kv_layout.counts[self.rank]
+
     def seen(self) -> Tiles:
         """What this rank's queries see of everybody's keys."""
         return cut(self.mask, self.q_layout.pieces.of(self.rank), self.kv_layout.pieces)

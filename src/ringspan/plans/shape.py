@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringspan.errors import InputError
-from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Transfer, What
+from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Transfer, What, side
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -38,7 +38,7 @@ class Shape:
     def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
         """Bytes of one row on the wire, and in a slot."""
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
-        if what in ("kv", "dkv"):
+        if side(what) == "kv":
             heads = self.kv_heads if heads is None else heads
             return self.batch * heads * (d + dv) * (self.item if what == "kv" else self.wide_item)
         heads = self.heads if heads is None else heads
@@ -50,7 +50,7 @@ class Shape:
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Bytes of a message: of the heads it names, or of all that its slot has."""
-        slots = program.kv_slots if transfer.what in ("kv", "dkv") else program.q_slots
+        slots = program.kv_slots if side(transfer.what) == "kv" else program.q_slots
         heads = slots[transfer.slot].heads if transfer.heads is None else transfer.heads[1] - transfer.heads[0]
         return transfer.count * self.row_bytes(transfer.what, phase, heads)
 
@@ -60,6 +60,7 @@ class Shape:
 
 def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
     """What this rank sends and what it receives in a phase."""
+    plan = plan.for_heads(shape.heads, shape.kv_heads)
     sent = sum(shape.transfer_bytes(t, phase, plan.program) for t in plan.transfers(phase, "sends") if t.peer != plan.rank)
     received = sum(shape.transfer_bytes(t, phase, plan.program) for t in plan.transfers(phase, "recvs") if t.peer != plan.rank)
     return sent, received
@@ -75,6 +76,7 @@ def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
 
     The tensors that come in and the kernels' own scratch space are not counted.
     """
+    plan = plan.for_heads(shape.heads, shape.kv_heads)
     program = plan.program
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
     if program.moves_queries(phase):  # they travel from a copy that lies row by row

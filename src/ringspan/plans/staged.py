@@ -83,12 +83,11 @@ def staged(scene: Scene, traveller: Traveller, tiles: Tiles, incoming: Wanted, o
 
     filled = [int((visitors.stop - visitors.start)[visitors.stage == stage].sum()) for stage in range(stages)]
     visiting = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
-    q_home, kv_home = (Slot(rows=layout.counts[rank]) for layout in (scene.q_layout, scene.kv_layout))
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
-        q_slots=(q_home, *(visiting if traveller.what == "q" else ())),
-        kv_slots=(kv_home, *(visiting if traveller.what == "kv" else ())),
+        q_slots=(Slot(rows=scene.q_rows), *(visiting if traveller.what == "q" else ())),
+        kv_slots=(Slot(rows=scene.kv_rows), *(visiting if traveller.what == "kv" else ())),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.errors import PlanError
-from ringspan.plans.data import PHASES, Plan, Slot, Task, Transfer
+from ringspan.plans.data import PHASES, Plan, Slot, Task, Transfer, side
 
 Ints = NDArray[np.int64]
 NOTHING = -1
@@ -60,7 +60,7 @@ def _named_heads(plan: Plan) -> Iterator[tuple[str, int]]:
     for phase in PHASES:
         for way in ("sends", "recvs"):
             for t in plan.transfers(phase, way):
-                yield from ((kind(t.what), n) for n in t.heads or ())
+                yield from ((side(t.what), n) for n in t.heads or ())
 
 
 def _ratios(plan: Plan, q: int, kv: int) -> Iterator[int]:
@@ -71,11 +71,6 @@ def _ratios(plan: Plan, q: int, kv: int) -> Iterator[int]:
         if i < len(q_slots) and j < len(kv_slots):
             of_q, of_kv = q_slots[i].heads, kv_slots[j].heads
             yield (q if of_q is None else of_q) // max(1, kv if of_kv is None else of_kv)
-
-
-def kind(what: str) -> str:
-    """Whether it is of queries or of keys."""
-    return "kv" if what in ("kv", "dkv") else "q"
 
 
 class Symbols:
@@ -91,7 +86,7 @@ class Symbols:
             places_H1 = plan.rank * count + np.arange(count)[:, None]
             self.names[of][0][:] = (places_H1 << ROW_BITS) + np.arange(rows)
         self.weights = {
-            what: [np.zeros(names.shape, dtype=np.uint64) for names in self.names[kind(what)]] for what in ("out", "dq", "dkv")
+            what: [np.zeros(names.shape, dtype=np.uint64) for names in self.names[side(what)]] for what in ("out", "dq", "dkv")
         }
 
     @staticmethod
@@ -105,12 +100,12 @@ class Symbols:
 
     def span(self, t: Transfer) -> tuple[int, int]:
         """The heads of the message, of those that its slot has."""
-        unit = self.heads.unit if kind(t.what) == "q" else 1
-        return (0, len(self.names[kind(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
+        unit = self.heads.unit if side(t.what) == "q" else 1
+        return (0, len(self.names[side(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
 
     def check(self, t: Transfer, where: str) -> None:
         """The slot has such rows and heads."""
-        slots = self.names[kind(t.what)]
+        slots = self.names[side(t.what)]
         rows = slots[t.slot].shape[1] if 0 <= t.slot < len(slots) else 0
         if not t.rows or any(not 0 <= a < b <= rows for a, b in t.rows):
             raise PlanError(f"{where}: {t.what} rows {t.rows} do not lie in slot {t.slot}")

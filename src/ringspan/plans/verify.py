@@ -21,8 +21,8 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
-from ringspan.plans.symbols import NOTHING, ROW_BITS, Heads, Ints, Symbols, heads_of, kind
+from ringspan.plans.data import PHASES, Phase, Plan, Step, Task, side
+from ringspan.plans.symbols import NOTHING, ROW_BITS, Heads, Ints, Symbols, heads_of
 
 
 class Cells(NamedTuple):
@@ -108,7 +108,7 @@ def _walk(plans: Sequence[Plan], heads: Heads, phase: Phase) -> list[Cells]:
                 )
     for r in ranks:
         for what in results:
-            lacking = (r.weights[what][0] != owed[kind(what)].of(r.plan.rank)).any(axis=0)
+            lacking = (r.weights[what][0] != owed[side(what)].of(r.plan.rank)).any(axis=0)
             if lacking.any():
                 row = int(np.flatnonzero(lacking)[0])
                 raise PlanError(f"{phase}: not all {what} of row {row} gets home to rank {r.plan.rank}, or some of it twice")
@@ -185,7 +185,7 @@ def _runs(names: Ints) -> tuple[Ints, Ints, Ints, Ints]:
 def _weigh(r: Symbols, task: Task, results: Sequence[str], owed: dict[str, _Owed], rng: np.random.Generator) -> None:
     """Give every head of every row that the task touches a weight, and note to whom it is owed."""
     for result in results:
-        of = kind(result)
+        of = side(result)
         slot = task.kv_slot if of == "kv" else task.q_slot
         names_HS = r.names[of][slot]
         for band in task.bands:

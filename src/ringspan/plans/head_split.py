@@ -1,0 +1,99 @@
+"""Heads in exchange for tokens: within a node, every rank gets all of the node's tokens for some of the heads.
+
+::
+
+    step 0          q and kv: of each token, to each rank of the node the heads that are its
+    steps 1 … n     a program between nodes, walked by the ranks that have the same heads
+    step n + 1      out (backward: dq and dkv) to the tokens' owners
+
+With one node there is nothing between, and the program in the middle is one task. Each run of a rank's heads (see ``heads.py``)
+has slots of its own. A rank keeps its own heads of its own tokens by a message to itself, which no wire sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ringspan.layouts import Pieces
+from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
+from ringspan.plans.heads import share_heads
+from ringspan.plans.nodes import Nodes, beside, by_node
+from ringspan.plans.scene import Rows, Scene
+from ringspan.plans.staged import by_peer
+
+RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
+
+
+def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Scene], Program]) -> Program:
+    """The program of a rank on nodes of one size. ``between`` plans for a world whose ranks are the nodes."""
+    if nodes.per_node == 1:
+        return between(scene)
+    node = nodes.of(scene.rank)
+    members = nodes.ranks(node)
+    place = scene.rank - members.start
+    shares = share_heads(heads, kv_heads, nodes.per_node)
+    runs = shares[place]
+    layouts = {"q_layout": by_node(scene.q_layout, nodes), "kv_layout": by_node(scene.kv_layout, nodes)}
+    middle = between(Scene(mask=scene.mask, rank=node, **layouts))
+    slots: dict[Side, tuple[Slot, ...]] = {"q": middle.q_slots, "kv": middle.kv_slots}
+    here = {"q": scene.q_layout.pieces.of(scene.rank), "kv": scene.kv_layout.pieces.of(scene.rank)}
+    there = {"q": beside(scene.q_layout, members), "kv": beside(scene.kv_layout, members)}
+
+    def slot(of: Side, run: int, in_the_middle: int) -> int:
+        return 1 + run * len(slots[of]) + in_the_middle
+
+    def own(what: What) -> list[Transfer]:
+        """The rank's own tokens, of each the heads that a member of the node works on."""
+        messages = _messages(here[side(what)]).get(scene.rank, ())
+        return [
+            Transfer(what=what, peer=peer, slot=0, rows=rows, heads=run.q if side(what) == "q" else run.kv)
+            for peer, theirs in zip(members, shares, strict=True)
+            for run in theirs
+            for rows in messages
+        ]
+
+    def everybody(what: What) -> list[Transfer]:
+        """All tokens of the node, the heads that this rank works on."""
+        messages = _messages(there[side(what)])
+        return [
+            Transfer(what=what, peer=peer, slot=slot(side(what), run, 0), rows=rows)
+            for peer in members
+            for run in range(len(runs))
+            for rows in messages.get(peer, ())
+        ]
+
+    def between_nodes(transfers: Iterable[Transfer], run: int) -> Iterable[Transfer]:
+        for t in transfers:
+            yield replace(t, peer=nodes.ranks(t.peer)[place], slot=slot(side(t.what), run, t.slot))
+
+    def in_the_middle(step: Step) -> Step:
+        return Step(
+            sends=tuple(t for run in range(len(runs)) for t in between_nodes(step.sends, run)),
+            recvs=tuple(t for run in range(len(runs)) for t in between_nodes(step.recvs, run)),
+            tasks=tuple(
+                replace(task, q_slot=slot("q", run, task.q_slot), kv_slot=slot("kv", run, task.kv_slot))
+                for run in range(len(runs))
+                for task in step.tasks
+            ),
+        )
+
+    def steps(phase: Phase) -> tuple[Step, ...]:
+        home = RESULTS[phase]
+        return (
+            Step(sends=(*own("q"), *own("kv")), recvs=(*everybody("q"), *everybody("kv"))),
+            *map(in_the_middle, middle.steps(phase)),
+            Step(sends=tuple(t for x in home for t in everybody(x)), recvs=tuple(t for x in home for t in own(x))),
+        )
+
+    return Program(
+        forward=steps("forward"),
+        backward=steps("backward"),
+        q_slots=(Slot(rows=scene.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in slots["q"])),
+        kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in slots["kv"])),
+        heads=(heads, kv_heads),
+    )
+
+
+def _messages(p: Pieces) -> dict[int, list[Rows]]:
+    return by_peer(p.owner, p.at, p.at + p.size)

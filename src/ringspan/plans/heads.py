@@ -1,0 +1,75 @@
+"""Who works on which heads.
+
+Query heads are dealt out in order, and nobody gets more than ⌈heads / ranks⌉: work goes with query heads, and all wait for the
+slowest. Among the ways to do that, the one is taken that tears the fewest groups of query heads which share a key head: a key
+head travels to everybody who has some of its group, so every tear costs its keys once more.
+
+::
+
+    8 query heads, 2 key heads      4 ranks: 0 1 | 2 3 | 4 5 | 6 7     key heads 0 0 1 1: each goes to two ranks
+    6 query heads, 3 key heads      2 ranks: 0 1 2 | 3 4 5             key heads 0 1 and 1 2
+    6 query heads, 2 key heads      4 ranks: 0 | 1 2 | 3 | 4 5         key heads 0 0 1 1
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from ringspan.errors import PlanError
+
+
+class Run(NamedTuple):
+    """Query heads and the key heads that they share, the same number of query heads to each: what one task can compute."""
+
+    q: tuple[int, int]
+    kv: tuple[int, int]
+
+
+@lru_cache(maxsize=64)
+def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
+    """The runs of each rank. Ranks beyond the number of query heads have none.
+
+    >>> share_heads(6, 3, 2)
+    ((Run(q=(0, 2), kv=(0, 1)), Run(q=(2, 3), kv=(1, 2))), (Run(q=(3, 4), kv=(1, 2)), Run(q=(4, 6), kv=(2, 3))))
+    """
+    group = heads // kv_heads
+    busy = min(heads, ranks)
+    return (*(_runs(a, b, group) for a, b in pairwise(_cuts(heads, group, busy))), *[()] * (ranks - busy))
+
+
+def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
+    """Where the heads are cut: the fewest torn groups, then the most even parts. Found part by part, for every place where a
+    part may end."""
+    most = -(-heads // ranks)
+    best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), (0,))}
+    for _ in range(ranks):
+        longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
+        for start, ((torn, uneven), cuts) in best.items():
+            for stop in range(start, min(start + most, heads) + 1):
+                found = (torn + (stop % group > 0 and stop > start), uneven + (stop - start) ** 2), (*cuts, stop)
+                longer[stop] = min(found, longer.get(stop, found))
+        best = longer
+    return best[heads][1]
+
+
+def _runs(start: int, stop: int, group: int) -> tuple[Run, ...]:
+    """The query heads from start to stop in runs. A torn group at either end has fewer query heads than the others."""
+    runs: list[Run] = []
+    if start == stop:
+        return ()
+    for key in range(start // group, -(-stop // group)):
+        a, b = max(start, key * group), min(stop, (key + 1) * group)
+        if runs and runs[-1].q[1] - runs[-1].q[0] == (b - a) * (runs[-1].kv[1] - runs[-1].kv[0]):
+            runs[-1] = Run((runs[-1].q[0], b), (runs[-1].kv[0], key + 1))
+        else:
+            runs.append(Run((a, b), (key, key + 1)))
+    return tuple(runs)
+
+
+def check_heads(heads: object, kv_heads: object) -> None:
+    if not (isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads >= 1 and heads >= 1 and heads % kv_heads == 0):
+        raise PlanError(
+            f"heads must be a multiple of kv_heads, both whole numbers, at least 1; got heads={heads!r}, kv_heads={kv_heads!r}"
+        )

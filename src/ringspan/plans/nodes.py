@@ -1,0 +1,64 @@
+"""Ranks on nodes: ``per_node`` neighbours each, among whom bytes travel faster than between nodes.
+
+::
+
+    8 ranks, per_node=3      node 0: ranks 0 1 2    node 1: ranks 3 4 5    node 2: ranks 6 7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringspan.errors import PlanError
+from ringspan.layouts import Layout, Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The last node has fewer ranks where ``per_node`` does not divide the world."""
+
+    world: int
+    per_node: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.world // self.per_node)
+
+    def of(self, rank: int) -> int:
+        return rank // self.per_node
+
+    def ranks(self, node: int) -> range:
+        return range(node * self.per_node, min(self.world, (node + 1) * self.per_node))
+
+
+def beside(layout: Layout, ranks: range) -> Pieces:
+    """The tokens of some ranks side by side, in the order of the sequence: bands which the layout has cut apart join again.
+
+    ``owner`` is the rank as before, and ``at`` where a piece now lies.
+    """
+    p = layout.pieces
+    there = np.flatnonzero((p.owner >= ranks.start) & (p.owner < ranks.stop))
+    order = there[np.argsort(p.start[there], kind="stable")]
+    size = p.size[order]
+    at = np.empty(len(p.at), dtype=np.int64)
+    at[order] = np.cumsum(size) - size
+    return Pieces(*(column[there] for column in p._replace(at=at)))
+
+
+def by_node(layout: Layout, nodes: Nodes) -> Layout:
+    """The layout in which every node is one rank that owns the tokens of its ranks, laid out as :func:`beside` lays them."""
+    spans = []
+    for node in range(nodes.count):
+        p = beside(layout, nodes.ranks(node))
+        order = np.argsort(p.at)
+        stop = p.start + (p.size - 1) * p.step + 1
+        spans.append(np.stack([p.start, stop, p.step], axis=1)[order].tolist())
+    return Layout(spans, length=layout.length, name=layout.name)
+
+
+def check_per_node(per_node: Any) -> None:
+    if not isinstance(per_node, int) or per_node < 1:
+        raise PlanError(f"per_node must be a whole number of ranks, at least 1; got {per_node!r}")

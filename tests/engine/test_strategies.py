@@ -1,0 +1,63 @@
+"""Strategies in which more travels than keys, walked by the engine as it is, by drivers as unhelpful as can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.plans import bytes_moved
+from ringspan.plans.data import PHASES
+from ringspan.transports import InProcess
+from tests.engine.drivers import AtTheLastMoment, FarAhead
+from tests.engine.truth import EXACT, case, worst_error
+from tests.plans.examples import MASKS, all_plans
+
+DRIVERS = {"in process": lambda world: InProcess(world), "far ahead": lambda _: FarAhead(), "late": lambda _: AtTheLastMoment()}
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("strategy", ["pass_q(stages=1)", "pass_q", "pass_q(stages=4)"])
+def test_exact(strategy: str, driver: str) -> None:
+    for mask in MASKS.values():
+        for layout in ("contiguous", "zigzag", "striped"):
+            for world in (1, 2, 3, 5):
+                plans = all_plans(mask, world, strategy, layout)
+                assert worst_error(plans, case(mask), DRIVERS[driver](world).run) <= EXACT
+
+
+# As many heads as ranks, more, fewer; groups whole, torn once, torn on both sides; one key head for all.
+HEADS = [(4, 4, 4), (3, 3, 2), (8, 2, 4), (6, 3, 2), (10, 2, 3), (4, 2, 3), (5, 1, 3), (2, 1, 5), (1, 1, 2), (4, 2, 1)]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize(("heads", "kv_heads", "world"), HEADS)
+def test_any_number_of_heads(heads: int, kv_heads: int, world: int, driver: str) -> None:
+    for mask in MASKS.values():
+        for layout in ("contiguous", "zigzag"):
+            plans = all_plans(mask, world, f"ulysses(heads={heads}, kv_heads={kv_heads})", layout)
+            given = case(mask, heads=heads, kv_heads=kv_heads)
+            assert worst_error(plans, given, DRIVERS[driver](world).run) <= EXACT
+
+
+@pytest.mark.parametrize("strategy", ["pass_q", "ulysses"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_bytes_are_those_of_the_plan(strategy: str, dtype: str) -> None:
+    """What a rank keeps for itself does not count; a result that comes back is float32 at least."""
+    mask = rs.documents([9, 14]) | rs.window(left=3, right=1)
+    world = rs.LocalWorld(4)
+    plans = all_plans(mask, 4, strategy, "zigzag")
+    q, k, v = (x.to(getattr(torch, dtype)).requires_grad_() for x in case(mask, heads=6, kv_heads=3)[:3])
+    world.run(plans, q, k, v).out.sum().backward()
+    shape = rs.Shape(heads=6, kv_heads=3, head_dim=8, v_dim=6, batch=2, dtype=dtype)
+    for plan, moved in zip(plans, world.traffic, strict=True):
+        (f_out, f_in), (b_out, b_in) = (bytes_moved(plan, shape, phase) for phase in PHASES)
+        assert (moved.sent, moved.received) == (f_out + b_out, f_in + b_in)
+        assert moved.sent > 0
+
+
+def test_a_plan_for_other_heads_is_refused() -> None:
+    mask = rs.causal(12)
+    plans = all_plans(mask, 2, "ulysses(heads=8, kv_heads=2)", "zigzag")
+    with pytest.raises(rs.InputError, match=r"a plan for 8 query heads and 2 key heads.*use plan.for_heads\(4, 2\)"):
+        worst_error(plans, case(mask, heads=4, kv_heads=2), InProcess(2).run)
