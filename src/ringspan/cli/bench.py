@@ -178,7 +178,9 @@ def _seconds(f: Callable[[], Any]) -> float:
 
 
 def _table(cases: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    rows = [list(columns.values()), *([str(case[key]) for key in columns] for case in cases)]
+    """The columns that any case has something for."""
+    columns = {key: title for key, title in columns.items() if any(key in case for case in cases)}
+    rows = [list(columns.values()), *([str(case.get(key, "")) for key in columns] for case in cases)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
+from ringspan.cli import bench_torch
 from ringspan.engine import attend
 from ringspan.frontends.attention import call_for
+from ringspan.kernels import Saved
+from ringspan.plans import peak_bytes
+from ringspan.plans.data import PHASES
 from ringspan.transports.silent import Silent
 
 COLUMNS = {
     "mask": "mask",
+    "backend": "kernel",
     "strategy": "strategy",
     "layout": "layout",
     "world": "ranks",
@@ -31,17 +37,29 @@ COLUMNS = {
     "slowest_ms": "slowest rank, ms",
     "rank_cost": "rank cost",
     "host_us": "host, µs",
+    "steps": "steps",
+    "planned_mib": "planned, MiB",
+    "kernel_mib": "kernel, MiB",
+    "held_mib": "held, MiB",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--masks", nargs="+", default=["causal"], choices=[*MASKS], help="default: causal")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536], help="tokens (default 65536; several may be given)")
-    parser.add_argument("--world", type=int, default=8, help="ranks (default 8)")
+    parser.add_argument("--world", type=int, nargs="+", default=[8], help="ranks (default 8; several may be given)")
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="which ranks to time (default: all)")
     parser.add_argument("--strategies", nargs="+", default=["exchange(stages=2)", "gather", "ring"])
-    parser.add_argument("--layout", default="auto", help="default: auto")
-    parser.add_argument("--backend", default="auto", help="the kernel, for rank and whole alike (default: auto)")
+    parser.add_argument("--layout", nargs="+", default=["auto"], help="default: auto (several may be given)")
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="kernels for the ranks (default: auto)")
+    parser.add_argument("--whole", default=None, help="the kernel for the whole (default: the first of --backends)")
+    parser.add_argument(
+        "--torch",
+        nargs="+",
+        default=[],
+        choices=[*bench_torch.BACKENDS],
+        help="PyTorch's own context_parallel on these back ends in the same run (causal masks only)",
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -66,45 +84,80 @@ MASKS: dict[str, Callable[[int], rs.Mask]] = {
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record for each mask, length and strategy."""
+    """One record for each mask, length, world, layout, strategy and kernel."""
     records = []
-    for name in args.masks:
-        for n in args.seq_len:
-            mask = MASKS[name](n)
-            whole = _time(_step(_whole(mask, args), *_tensors(n, args)), args)
-            records += [_case(mask, whole, strategy, args) for strategy in args.strategies]
+    for name, n in product(args.masks, args.seq_len):
+        mask = MASKS[name](n)
+        whole = _time(_whole(mask, args), args)
+        for world in args.world:
+            for backend, layout, strategy in product(args.backends, args.layout, args.strategies):
+                print(f"measuring {mask.name}, {world} ranks, {layout}, {strategy}, {backend} …", file=sys.stderr)
+                first = rs.plan(mask, world=world, strategy=strategy, layout=layout)
+                records.append({**_record(mask, world, args), **_share_of(first, whole, backend, args)})
+            if name == "causal":
+                records += [_torch(mask, world, whole, backend, args) for backend in args.torch]
+        if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
     return records
 
 
-def _case(mask: rs.Mask, whole: float, strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    first = rs.plan(mask, world=args.world, strategy=strategy, layout=args.layout)
-    ranks = range(args.world) if args.ranks is None else args.ranks
-    times, host = {}, 0.0
-    for rank in ranks:
-        plan = first.at(rank)
-        step = _share(plan, args)
-        times[rank] = _time(_step(step, *_tensors(plan.q_rows, args)), args)
-        host = max(host, _host_time(step, *_tensors(plan.q_rows, args)))
-    slowest = max(times.values())
+def _record(mask: rs.Mask, world: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What is the same for all measurements of a mask."""
     return {
         "bench": "rank",
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device,
-        "mask": mask.name,
-        "strategy": first.strategy,
-        "layout": first.q_layout.name,
-        "plan": first.digest,
-        "world": args.world,
-        "backend": args.backend,
+        "mask": _short(mask.name),
+        "world": world,
         "heads": [args.heads, args.kv_heads],
         "head_dim": args.head_dim,
         "dtype": args.dtype,
+    }
+
+
+def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespace) -> dict[str, Any]:
+    ranks = range(first.world) if args.ranks is None else args.ranks
+    times, host = {}, 0.0
+    memory: dict[str, int] = {}
+    for rank in ranks:
+        plan = first.at(rank)
+        share, qkv = _share(plan, backend), _tensors(plan.q_rows, args)
+        times[rank] = _time(_step(share, *qkv), args)
+        host = max(host, _host_time(share, args, *qkv))
+        if args.device.startswith("cuda"):
+            memory = {name: max(size, memory.get(name, 0)) for name, size in _memory(plan, share, backend, args, *qkv).items()}
+    slowest = max(times.values())
+    return {
+        "backend": backend,
+        "strategy": first.strategy,
+        "layout": first.q_layout.name,
+        "plan": first.digest,
         "whole_ms": round(whole * 1e3, 2),
         "rank_ms": {rank: round(t * 1e3, 2) for rank, t in times.items()},
         "slowest_ms": round(slowest * 1e3, 2),
-        "rank_cost": round(slowest * args.world / whole, 3),
+        "rank_cost": round(slowest * first.world / whole, 3),
         "host_us": round(host * 1e6),
         "steps": len(first.program.forward),
+        **memory,
+    }
+
+
+def _torch(mask: rs.Mask, world: int, whole: float, backend: str, args: argparse.Namespace) -> dict[str, Any]:
+    """PyTorch's own context parallelism, one rank at a time."""
+    ranks = range(world) if args.ranks is None else args.ranks
+    times = {}
+    for rank in ranks:
+        with bench_torch.rank_of(rank, world, backend, *_tensors(mask.lengths[0], args)) as step:
+            times[rank] = _time(step, args)
+    slowest = max(times.values())
+    return {
+        **_record(mask, world, args),
+        "backend": backend,
+        "strategy": "torch context_parallel",
+        "layout": "head-tail",
+        "whole_ms": round(whole * 1e3, 2),
+        "rank_ms": {rank: round(t * 1e3, 2) for rank, t in times.items()},
+        "slowest_ms": round(slowest * 1e3, 2),
+        "rank_cost": round(slowest * world / whole, 3),
     }
 
 
@@ -113,27 +166,37 @@ def _tensors(n: int, args: argparse.Namespace) -> list[Tensor]:
     return [torch.randn(1, h, n, args.head_dim, **options) for h in (args.heads, args.kv_heads, args.kv_heads)]
 
 
-def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[..., Tensor]:
-    """The whole sequence on one device: one rank that owns everything, through the same engine and kernel (on a CPU, causal is
-    PyTorch's own call)."""
+def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], None]:
+    """The whole sequence on one device, by the kernel alone: no engine, no autograd around it."""
+    backend = args.whole or args.backends[0]
     (plan,) = rs.LocalWorld(1).plans(mask)
-    if mask == rs.causal(mask.lengths[0]) and args.backend == "auto" and args.device == "cpu":
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return _share(plan, args)
+    q, k, v = _tensors(mask.lengths[0], args)
+    call = call_for(plan, q, v, None, backend)
+    parts = list(call.kernel.attend(q, k, v, mask.bands, scale=call.scale))
+    if len(parts) > 1:  # a kernel that has no one call for this mask: its parts have to be merged
+        return _step(_share(plan, backend), q, k, v)
+    dout = torch.randn_like(q)
 
-
-def _share(plan: rs.Plan, args: argparse.Namespace) -> Callable[..., Tensor]:
-    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, None, args.backend), Silent().run)
-        return result.out
+    def step() -> None:
+        ((_, _, (out, lse)),) = call.kernel.attend(q, k, v, mask.bands, scale=call.scale)
+        for _ in call.kernel.attend_backward(Saved(q, dout, out, lse), k, v, mask.bands, scale=call.scale):
+            pass
 
     return step
+
+
+def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, None, backend), Silent().run)
+        return result.out
+
+    return attention
 
 
 def _step(attention: Callable[..., Tensor], *qkv: Tensor) -> Callable[[], None]:
     """Forward and backward."""
     leaves = [x.requires_grad_() for x in qkv]
-    grad = torch.randn_like(attention(*leaves))
+    grad = torch.randn_like(leaves[0])
 
     def step() -> None:
         for x in leaves:
@@ -143,26 +206,78 @@ def _step(attention: Callable[..., Tensor], *qkv: Tensor) -> Callable[[], None]:
     return step
 
 
-def _time(step: Callable[[], None], args: argparse.Namespace) -> float:
-    """The median of the rounds, in seconds; the device is waited for before each reading of the clock."""
+def _time(step: Callable[[], None], args: argparse.Namespace, *, at_once: int = 3) -> float:
+    """The median of the rounds, in seconds for one step.
+
+    A round is a few steps, as in training: the host runs ahead of a GPU, which is waited for at the end of the round.
+    """
     wait = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
+    at_once = at_once if args.device.startswith("cuda") else 1
     step()
     times = []
     for _ in range(args.rounds):
         wait()
         start = time.perf_counter()
-        step()
+        for _ in range(at_once):
+            step()
         wait()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / at_once)
     return statistics.median(times)
 
 
-def _host_time(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
+def _host_time(attention: Callable[..., Tensor], args: argparse.Namespace, *qkv: Tensor) -> float:
     """How long one forward call keeps the host, not waiting for the device."""
+    wait = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
     times = []
     with torch.no_grad():
-        for _ in range(5):
+        for _ in range(10):
+            wait()
             start = time.perf_counter()
             attention(*qkv)
             times.append(time.perf_counter() - start)
-    return min(times)
+    return statistics.median(times)
+
+
+def _memory(
+    plan: rs.Plan, share: Callable[..., Tensor], backend: str, args: argparse.Namespace, *qkv: Tensor
+) -> dict[str, int]:
+    """What the plan says it needs, what the kernel needs beside that, and what was held at once."""
+    shape = rs.Shape(heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim, dtype=args.dtype)
+    planned = max(peak_bytes(plan, shape, phase) for phase in PHASES)
+    found = {"planned_mib": planned, "kernel_mib": _scratch(plan, backend, *qkv), "held_mib": _held(share, *qkv)}
+    return {name: round(size / 2**20) for name, size in found.items()}
+
+
+def _held(attention: Callable[..., Tensor], *qkv: Tensor) -> int:
+    """The most memory that forward + backward took beyond what comes in and goes out, the kernels' own scratch included."""
+    for x in qkv:
+        x.grad = None
+    dout = torch.ones_like(qkv[0])
+    before = _start_of_peak()
+    attention(*qkv).backward(dout)
+    return torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated())
+
+
+def _scratch(plan: rs.Plan, backend: str, *qkv: Tensor) -> int:
+    """What the kernel takes for its own results and scratch space, at most, in any task of the backward pass."""
+    q, k, v = (x.detach() for x in qkv)
+    call, most = call_for(plan, q, v, None, backend), 0
+    for task in (task for step in plan.program.backward for task in step.tasks):
+        rows = plan.program.kv_slots[task.kv_slot].rows
+        keys, values = (x.new_zeros((*x.shape[:2], rows, x.shape[3])) for x in (k, v))
+        saved = Saved(q, q, q, q.new_zeros(q.shape[:3], dtype=torch.float32))
+        before = _start_of_peak()
+        for _ in call.kernel.attend_backward(saved, keys, values, task.bands, scale=call.scale):
+            pass
+        most = max(most, torch.cuda.max_memory_allocated() - before)
+    return most
+
+
+def _start_of_peak() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _short(name: str, limit: int = 40) -> str:
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"

@@ -1,0 +1,96 @@
+"""The front ends on a GPU: worlds of several sizes, what a profiler sees, and processes that share one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import ringspan as rs
+from ringspan.kernels.reference import dense_attention
+from tests.conftest import Pools
+from tests.kernels.test_gpu import error, in_this_dtype
+
+pytestmark = pytest.mark.gpu
+
+N = 1000
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    source = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(1, h, N, 64, device="cuda", dtype=dtype, generator=source) for h in (8, 2, 2, 8)]
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "gather"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_any_number_of_ranks(world: int, strategy: str) -> None:
+    q, k, v, grad = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask = rs.documents([400, 30, 570]) & rs.window(left=300)
+    seen = torch.from_numpy(mask.dense()).cuda()
+    exact, plain = dense_attention(q, k, v, seen).out, in_this_dtype(q, k, v, seen)
+    got = rs.LocalWorld(world).attention(q, k, v, mask=mask, strategy=strategy)
+    assert error(got, exact) <= 2 * error(plain, exact)
+    grads = [torch.autograd.grad((out * grad).sum(), leaves) for out in (got, exact, plain)]
+    for mine, wanted, yardstick in zip(*grads, strict=True):
+        assert error(mine, wanted) <= 2 * error(yardstick, wanted)
+
+
+def test_a_trace_has_a_span_for_every_step_and_the_host_never_waits(tmp_path: Path) -> None:
+    q, k, v, _ = tensors()
+    world = rs.LocalWorld(2)
+    plans = world.plans(rs.causal(N), strategy="ring", layout="zigzag")
+    world.run(plans, q, k, v)  # compiles, and makes what is made once for a plan
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        world.run(plans, q, k, v)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [e for e in events if e.get("name", "").startswith("ringspan::step") and e.get("cat") == "user_annotation"]
+    assert sorted(e["name"] for e in spans) == [f"ringspan::step {n} forward, rank {rank}" for n in (0, 1) for rank in (0, 1)]
+    for span in spans:
+        inside = [e for e in events if e.get("cat") == "cuda_runtime" and within(e, span)]
+        assert any("aunch" in e["name"] for e in inside)
+        assert not [e["name"] for e in inside if "Synchronize" in e["name"]]
+    first, last = min(e["ts"] for e in spans), max(e["ts"] + e["dur"] for e in spans)
+    between = {"ts": first, "dur": last - first}
+    on_device = {e["cat"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and within(e, between)}
+    assert "kernel" in on_device
+    runtime = [e["name"] for e in events if e.get("cat") == "cuda_runtime" and within(e, between)]
+    assert not [name for name in runtime if "Synchronize" in name]
+
+
+def within(event: dict[str, Any], span: dict[str, Any]) -> bool:
+    return span["ts"] <= event["ts"] < span["ts"] + span["dur"]
+
+
+def job(rank: int, strategy: str) -> list[torch.Tensor]:
+    q, k, v, grad = tensors()
+    plan = rs.plan(rs.causal(N), world=2, rank=rank, strategy=strategy, layout="zigzag")
+    mine = torch.from_numpy(plan.q_layout.positions(rank)).cuda()
+    local = [x.index_select(2, mine).requires_grad_() for x in (q, k, v)]
+    out = rs.attention(*local, plan=plan)
+    grads = torch.autograd.grad(out, local, grad.index_select(2, mine))
+    return [x.detach().cpu() for x in (out, *grads)]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "exchange(stages=1)"])
+def test_two_processes_on_one_device_agree_with_two_ranks_in_one(strategy: str, pools: Pools) -> None:
+    """Over gloo, which carries what lies on a device through the host."""
+    q, k, v, grad = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    world = rs.LocalWorld(2)
+    plans = world.plans(rs.causal(N), strategy=strategy, layout="zigzag")
+    out = world.run(plans, q, k, v).out
+    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
+    found = pools(2).run(job, strategy)
+    for rank in range(2):
+        rows = torch.from_numpy(plans[0].q_layout.positions(rank))
+        for n, (mine, theirs) in enumerate(zip(found[rank], wanted, strict=True)):
+            part = theirs.detach().cpu().index_select(2, rows)
+            # The forward pass to the bit; gradients are summed on the device in an order that varies from run to run.
+            assert torch.equal(mine, part) if n == 0 else error(mine, part) <= 0.02 * part.abs().max().item()
