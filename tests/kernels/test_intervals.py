@@ -1,0 +1,60 @@
+"""Layers: together they hold every band once, each row has one interval in each, and there are no more than needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import ringspan as rs
+from ringspan.kernels.intervals import Layer, layers
+from tests.strategies import Drawn, masks
+from tests.truth import Dense
+
+
+def dense(layer: Layer, rows: int, cols: int) -> Dense:
+    """What a layer shows of ``rows × cols``, by its definition."""
+    out = np.zeros((rows, cols), dtype=np.bool_)
+    k = np.arange(layer.k1 - layer.k0)[None, :]
+    out[layer.q0 : layer.q1, layer.k0 : layer.k1] = (layer.start[:, None] <= k) & (k < layer.stop[:, None])
+    return out
+
+
+@given(masks())
+def test_every_pair_is_in_one_layer(drawn: Drawn) -> None:
+    count = np.zeros(drawn.truth.shape, dtype=np.int64)
+    for layer in layers(drawn.mask.bands):
+        count += dense(layer, *drawn.truth.shape)
+    assert np.array_equal(count, drawn.truth)
+
+
+@given(masks())
+def test_no_more_layers_than_the_row_with_the_most_intervals_has(drawn: Drawn) -> None:
+    padded = np.pad(drawn.truth, ((0, 0), (1, 0)))
+    begins = padded[:, 1:] & ~padded[:, :-1]
+    assert len(list(layers(drawn.mask.bands))) == begins.sum(1).max(initial=0)
+
+
+@given(masks())
+def test_a_layer_is_no_larger_than_what_it_shows(drawn: Drawn) -> None:
+    for layer in layers(drawn.mask.bands):
+        q, k = np.nonzero(dense(layer, *drawn.truth.shape))
+        assert (layer.q0, layer.q1, layer.k0, layer.k1) == (q.min(), q.max() + 1, k.min(), k.max() + 1)
+
+
+N = 4096
+MANY = rs.documents([7, 1, 50] * 70)
+CASES = {
+    "causal": (rs.causal(N), 1),
+    "window": (rs.causal(N) & rs.window(left=100), 1),
+    "documents": (MANY, 1),
+    "documents with a window": (MANY & rs.window(left=5), 1),
+    "prefix: a rectangle beside a triangle": (rs.prefix(N, 200), 1),
+    "a hole on the diagonal": (~(rs.full(N) & rs.window(left=5, right=5)), 2),
+    "nothing": (rs.full(N) - rs.full(N), 0),
+}
+
+
+@pytest.mark.parametrize(("mask", "count"), CASES.values(), ids=CASES)
+def test_how_many(mask: rs.Mask, count: int) -> None:
+    assert len(list(layers(mask.bands))) == count
