@@ -1,0 +1,90 @@
+"""Which blocks of 128 × 128 a block-sparse kernel visits, read off the intervals of the rows and never off the pairs.
+
+A block is *full* if all its pairs are seen, *partial* if some are. One that reaches over the edge of the sequence is partial::
+
+    rows of 2, blocks of 2 × 2
+
+    x x x . . .      f p .      full: from the last start to the first stop of its rows
+    x x x . . .                 partial: the rest of what any of its rows touches, which may lie apart
+    x . . . . .      p . p
+    . . . . x x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.masks.table import Ints, ranges
+
+BLOCK = 128
+
+# A compiler that serves all lengths with one program still takes 0 and 1 for constants: no list is so short.
+SHORTEST = 2
+
+
+class Lists(NamedTuple):
+    """For each block of queries some blocks of keys, or the other way round: as many of its row as its count says."""
+
+    counts: NDArray[np.int32]  # (blocks,)
+    indices: NDArray[np.int32]  # (blocks, most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """The same blocks twice: the forward pass goes along the keys, the gradient of keys along the queries."""
+
+    partial: Lists
+    full: Lists
+    partial_by_key: Lists
+    full_by_key: Lists
+
+
+def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK) -> Blocks:
+    """The blocks of rows that each see the keys from start to stop (nothing, where they are equal).
+
+    >>> found = blocks(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
+    >>> found.full.counts.tolist(), found.partial.counts.tolist(), found.partial.indices.tolist()
+    ([1, 0], [1, 2], [[1, 0], [0, 2]])
+    """
+    # Rows over the edge see nothing, so that no block they belong to is full.
+    over = -len(start) % size
+    start_RN, stop_RN = (np.pad(x, (0, over)).reshape(-1, size) for x in (start, stop))
+    q, k = _touched(start_RN // size, -(-stop_RN // size))
+    full = (-(-start_RN.max(1) // size)[q] <= k) & (k < (stop_RN.min(1) // size)[q])
+    rows, cols = len(start_RN), -(-keys // size)
+    return Blocks(
+        partial=_lists(q[~full], k[~full], rows),
+        full=_lists(q[full], k[full], rows),
+        partial_by_key=_transposed(q[~full], k[~full], cols),
+        full_by_key=_transposed(q[full], k[full], cols),
+    )
+
+
+def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
+    """All pairs (block of queries, block of keys) that lie in the interval of one of its N rows, in order."""
+    order = np.argsort(first_RN, axis=1)
+    first_RN, last_RN = (np.take_along_axis(x, order, axis=1) for x in (first_RN, last_RN))
+    # Rows in order of their first block: one begins a new run if it begins behind all that came before it.
+    reach_RN = np.maximum.accumulate(last_RN, axis=1)
+    begins = np.ones(first_RN.size + 1, dtype=np.bool_)
+    begins[:-1].reshape(first_RN.shape)[:, 1:] = first_RN[:, 1:] > reach_RN[:, :-1]
+    first, last = first_RN.ravel()[begins[:-1]], reach_RN.ravel()[begins[1:]]
+    q = np.flatnonzero(begins[:-1]) // first_RN.shape[1]
+    return np.repeat(q, last - first), ranges(first, last - first)
+
+
+def _transposed(q: Ints, k: Ints, cols: int) -> Lists:
+    order = np.argsort(k, kind="stable")
+    return _lists(k[order], q[order], cols)
+
+
+def _lists(owner: Ints, item: Ints, owners: int) -> Lists:
+    """Pairs ordered by owner, as one list for each owner."""
+    counts = np.bincount(owner, minlength=max(owners, SHORTEST))
+    indices = np.zeros((len(counts), max(int(counts.max()), SHORTEST)), dtype=np.int32)
+    indices[owner, ranges(np.zeros_like(counts), counts)] = item
+    return Lists(counts.astype(np.int32), indices)
