@@ -1,0 +1,50 @@
+"""Gradients of a part of attention, from any differentiable computation of that part.
+
+Backward knows the *final* out and lse, over all keys of all ranks; autograd through a part knows only the part's own. A pair of
+weight ``p`` in the part has ``share * p`` in the whole, with ``share = exp(lse of the part - lse of the whole)``. The gradient
+of its score, as it is wanted and as autograd computes it from what it is given for the part::
+
+    share * p * (dout      · v - (dout      · out      - dlse     ))
+            p * (dout_part · v - (dout_part · out_part - dlse_part))
+
+These are the same for ``dout_part = share * dout`` and ``dlse_part = dout_part · out_part - share * (dout · out - dlse)``.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels.kernel import Saved
+from ringspan.kernels.partial import EMPTY_LSE, Partial
+
+# (q_BHSD, k_BGTD, v_BGTE) -> Partial(out_BHSE, lse_BHS), by operations that autograd can follow
+Part = Callable[[Tensor, Tensor, Tensor], Partial]
+
+
+@torch.no_grad()
+def gradients(part: Part, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor) -> tuple[Tensor, ...]:
+    """Compute the part again, and return the gradients that flow through it: dq, dk and dv."""
+    qkv = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
+    with torch.enable_grad():
+        again = part(*qkv)
+    return torch.autograd.grad(again, qkv, _of_part(saved, again))
+
+
+def _of_part(saved: Saved, part: Partial) -> Partial:
+    """The gradients of the part's own out and lse."""
+    wide = part.lse.dtype
+    # Where the part is empty the whole may be, too, and -inf + inf must not make the share nan.
+    share_BHS1 = torch.exp(part.lse - saved.lse_BHS).masked_fill_(part.lse == EMPTY_LSE, 0.0).unsqueeze(-1)
+    dout, out = saved.dout_BHSE.to(wide), saved.out_BHSE.to(wide)
+    delta_BHS = (dout * out).sum(-1)
+    if saved.dlse_BHS is not None:
+        delta_BHS -= saved.dlse_BHS
+    # Rounded before it is used: then what autograd subtracts is exactly what is added here.
+    dout_part = (share_BHS1 * dout).to(part.out.dtype)
+    dlse_part = (dout_part.to(wide) * part.out.to(wide)).sum(-1) - share_BHS1.squeeze(-1) * delta_BHS
+    return Partial(dout_part, dlse_part)
