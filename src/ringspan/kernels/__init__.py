@@ -13,7 +13,7 @@ from ringspan.kernels.sums import Sum
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {
-    name: f"ringspan.kernels.{name}" for name in ("fa4", "cudnn", "flash", "efficient", "cpu", "reference")
+    name: f"ringspan.kernels.{name}" for name in ("fa4", "cudnn", "flash", "efficient", "flex", "cpu", "reference")
 }
 
 # Exact everywhere and slow everywhere: taken only by those who ask for it.

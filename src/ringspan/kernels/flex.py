@@ -1,0 +1,161 @@
+"""FlexAttention, PyTorch's compiler for attention: a whole list of bands in one launch, where every query sees one interval.
+
+The compiled program reads each query's interval from two tensors, and which blocks to visit from four lists, so that another
+mask is other numbers and not another program. It is compiled at first use, for each dtype, number of heads, head dim and scale.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, overrides
+from torch.fx.experimental import _config as shapes
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+from torch.utils.dlpack import from_dlpack
+
+from ringspan.kernels.blocks import BLOCK, blocks
+from ringspan.kernels.intervals import Layer, layers
+from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
+from ringspan.kernels.partial import Partial
+from ringspan.kernels.recompute import gradients
+from ringspan.masks import Band
+
+# Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
+MOST_PROGRAMS = 256
+
+# Lists of bands whose launches stay on the device; one has some megabytes at most.
+REMEMBERED = 256
+
+
+class Launch(NamedTuple):
+    """One layer, where the device can read it."""
+
+    layer: Layer
+    start_S: Tensor
+    stop_S: Tensor
+    lists: dict[str, Any]  # the blocks to visit, by BlockMask's names: "kv" for each block of queries, "q" for each of keys
+
+
+def why_not(inputs: Inputs) -> str | None:
+    if inputs.device.type != "cuda":
+        return f"serves CUDA devices, not {inputs.device.type}"
+    major, minor = torch.cuda.get_device_capability(inputs.device)
+    if major < 8:
+        return f"needs compute capability 8 or higher; this device has {major}.{minor}"
+    if inputs.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"computes in float16, bfloat16 and float32, not {inputs.dtype}"
+    for what, dim in (("head dim", inputs.head_dim), ("value dim", inputs.v_dim)):
+        # Below, tensor cores have no tile so narrow; above, a block may not fit into the device's shared memory.
+        if not 16 <= dim <= 256:
+            return f"takes a {what} from 16 to 256, not {dim}"
+    if find_spec("triton") is None:
+        return "needs Triton: pip install triton"
+    return None
+
+
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+    for launch in launches(tuple(bands), q_BHSD.device):
+        rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
+        q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
+        yield Part(rows.start, rows.stop, _run(q, k, v, launch=launch, scale=scale))
+
+
+def attend_backward(
+    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+) -> Iterator[Gradients]:
+    for launch in launches(tuple(bands), k_BGTD.device):
+        rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
+        mine = saved.rows(rows.start, rows.stop)
+        mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
+        k, v = _on_its_own(k_BGTD[:, :, keys]), _on_its_own(v_BGTE[:, :, keys])
+        dq, dk, dv = gradients(partial(_run, launch=launch, scale=scale), mine, k, v)
+        yield Gradients(rows, dq, keys, dk, dv)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def launches(bands: tuple[Band, ...], device: torch.device) -> tuple[Launch, ...]:
+    """The layers of the bands, on the device."""
+    # They are used again in other calls: a tensor made in inference mode could never take part in a backward pass.
+    with torch.inference_mode(False):
+        return tuple(_launch(layer, device) for layer in layers(bands))
+
+
+def _launch(layer: Layer, device: torch.device) -> Launch:
+    start_S, stop_S = (torch.from_numpy(x).to(device, torch.int32) for x in (layer.start, layer.stop))
+    found = blocks(layer.start, layer.stop, layer.k1 - layer.k0)
+    lists = {}
+    named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
+    for name, (counts, indices) in named.items():
+        # One for the whole batch and all heads.
+        lists[f"{name}_num_blocks"] = torch.from_numpy(counts[None, None]).to(device)
+        lists[f"{name}_indices"] = torch.from_numpy(indices[None, None]).to(device)
+    return Launch(layer, start_S, stop_S, lists)
+
+
+def _on_its_own(x: Tensor) -> Tensor:
+    """The same memory, but neither a view nor at an offset: the compiler would compile again where there is another one."""
+    return from_dlpack(x.detach())
+
+
+def _run(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, launch: Launch, scale: float) -> Partial:
+    from torch._dynamo import config as compiler
+
+    with (
+        # A length is a variable of its own, even where two happen to be equal when the program is compiled.
+        shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        # The scale is a constant of the program.
+        compiler.patch(recompile_limit=MOST_PROGRAMS, specialize_float=True),
+        _unseen_by_modes(),
+    ):
+        # Queries that have travelled are wide.
+        q_BHSD = q_BHSD.to(k_BGTD.dtype)
+        return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale))
+
+
+@contextmanager
+def _unseen_by_modes() -> Iterator[None]:
+    """Backward may run inside a block that catches attention. This attention is that of the block, and not for it to catch."""
+    with ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(overrides._pop_mode_temporarily())
+        yield
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(attend_intervals, dynamic=True, fullgraph=True)
+
+
+def attend_intervals(
+    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, start_S: Tensor, stop_S: Tensor, lists: dict[str, Any], scale: float
+) -> tuple[Tensor, Tensor]:
+    """What is compiled: attention where query i sees the keys from start to stop. Returns out and lse."""
+
+    (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
+    # Every length is a variable of its own; these are the ones that are always the same.
+    for same in (k_BGTD.shape[0] == B, v_BGTE.shape[0] == B, v_BGTE.shape[2] == T, len(start_S) == S, len(stop_S) == S):
+        torch._check(same)
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (start_S[i] <= j) & (j < stop_S[i])
+
+    # One kernel for all lengths; left to itself it takes another one for few queries.
+    options: FlexKernelOptions = {"BACKEND": "TRITON"}
+    out, aux = flex_attention(
+        q_BHSD,
+        k_BGTD,
+        v_BGTE,
+        block_mask=BlockMask((S, T), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees),
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+        kernel_options=options,
+    )
+    return out, cast(Tensor, aux.lse)

@@ -1,0 +1,154 @@
+"""The flex kernel without a GPU: the program is traced as it is, run by PyTorch's own dense definition of FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+import ringspan as rs
+from ringspan.frontends.sdpa import AttentionMode
+from ringspan.kernels import Inputs, Kernel, flex, reference
+from ringspan.kernels.kernel import Saved
+from ringspan.kernels.partial import Accumulator, Partial
+
+N = 150
+MASKS = {
+    "causal": rs.causal(N),
+    "more keys than queries": rs.causal(N, 2 * N, align="end"),
+    "window": rs.causal(N) & rs.window(left=20),
+    "documents": rs.documents([30, 1, 70, 49]),
+    "prefix": rs.prefix(N, 40),
+    "blind rows": rs.full(N) - rs.Mask.from_bands([(20, 140, 0, N, -N, N)], N),
+    "two layers": ~(rs.causal(N) & rs.window(left=20)),
+    "nothing": rs.full(N) - rs.full(N),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def densely() -> Iterator[None]:
+    """No code is generated, and what PyTorch forbids on CPUs for want of a fast kernel is allowed."""
+    compiled = torch.compile(flex.attend_intervals, dynamic=True, fullgraph=True, backend="eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_compiled", lambda: compiled)
+        patch.setattr(torch_flex, "_validate_device", lambda *_: None)
+        yield
+
+
+def inputs(mask: rs.Mask, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """As the engine has them: rows first in memory, keys and values side by side, heads first to the kernel."""
+    torch.manual_seed(0)
+    rows, cols = mask.lengths
+    q = torch.randn(rows, 2, 4, 16, dtype=dtype).movedim(0, 2)
+    return q, *torch.randn(cols, 2, 2, 16 + 24, dtype=dtype).movedim(0, 2).split([16, 24], dim=-1)
+
+
+def forward(mask: rs.Mask, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    result = Accumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
+    for part in flex.attend(q, k, v, mask.bands, scale=0.3):
+        result.add(*part)
+    return Partial(*(x.movedim(0, 2) for x in result.finish()))
+
+
+def backward(kernel: Kernel, mask: rs.Mask, saved: Saved, k: Tensor, v: Tensor) -> list[Tensor]:
+    dq, dk, dv = (torch.zeros_like(x) for x in (saved.q_BHSD, k, v))
+    for part in kernel.attend_backward(saved, k, v, mask.bands, scale=0.3):
+        dq[:, :, part.rows] += part.dq_BHSD
+        dk[:, :, part.keys] += part.dk_BGTD
+        dv[:, :, part.keys] += part.dv_BGTE
+    return [dq, dk, dv]
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_against_the_reference(mask: rs.Mask, with_dlse: bool) -> None:
+    q, k, v = inputs(mask)
+    (want,) = reference.attend(q, k, v, mask.bands, scale=0.3)
+    got = forward(mask, q, k, v)
+    torch.testing.assert_close(got, want.partial)
+    dlse = torch.randn_like(got.lse).masked_fill(got.lse == -torch.inf, 0.0) if with_dlse else None
+    saved = Saved(q, torch.randn_like(got.out), got.out, got.lse, dlse)
+    torch.testing.assert_close(backward(flex, mask, saved, k, v), backward(reference, mask, saved, k, v))
+
+
+def test_gradients_with_what_other_bands_have_added_to_the_result() -> None:
+    """Out and lse are those of the whole mask; the gradients are those of some of its bands."""
+    whole, some = MASKS["causal"], MASKS["window"]
+    q, k, v = inputs(whole)
+    saved = Saved(q, torch.randn(2, 4, N, 24, dtype=q.dtype), *forward(whole, q, k, v))
+    torch.testing.assert_close(backward(flex, some, saved, k, v), backward(reference, some, saved, k, v))
+
+
+def test_queries_that_have_travelled_are_wide() -> None:
+    mask = MASKS["documents"]
+    q, k, v = inputs(mask, dtype=torch.float32)
+    saved = Saved(q, torch.randn(2, 4, N, 24), *forward(mask, q, k, v))
+    wide = Saved(*(None if x is None else x.double() for x in saved))  # type: ignore[arg-type]
+    got, want = backward(flex, mask, wide, k, v), backward(flex, mask, saved, k, v)
+    torch.testing.assert_close(got, [want[0].double(), *want[1:]])
+
+
+def programs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def test_other_masks_and_lengths_are_not_other_programs() -> None:
+    """Including those that make two lengths equal by chance, fit into one block, or leave out the first rows or keys."""
+    first, *others = [rs.Mask.from_bands([(q, 500, k, 500, -500, 500)], 500) for q, k in ((99, 77), (0, 99), (99, 0), (0, 0))]
+    others += [rs.full(n, m) for n, m in ((2, 3), (128, 128), (128, 500), (500, 128), (700, 700))]
+    others += [rs.documents([n, 600 - n]) for n in range(10, 300, 30)]
+    torch._dynamo.reset()  # forget the programs of other tests
+    forward(first, *inputs(first))
+    before = programs()
+    for mask in others:
+        forward(mask, *inputs(mask))
+    assert programs() == before
+
+
+def test_backward_inside_a_block_that_catches_attention() -> None:
+    mask = MASKS["causal"]
+    q, k, v = inputs(mask)
+    saved = Saved(q, torch.randn(2, 4, N, 24, dtype=q.dtype), *forward(mask, q, k, v))
+    with AttentionMode(mask, lambda *_, **__: pytest.fail("caught")):
+        got = backward(flex, mask, saved, k, v)
+    torch.testing.assert_close(got, backward(reference, mask, saved, k, v))
+
+
+def test_what_inference_leaves_behind_can_be_trained_with() -> None:
+    flex.launches.cache_clear()
+    with torch.inference_mode():
+        (launch,) = flex.launches(MASKS["causal"].bands, torch.device("cpu"))
+    assert not any(x.is_inference() for x in (launch.start_S, launch.stop_S, *launch.lists.values()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "reason"),
+    [
+        ({}, (8, 0), None),
+        ({"dtype": torch.float32, "head_dim": 16, "v_dim": 256}, (9, 0), None),
+        ({"device": torch.device("cpu")}, (9, 0), "serves CUDA devices, not cpu"),
+        ({}, (7, 5), "needs compute capability 8 or higher; this device has 7.5"),
+        ({"dtype": torch.float64}, (9, 0), "computes in float16, bfloat16 and float32, not torch.float64"),
+        ({"head_dim": 8}, (9, 0), "takes a head dim from 16 to 256, not 8"),
+        ({"v_dim": 512}, (9, 0), "takes a value dim from 16 to 256, not 512"),
+    ],
+)
+def test_why_not(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], capability: tuple[int, int], reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(flex, "find_spec", lambda name: object())
+    plain = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "v_dim": 64}
+    assert flex.why_not(Inputs(**{**plain, **changes})) == reason  # type: ignore[arg-type]
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flex, "find_spec", lambda name: None)
+    reason = flex.why_not(Inputs(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64, v_dim=64))
+    assert reason == "needs Triton: pip install triton"
