@@ -1,0 +1,104 @@
+"""The flex kernel on a CUDA device, against dense float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.kernels import Inputs, flex
+from ringspan.kernels.reference import dense_attention
+from tests.kernels.test_gpu import MASKS, error, in_this_dtype
+
+pytestmark = pytest.mark.gpu
+
+
+def serving(dtype: torch.dtype, head_dim: int, v_dim: int) -> None:
+    reason = flex.why_not(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim, v_dim=v_dim))
+    if reason:
+        pytest.skip(f"flex {reason}")
+
+
+def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    serving(dtype, *dims)
+    torch.manual_seed(0)
+    (rows, cols), (h, g), (d, e) = mask.lengths, heads, dims
+    shapes = ((2, h, rows, d), (2, g, cols, d), (2, g, cols, e))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    return q, k, v
+
+
+# dtype, (query heads, key heads), (head dim, value dim): each is compiled anew, so each says several things.
+KINDS = {
+    "bfloat16, shared heads, 128": (torch.bfloat16, (8, 2), (128, 128)),
+    "float16, 64": (torch.float16, (4, 4), (64, 64)),
+    "float32, shared heads, 64": (torch.float32, (4, 2), (64, 64)),
+}
+OTHER_DIMS = {
+    "bfloat16, 64 and 128": (torch.bfloat16, (4, 2), (64, 128)),
+    "bfloat16, 96 and 40": (torch.bfloat16, (4, 4), (96, 40)),
+}
+CASES = {
+    **{f"{kind}: {name}": (*KINDS[kind], mask) for kind in KINDS for name, mask in MASKS.items()},
+    **{f"{kind}: {name}": (*OTHER_DIMS[kind], MASKS[name]) for kind in OTHER_DIMS for name in ("documents", "not near")},
+    "float16, more keys than queries": (*KINDS["float16, 64"], rs.causal(300, 700, align="end")),
+    "float16, one query": (*KINDS["float16, 64"], rs.causal(1, 700, align="end")),
+}
+
+
+@pytest.mark.parametrize(("dtype", "heads", "dims", "mask"), CASES.values(), ids=CASES)
+def test_no_worse_than_one_call_of_the_same_precision(
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], mask: rs.Mask
+) -> None:
+    """Out, lse and gradients of 3 ranks; the yardstick is dense attention computed in this dtype throughout."""
+    q, k, v = inputs(mask, dtype, heads, dims)
+    seen = torch.from_numpy(mask.dense()).cuda()
+    want = dense_attention(q, k, v, seen)
+    dout = torch.randn_like(want.out).to(dtype)
+    wanted = torch.autograd.grad(want.out, (q, k, v), dout.double())
+    plain = in_this_dtype(q, k, v, seen)
+    yardstick = torch.autograd.grad(plain, (q, k, v), dout)
+    got = rs.LocalWorld(3).attention(q, k, v, mask=mask, backend="flex", return_lse=True)
+    grads = torch.autograd.grad(got.out, (q, k, v), dout)
+    assert torch.equal(torch.isinf(got.lse), torch.isinf(want.lse))
+    assert (got.lse - want.lse).nan_to_num().abs().max() < 1e-4
+    for mine, exact, theirs in zip((got.out, *grads), (want.out, *wanted), (plain, *yardstick), strict=True):
+        # Float32 is so close to exact that the order of the sums shows.
+        assert error(mine, exact) <= 2 * error(theirs, exact) + 1e-6 * exact.abs().max().item()
+
+
+@pytest.mark.parametrize("mask", [MASKS[name] for name in ("causal", "documents", "blind rows", "not near")])
+def test_the_gradient_of_lse(mask: rs.Mask) -> None:
+    q, k, v = inputs(mask, *KINDS["float32, shared heads, 64"])
+    want = dense_attention(q, k, v, torch.from_numpy(mask.dense()).cuda())
+    dout, dlse = torch.randn_like(want.out), torch.randn_like(want.lse)
+    wanted = torch.autograd.grad(want, (q, k, v), (dout, dlse))
+    got = rs.LocalWorld(3).attention(q, k, v, mask=mask, backend="flex", return_lse=True)
+    grads = torch.autograd.grad((got.out, got.lse), (q, k, v), (dout.float(), dlse.float()))
+    for mine, exact in zip(grads, wanted, strict=True):
+        assert error(mine, exact) <= 1e-4 * exact.abs().max().item()
+
+
+def test_other_documents_are_not_other_programs() -> None:
+    from torch._dynamo.utils import counters
+
+    lengths = [[100 + 10 * n, 500 - 10 * n, 7, 417] for n in range(10)]
+    programs = []
+    for some in lengths:
+        mask = rs.documents(some)
+        q, k, v = inputs(mask, *KINDS["float16, 64"])
+        rs.LocalWorld(1).attention(q, k, v, mask=mask, backend="flex").sum().backward()
+        programs.append(counters["stats"]["unique_graphs"])
+    assert programs == programs[:1] * len(lengths)
+
+
+def test_one_launch_for_all_documents() -> None:
+    mask = rs.documents([50] * 20)
+    q, k, v = inputs(mask, *KINDS["float16, 64"])
+    world = rs.LocalWorld(1)
+    world.attention(q, k, v, mask=mask, backend="flex")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        world.attention(q, k, v, mask=mask, backend="flex")
+    launched = {event.key: event.count for event in profile.key_averages() if "flex_attention" in event.key}
+    assert sum(launched.values()) == 1, launched
