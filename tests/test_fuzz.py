@@ -70,8 +70,8 @@ def cases() -> list[fuzz.Case]:
 def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
     kinds: dict[str, set[Any]] = {
         "world": set(range(1, 9)),
-        "layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "auto", "spans"},
-        "kv_layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "auto", "spans", None},
+        "layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans"},
+        "kv_layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans", None},
         "strategy": {"ring", "gather", "exchange", "auto"},
         "dtype": {"float64", "float32", "bfloat16", "float16"},
         "batch": {1, 2},

@@ -37,15 +37,15 @@ MASKS = {
 
 # The largest rank's area over the mean, at 4096 tokens and 8 ranks: 1.000 is perfect, 8.000 one rank doing it all.
 BALANCE = """
-                    contiguous  zigzag  striped  per_document  round_robin   auto takes
-  full                   1.000   1.000    1.000         1.000        1.000   contiguous
-  causal                 1.875   1.000    1.002         1.000        1.000   zigzag
-  window                 1.067   1.067    1.001         1.067        1.000   contiguous
-  prefix                 1.765   1.147    1.001         1.147        1.000   round_robin
-  few documents          2.008   1.783    1.003         1.002        1.009   round_robin
-  packed documents       2.203   1.320    1.004         1.001        1.014   round_robin
-  even documents         1.000   1.000    1.108         1.000        1.000   contiguous
-  packed + window        1.154   1.154    1.003         1.089        1.001   round_robin
+                    contiguous  zigzag  striped  per_document  round_robin  balanced   auto takes
+  full                   1.000   1.000    1.000         1.000        1.000     1.000   contiguous
+  causal                 1.875   1.000    1.002         1.000        1.000     1.000   zigzag
+  window                 1.067   1.067    1.001         1.067        1.000     1.012   contiguous
+  prefix                 1.765   1.147    1.001         1.147        1.000     1.012   balanced
+  few documents          2.008   1.783    1.003         1.002        1.009     1.012   balanced
+  packed documents       2.203   1.320    1.004         1.001        1.014     1.013   balanced
+  even documents         1.000   1.000    1.108         1.000        1.000     1.000   contiguous
+  packed + window        1.154   1.154    1.003         1.089        1.001     1.011   balanced
 """
 
 
@@ -87,6 +87,9 @@ PROMISES = [
     ("striped", rs.causal, 1.004),
     ("round_robin", rs.causal, 1.012),
     ("per_document", lambda n: rs.documents([n // 4, n - n // 4]), 1.002),
+    ("balanced", lambda n: rs.documents([n // 4, n - n // 4]), 1.02),
+    ("balanced", lambda n: rs.prefix(n, n // 5), 1.02),
+    ("balanced", lambda n: rs.chunked(n, n // 3) | rs.causal(n) & rs.window(left=n // 9), 1.02),
 ]
 
 
@@ -100,7 +103,7 @@ def test_balance_is_no_worse_at_other_sizes(name: str, mask_of: Callable[[int], 
 
 @given(masks(40, square=True, leaves=3), st.integers(1, 9))
 def test_auto_takes_the_first_that_is_good_enough_else_the_best(drawn: Drawn, world: int) -> None:
-    candidates = [LAYOUTS[name](drawn.mask, world) for name in ("contiguous", "zigzag", "round_robin")]
+    candidates = [LAYOUTS[name](drawn.mask, world) for name in ("contiguous", "zigzag", "balanced")]
     figures = [balance(drawn.mask, layout) for layout in candidates]
     good = [layout for layout, figure in zip(candidates, figures, strict=True) if figure <= GOOD_ENOUGH]
     expected = good[0] if good else candidates[int(np.argmin(figures))]
@@ -112,7 +115,7 @@ def test_auto_takes_the_first_that_is_good_enough_else_the_best(drawn: Drawn, wo
 def test_auto_says_what_it_weighed() -> None:
     _, why = auto(MASKS["prefix"], WORLD)
     assert why == (
-        "layout round_robin: first with balance <= 1.1, else the best (balance: contiguous 1.76, zigzag 1.15, round_robin 1.00)"
+        "layout balanced: first with balance <= 1.1, else the best (balance: contiguous 1.76, zigzag 1.15, balanced 1.01)"
     )
 
 

@@ -17,7 +17,7 @@ from tests.strategies import Drawn, masks
 worlds = st.integers(1, 9)
 
 # How far the ranks' shares of tokens may lie apart: one token, one for each of a rank's two chunks, one for each of its blocks.
-SPREAD = {"contiguous": 1, "zigzag": 2, "striped": 1, "per_document": 2, "round_robin": BLOCKS_PER_RANK}
+SPREAD = {"contiguous": 1, "zigzag": 2, "striped": 1, "per_document": 2, "round_robin": BLOCKS_PER_RANK, "balanced": 1}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -48,6 +48,10 @@ PICTURES = [
     ("per_document", rs.documents([2, 6]), 2, "[0,1) [2,3) [6,8) / [1,2) [3,4) [4,6)"),
     ("round_robin", rs.causal(8), 2, "[0,1) [3,5) [7,8) / [1,3) [5,7)"),
     ("round_robin", rs.full(0), 2, " / "),
+    ("balanced", rs.causal(8), 2, "[0,2) [6,8) / [2,6)"),
+    ("balanced", rs.full(10), 4, "[0,2) / [2,4) / [4,7) / [7,10)"),
+    ("balanced", rs.full(2), 3, " / [0,1) / [1,2)"),
+    ("balanced", rs.documents([4, 2, 4, 2]), 2, "[0,4) [10,12) / [4,10)"),
 ]
 
 

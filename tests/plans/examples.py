@@ -18,7 +18,7 @@ MASKS: dict[str, Mask] = {
     "one token": rs.full(1),
 }
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "auto")
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto")
 STRATEGIES = (
     "ring",
     "gather",

@@ -246,7 +246,8 @@ _LEAVES = (*_CROSS_LEAVES, _causal, _documents, _documents, _ids, _prefix, _chun
 
 
 def _layout(d: _Dice, length: int, world: int, *, square: bool) -> str | Spans:
-    named = ("contiguous", "zigzag", "striped", "round_robin", "auto", *(("per_document",) if square else ()), "spans")
+    square_only = ("per_document",) if square else ()
+    named = ("contiguous", "zigzag", "striped", "round_robin", "balanced", "auto", *square_only, "spans")
     name = str(d.one_of(named))
     return _spans(d, length, world) if name == "spans" else name
 

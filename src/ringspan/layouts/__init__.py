@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ringspan.errors import LayoutError
 from ringspan.layouts.auto import auto
+from ringspan.layouts.balanced import balanced
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import Tiles, areas, balance, cut
 from ringspan.layouts.layout import Layout, Pieces, Span, check_world
@@ -18,7 +19,7 @@ from ringspan.masks import Mask
 from ringspan.remember import remember
 
 LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
-    f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin)
+    f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin, balanced)
 }
 
 LayoutLike: TypeAlias = "str | Layout | Sequence[Iterable[Sequence[int]]] | Callable[[Mask, int], Layout]"
@@ -67,6 +68,7 @@ __all__ = [
     "areas",
     "auto",
     "balance",
+    "balanced",
     "check_world",
     "contiguous",
     "cut",

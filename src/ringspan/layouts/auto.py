@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ringspan.layouts.balanced import balanced
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import balance
 from ringspan.layouts.layout import Layout
-from ringspan.layouts.round_robin import round_robin
 from ringspan.layouts.zigzag import zigzag
 from ringspan.masks import Mask
 
@@ -13,7 +13,7 @@ GOOD_ENOUGH = 1.1
 
 
 def auto(mask: Mask, world: int) -> tuple[Layout, str]:
-    """The first of contiguous, zigzag, round_robin whose balance is at most 1.1, else the best balanced; and why.
+    """The first of contiguous, zigzag, balanced whose balance is at most 1.1, else the best balanced; and why.
 
     Contiguous comes first because it keeps neighbours together and so moves the fewest keys for windows and documents.
 
@@ -22,7 +22,7 @@ def auto(mask: Mask, world: int) -> tuple[Layout, str]:
     ('contiguous', 'zigzag')
     """
     tried: list[tuple[float, Layout]] = []
-    for candidate in (contiguous, zigzag, round_robin):
+    for candidate in (contiguous, zigzag, balanced):
         layout = candidate(mask, world)
         tried.append((balance(mask, layout), layout))
         if tried[-1][0] <= GOOD_ENOUGH:

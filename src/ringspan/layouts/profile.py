@@ -1,0 +1,89 @@
+"""The rows of a mask, first to last: the work they hold, and how many keys are seen across a cut between two of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringspan.layouts.layout import Ints
+from ringspan.masks import Mask
+from ringspan.masks import table as tables
+
+
+class Profile:
+    """Questions about any number of tokens at once; each costs what a search among the bands costs.
+
+    >>> from ringspan import documents
+    >>> profile = Profile(documents([3, 2]))
+    >>> tokens = np.arange(6)
+    >>> profile.work_before(tokens).tolist()
+    [0, 1, 3, 6, 7, 9]
+    >>> profile.seen_across(tokens).tolist()
+    [0, 1, 2, 0, 1, 0]
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        self._table = mask.table
+        self._one_sequence = mask.lengths[0] == mask.lengths[1]
+        self._corner, self._before, self._seen, self._slope = _corners(mask)
+        q0, q1, k0, k1, _, _ = self._table.T
+        opens, closes = np.argsort(q0, kind="stable"), np.argsort(q1, kind="stable")
+        self._open, self._lowest_from = q0[opens], _accumulate(np.minimum, k0[opens][::-1])[::-1]
+        self._close, self._highest_until = q1[closes], _accumulate(np.maximum, k1[closes])
+
+    def work_before(self, token: Ints) -> Ints:
+        """The area of all rows before a token."""
+        i = np.searchsorted(self._corner, token, side="right") - 1
+        d = token - self._corner[i]
+        return self._before[i] + self._seen[i] * d + self._slope[i] * (d * (d - 1) // 2)
+
+    def seen_across(self, token: Ints) -> Ints:
+        """How many keys lie between a cut before this token and the furthest ones that are seen across it, on both sides.
+
+        0 for queries and keys of different sequences, whose tokens are no neighbours.
+        """
+        if not self._one_sequence or not len(self._table):
+            return np.zeros_like(token)
+        q0, q1, k0, k1, lo, hi = self._table.T
+        # what whole bands beyond the cut see, then what those see that the cut goes through
+        later = np.searchsorted(self._open, token)
+        lowest = np.where(later < len(q0), self._lowest_from[np.minimum(later, len(q0) - 1)], token)
+        earlier = np.searchsorted(self._close, token, side="right")
+        highest = np.where(earlier > 0, self._highest_until[np.maximum(earlier - 1, 0)], token)
+        i, j = tables.overlapping(token, token + 1, q0, q1)
+        np.minimum.at(lowest, i, np.maximum(k0[j], token[i] + lo[j]))
+        i, j = tables.overlapping(token - 1, token, q0, q1)
+        np.maximum.at(highest, i, np.minimum(k1[j], token[i] + hi[j]))
+        return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
+
+
+def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:
+    """The number of keys that a row sees is a line from corner to corner: where the corners are, the area of the rows before
+    each, the keys its row sees, and how many more the next row sees.
+
+    Row q of a tight band sees ``min(k1, q + hi + 1) - max(k0, q + lo)`` keys: it starts and ends with a jump, and its slope
+    changes where the minimum and the maximum change sides.
+    """
+    q0, q1, k0, k1, lo, hi = mask.table.T
+
+    def seen(q: Ints) -> Ints:
+        return np.minimum(k1, q + hi + 1) - np.maximum(k0, q + lo)
+
+    fills, leaves = np.clip(k1 - hi - 1, q0, q1), np.clip(k0 - lo, q0, q1)
+    none, one = np.zeros_like(q0), np.ones_like(q0)
+    # widening by one a row until it is filled, narrowing by one a row once it leaves its first column
+    changes = [(q0, seen(q0), one), (fills, none, -one), (leaves, none, -one), (q1, -seen(q1), one)]
+    at, jump, bend = (np.concatenate(column) for column in zip(*changes, strict=True))
+    corner, which = np.unique(np.append(at, 0), return_inverse=True)
+    jumps, bends = (np.zeros(len(corner), dtype=np.int64) for _ in range(2))
+    np.add.at(jumps, which[:-1], jump)
+    np.add.at(bends, which[:-1], bend)
+    gap = np.append(np.diff(corner), 0)
+    slope = np.cumsum(bends)
+    rise = slope * gap
+    first = np.cumsum(jumps) + np.cumsum(rise) - rise
+    work = first * gap + slope * (gap * (gap - 1) // 2)
+    return corner, np.cumsum(work) - work, first, slope
+
+
+def _accumulate(extreme: np.ufunc, values: Ints) -> Ints:
+    return np.asarray(extreme.accumulate(values)) if len(values) else values

@@ -1,0 +1,148 @@
+"""The balanced layout: even in tokens and in work for every mask, and what it saves in pieces and keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.errors import LayoutError
+from ringspan.layouts import LAYOUTS, Layout, areas, balance, balanced
+from ringspan.plans import needed_rows
+from tests.strategies import Drawn, masks
+
+worlds = st.integers(1, 9)
+
+
+def spread(layout: Layout) -> int:
+    return max(layout.counts) - min(layout.counts)
+
+
+@given(masks(60, leaves=3), worlds, st.integers(1, 20))
+def test_even_tokens_in_rising_order(drawn: Drawn, world: int, block: int) -> None:
+    layout = balanced(drawn.mask, world, block=block)
+    assert (layout.world, layout.length, layout.name) == (world, drawn.mask.lengths[0], "balanced")
+    assert spread(layout) <= 1
+    for rank in range(world):
+        assert (np.diff(layout.positions(rank)) > 0).all()
+
+
+@given(masks(60, square=True, leaves=3), worlds)
+def test_never_worse_balanced_than_the_simple_layouts(drawn: Drawn, world: int) -> None:
+    simple = [LAYOUTS[name](drawn.mask, world) for name in ("contiguous", "zigzag")]
+    largest = [int(areas(drawn.mask, layout).max()) for layout in simple if spread(layout) <= 1]
+    assert areas(drawn.mask, balanced(drawn.mask, world)).max() <= min(largest)
+
+
+@given(masks(60, square=True, leaves=3), worlds, st.integers(0, 8))
+def test_slack_bounds_the_token_counts(drawn: Drawn, world: int, slack: int) -> None:
+    n, layout = drawn.mask.lengths[0], balanced(drawn.mask, world, slack=slack)
+    assert min(layout.counts) >= n // world - slack
+    assert max(layout.counts) <= -(-n // world) + slack
+
+
+def test_slack_saves_cuts() -> None:
+    """Documents that nearly fill a rank each stay whole once the counts may differ by as much as they do."""
+    mask = rs.documents([1000, 1004, 996, 1002])
+    assert moved(mask, balanced(mask, 4)) > 0
+    assert balanced(mask, 4, slack=5).spans == (((0, 1000, 1),), ((1000, 2004, 1),), ((2004, 3000, 1),), ((3000, 4002, 1),))
+
+
+def lengths(kind: str, documents: int, n: int) -> list[int]:
+    """Lengths of packed documents as data sets have them, n tokens together."""
+    rng = np.random.default_rng(0)
+    share = {
+        "log-normal 1": rng.lognormal(sigma=1.0, size=documents),
+        "log-normal 2": rng.lognormal(sigma=2.0, size=documents),
+        "zipf": rng.permutation(1 / np.arange(1, documents + 1)),
+        "one giant": np.where(np.arange(documents) == documents // 3, documents - 1, 1.0),
+    }[kind]
+    cuts = np.round(np.cumsum(share) / share.sum() * n).astype(int)
+    return np.diff([0, *cuts]).tolist()
+
+
+def fewest_rows(lengths: list[int], world: int, most_work: float, most_tokens: int) -> float:
+    """No layout of causal documents whose ranks have at most so much work and so many tokens needs fewer key rows.
+
+    The rows from x to the end of a document of length l hold (l² - x²)/2 pairs and are l - x tokens. So many ranks own some of
+    them that this is not too much for each, and each of these sees key x; all but its owner fetch it.
+    """
+    total = 0.0
+    for length in lengths:
+        x = np.arange(length) + 1  # pairs are counted from the next row on, and so none too many
+        ranks = np.ceil(np.maximum((length**2 - x**2) / 2 / most_work, (length - x) / most_tokens))
+        total += np.maximum(ranks - 1, 0).sum()
+    return total
+
+
+KINDS = ["log-normal 1", "log-normal 2", "zipf", "one giant"]
+
+
+@pytest.mark.parametrize("world", [8, 32, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_many_kinds(kind: str, world: int) -> None:
+    """Even to 2% everywhere, with at most two cuts a rank, and far fewer keys to fetch than other layouts that are as even."""
+    made = lengths(kind, 128, 131072)
+    mask = rs.documents(made)
+    layout, others = balanced(mask, world), [LAYOUTS[name](mask, world) for name in ("per_document", "round_robin")]
+    assert balance(mask, layout) <= 1.02
+    assert sum(map(len, layout.spans)) <= 128 + 2 * world
+    rows = moved(mask, layout)
+    assert rows < min(moved(mask, other) for other in others)
+    bound = fewest_rows(made, world, float(areas(mask, layout).max()), max(layout.counts))
+    assert bound <= rows <= 2.2 * bound + 10_000
+
+
+def moved(mask: rs.Mask, layout: Layout) -> int:
+    needed = needed_rows(mask, layout, layout)
+    return int(needed.sum() - needed.trace())
+
+
+def test_a_million_tokens() -> None:
+    mask = rs.documents(lengths("zipf", 1000, 1_048_576))
+    assert balance(mask, balanced(mask, 128)) <= 1.02
+
+
+@pytest.mark.parametrize("n", [2**31 - 1, 10**9])
+def test_the_longest_sequences(n: int) -> None:
+    """Products of work and tokens would not fit int64."""
+    for mask in (rs.causal(n), rs.documents([n // 3, n - n // 3]) & rs.window(left=n // 7)):
+        layout = balanced(mask, 5)
+        assert spread(layout) <= 1
+        assert balance(mask, layout) <= 1.02
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"block": 0}, "balanced: block must be a whole number of tokens, at least 1; got 0"),
+    ({"block": 1.5}, "block must be .* got 1.5"),
+    ({"slack": -1}, "slack must be a whole number of tokens, at least 0; got -1"),
+    ({"slack": None}, "slack must be .* got None"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(options) for options, _ in BAD])
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        balanced(rs.causal(8), 2, **options)
+
+
+def test_every_process_finds_the_same() -> None:
+    """Other hashes of strings, other order of sets: the same layout, to the digit."""
+    code = "import ringspan as rs; from ringspan.layouts import balanced; print(balanced(rs.documents(range(1, 90)), 7).digest)"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "src"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert digests == {balanced(rs.documents(range(1, 90)), 7).digest + "\n"}
