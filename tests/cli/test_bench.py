@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 
+import numpy as np
 import pytest
 
+import ringspan as rs
+from ringspan.cli import bench_layouts
+from ringspan.cli.bench_layouts import fewest_rows, ptrr
 from ringspan.cli.main import main
+from ringspan.layouts import Layout
 
 SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
 
@@ -45,3 +51,34 @@ def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: i
     assert any(line.startswith("---") for line in lines)
     assert main(["bench", *arguments, "--json"]) == 0
     assert all(json.loads(line) for line in capsys.readouterr().out.splitlines())
+
+
+def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ways to draw lengths × two worlds × six layouts; too many tiles to count are said to be unknown."""
+    arguments = ["--lengths", "zipf", "one-giant", "--seq-len", "3000", "--documents", "9", "--world", "2", "8"]
+    monkeypatch.setattr(bench_layouts, "MOST_TILES", 1500)
+    assert main(["bench", "layouts", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(records) == 2 * 2 * 6
+    for record in records:
+        assert record["balance"] >= 1
+        assert record["pieces"] >= record["documents"]
+    assert {record["rows"] is None for record in records if record["layout"] == "per_document"} == {False, True}
+    assert len(lines) == 2 * len(records) + 3
+
+
+@pytest.mark.parametrize("lengths", [[8], [7, 1], [5, 3], [2, 4, 2]], ids=str)
+def test_no_layout_needs_fewer_rows(lengths: list[int]) -> None:
+    """Every way to give four of eight tokens to the first of two ranks, counted in the dense mask."""
+    n, seen = sum(lengths), rs.documents(lengths).dense()
+    for first in combinations(range(n), n // 2):
+        mine = np.isin(np.arange(n), first)
+        work = [int(seen[owned].sum()) for owned in (mine, ~mine)]
+        rows = sum(int((seen[owned].any(axis=0) & ~owned).sum()) for owned in (mine, ~mine))
+        assert rows >= fewest_rows(lengths, 2, 2 * max(work) / sum(work)), first
+
+
+def test_ptrr() -> None:
+    """Five blocks of two queries see 1, 2, 2, 3 and 4 blocks of keys; the heaviest first they go to ranks 0, 1, 1, 0, 0."""
+    assert ptrr(rs.documents([3, 7]), 2, block=2) == Layout([[(0, 2), (4, 6), (8, 10)], [(2, 4), (6, 8)]])

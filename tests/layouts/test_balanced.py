@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.cli.bench_layouts import LENGTHS, draw_lengths, fewest_rows
 from ringspan.errors import LayoutError
 from ringspan.layouts import LAYOUTS, Layout, areas, balance, balanced
 from ringspan.plans import needed_rows
@@ -54,48 +55,18 @@ def test_slack_saves_cuts() -> None:
     assert balanced(mask, 4, slack=5).spans == (((0, 1000, 1),), ((1000, 2004, 1),), ((2004, 3000, 1),), ((3000, 4002, 1),))
 
 
-def lengths(kind: str, documents: int, n: int) -> list[int]:
-    """Lengths of packed documents as data sets have them, n tokens together."""
-    rng = np.random.default_rng(0)
-    share = {
-        "log-normal 1": rng.lognormal(sigma=1.0, size=documents),
-        "log-normal 2": rng.lognormal(sigma=2.0, size=documents),
-        "zipf": rng.permutation(1 / np.arange(1, documents + 1)),
-        "one giant": np.where(np.arange(documents) == documents // 3, documents - 1, 1.0),
-    }[kind]
-    cuts = np.round(np.cumsum(share) / share.sum() * n).astype(int)
-    return np.diff([0, *cuts]).tolist()
-
-
-def fewest_rows(lengths: list[int], world: int, most_work: float, most_tokens: int) -> float:
-    """No layout of causal documents whose ranks have at most so much work and so many tokens needs fewer key rows.
-
-    The rows from x to the end of a document of length l hold (l² - x²)/2 pairs and are l - x tokens. So many ranks own some of
-    them that this is not too much for each, and each of these sees key x; all but its owner fetch it.
-    """
-    total = 0.0
-    for length in lengths:
-        x = np.arange(length) + 1  # pairs are counted from the next row on, and so none too many
-        ranks = np.ceil(np.maximum((length**2 - x**2) / 2 / most_work, (length - x) / most_tokens))
-        total += np.maximum(ranks - 1, 0).sum()
-    return total
-
-
-KINDS = ["log-normal 1", "log-normal 2", "zipf", "one giant"]
-
-
 @pytest.mark.parametrize("world", [8, 32, 128])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LENGTHS)
 def test_documents_of_many_kinds(kind: str, world: int) -> None:
     """Even to 2% everywhere, with at most two cuts a rank, and far fewer keys to fetch than other layouts that are as even."""
-    made = lengths(kind, 128, 131072)
+    made = draw_lengths(kind, documents=128, tokens=131072, seed=0)
     mask = rs.documents(made)
     layout, others = balanced(mask, world), [LAYOUTS[name](mask, world) for name in ("per_document", "round_robin")]
     assert balance(mask, layout) <= 1.02
     assert sum(map(len, layout.spans)) <= 128 + 2 * world
     rows = moved(mask, layout)
     assert rows < min(moved(mask, other) for other in others)
-    bound = fewest_rows(made, world, float(areas(mask, layout).max()), max(layout.counts))
+    bound = fewest_rows(made, world, 1.02)
     assert bound <= rows <= 2.2 * bound + 10_000
 
 
@@ -105,7 +76,7 @@ def moved(mask: rs.Mask, layout: Layout) -> int:
 
 
 def test_a_million_tokens() -> None:
-    mask = rs.documents(lengths("zipf", 1000, 1_048_576))
+    mask = rs.documents(draw_lengths("zipf", documents=1000, tokens=1_048_576, seed=0))
     assert balance(mask, balanced(mask, 128)) <= 1.02
 
 

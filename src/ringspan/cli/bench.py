@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringspan as rs
-from ringspan.cli import bench_rank
+from ringspan.cli import bench_layouts, bench_rank
 from ringspan.cli.workers import Pool
 from ringspan.layouts import balance
 from ringspan.plans import forget
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans.add_argument("--seed", type=int, default=0)
     rank = what.add_parser("rank", help="what one rank's share costs against the whole on one device, without the wire")
     bench_rank.add_arguments(rank)
-    for parser_ in (cpu, plans, rank):
+    layouts = what.add_parser("layouts", help="how layouts share packed documents: balance, pieces, keys to fetch")
+    bench_layouts.add_arguments(layouts)
+    for parser_ in (cpu, plans, rank, layouts):
         parser_.add_argument("--json", action="store_true", help="only the JSON lines, without the table")
 
 
@@ -190,4 +192,5 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], d
     "cpu": (bench_cpu, CPU_COLUMNS),
     "plan": (bench_plan, PLAN_COLUMNS),
     "rank": (bench_rank.cases, bench_rank.COLUMNS),
+    "layouts": (bench_layouts.cases, bench_layouts.COLUMNS),
 }

@@ -15,7 +15,7 @@ COMMANDS = {
     "demo": ("ringspan.cli.demo", "train a small language model on a sequence split over 4 processes, beside one process"),
     "check": ("ringspan.cli.check", "random masks, layouts and strategies against dense float64 attention"),
     "doctor": ("ringspan.cli.doctor", "what this machine has, and which kernel would serve which tensors"),
-    "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `bench plan`, `bench rank`"),
+    "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `bench plan`, `bench rank`, `bench layouts`"),
 }
 
 
