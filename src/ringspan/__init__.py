@@ -39,7 +39,7 @@ from ringspan.frontends import (
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window
-from ringspan.plans import Exchange, Gather, PassQ, Plan, Ring, Shape, Ulysses, plan
+from ringspan.plans import Exchange, Gather, Hierarchical, Hybrid, PassQ, Plan, Ring, Shape, Ulysses, plan
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,8 @@ __all__ = [
     "ContextParallel",
     "Exchange",
     "Gather",
+    "Hierarchical",
+    "Hybrid",
     "InputError",
     "KernelError",
     "Layout",

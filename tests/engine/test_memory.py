@@ -102,6 +102,8 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> None:
         "pass_q(stages=1)",
         "pass_q",
         "ulysses(heads=4, kv_heads=4)",
+        "hierarchical(per_node=2)",
+        "hybrid(per_node=2, heads=4, kv_heads=4)",
     ],
 )
 def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:

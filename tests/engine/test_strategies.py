@@ -11,13 +11,14 @@ from ringspan.plans.data import PHASES
 from ringspan.transports import InProcess
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import EXACT, case, worst_error
+from tests.plans.dense_walk import assert_exactly_once
 from tests.plans.examples import MASKS, all_plans
 
 DRIVERS = {"in process": lambda world: InProcess(world), "far ahead": lambda _: FarAhead(), "late": lambda _: AtTheLastMoment()}
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("strategy", ["pass_q(stages=1)", "pass_q", "pass_q(stages=4)"])
+@pytest.mark.parametrize("strategy", ["pass_q(stages=1)", "pass_q", "pass_q(stages=4)", "hierarchical(per_node=2)"])
 def test_exact(strategy: str, driver: str) -> None:
     for mask in MASKS.values():
         for layout in ("contiguous", "zigzag", "striped"):
@@ -40,7 +41,21 @@ def test_any_number_of_heads(heads: int, kv_heads: int, world: int, driver: str)
             assert worst_error(plans, given, DRIVERS[driver](world).run) <= EXACT
 
 
-@pytest.mark.parametrize("strategy", ["pass_q", "ulysses"])
+@pytest.mark.parametrize("between", ["exchange", "ring"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "per_node", "world"), [(6, 3, 2, 4), (2, 1, 3, 6), (4, 4, 2, 6), (3, 1, 1, 3), (5, 5, 8, 3)]
+)
+def test_heads_within_a_node_and_keys_between_them(heads: int, kv_heads: int, per_node: int, world: int, between: str) -> None:
+    for mask in MASKS.values():
+        for layout in ("contiguous", "zigzag", "striped"):
+            strategy = f"hybrid(per_node={per_node}, between={between!r}, heads={heads}, kv_heads={kv_heads})"
+            plans = all_plans(mask, world, strategy, layout)
+            plans[0].verify()
+            assert_exactly_once(plans)
+            assert worst_error(plans, case(mask, heads=heads, kv_heads=kv_heads), FarAhead().run) <= EXACT
+
+
+@pytest.mark.parametrize("strategy", ["pass_q", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_bytes_are_those_of_the_plan(strategy: str, dtype: str) -> None:
     """What a rank keeps for itself does not count; a result that comes back is float32 at least."""

@@ -28,6 +28,8 @@ STRATEGIES = (
     "pass_q(stages=1)",
     "pass_q",
     "ulysses(heads=6, kv_heads=3)",
+    "hierarchical(per_node=2)",
+    "hierarchical(per_node=3)",
     "auto",
 )
 

@@ -111,6 +111,40 @@ def test_ulysses_is_every_token_once_but_for_the_share_that_stays(world: int, ke
     assert received(plans, "backward") == moved * (SAVED_ROW + DQ_ROW + key_heads / 2 * (KV_ROW + DKV_ROW))
 
 
+def rows_between_nodes(plans: list[Plan], per_node: int, what: str, phase: Phase = "forward") -> int:
+    crossing = [t for p in plans for t in p.transfers(phase, "recvs") if t.peer // per_node != p.rank // per_node]
+    return sum(t.count for t in crossing if t.what == what)
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (8, 2), (8, 4), (16, 4)])
+@pytest.mark.parametrize(("layout", "share"), [("zigzag", 3 / 4), ("contiguous", 1 / 2)])
+def test_hierarchical_crosses_as_if_nodes_were_ranks(layout: str, share: float, world: int, per_node: int) -> None:
+    """Causal: once for each node that sees a key, where exchange crosses once for each rank. So do the gradients."""
+    once, each = (all_plans(rs.causal(64), world, s, layout) for s in (f"hierarchical(per_node={per_node})", "exchange"))
+    nodes = world // per_node
+    assert rows_between_nodes(once, per_node, "kv") == share * 64 * (nodes - 1)
+    assert rows_between_nodes(once, per_node, "dkv", "backward") == share * 64 * (nodes - 1)
+    assert rows_between_nodes(each, per_node, "kv") == share * 64 * (nodes - 1) * per_node
+    assert received(once) == received(each)  # what crosses once travels on within the node
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "key_heads"), [(4, 2, 2), (8, 2, 2), (8, 4, 4), (16, 4, 4), (4, 4, 4), (4, 1, 2)]
+)
+@pytest.mark.parametrize(("between", "share"), [("exchange", 3 / 4), ("ring", 1)])
+def test_hybrid_is_ulysses_in_a_node_and_the_other_between(
+    between: str, share: float, world: int, per_node: int, key_heads: int
+) -> None:
+    """Tokens for heads within the node; then keys as if the nodes were ranks, each key head as often as it is held."""
+    plans = all_plans(rs.causal(64), world, f"hybrid(per_node={per_node}, between={between!r})", "zigzag")
+    within, crossing = 64 * (per_node - 1) / per_node, share * 64 * (world // per_node - 1)
+    keys = key_heads / 2
+    assert received(plans) == within * (Q_ROW + OUT_ROW + keys * KV_ROW) + crossing * keys * KV_ROW
+    assert received(plans, "backward") == (
+        within * (SAVED_ROW + DQ_ROW + keys * (KV_ROW + DKV_ROW)) + crossing * keys * (KV_ROW + DKV_ROW)
+    )
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_64_documents_on_8_ranks(seed: int) -> None:
     """65,536 tokens: the best layout has exchange move at most 15% of what gather moves."""

@@ -41,6 +41,11 @@ CAUSAL = rs.causal(16)
         ({"rank": -1}, rs.PlanError, "rank must be one of 0 … 3, not -1"),
         ({"rank": "0"}, rs.PlanError, "rank must be one of 0 … 3, not '0'"),
         ({"strategy": "rings"}, rs.PlanError, f"no strategy is called 'rings'; there are {', '.join(STRATEGIES)} and auto"),
+        (
+            {"strategy": "hybrid(per_node=3)"},
+            rs.PlanError,
+            "4 ranks are not a multiple of per_node=3: give per_node= one of 1, 2, 4",
+        ),
         ({"strategy": object()}, rs.PlanError, "is not a registered strategy; make it known with"),
         ({"layout": "zagzig"}, rs.LayoutError, "no layout is called 'zagzig'; there are contiguous, zigzag"),
         ({"layout": [[(0, 16)]]}, rs.LayoutError, "does not fit: the mask has 16 tokens here and the group 4 ranks"),
@@ -104,6 +109,8 @@ def test_what_a_plan_says_of_itself() -> None:
         ("exchange( stages = 2 )", rs.Exchange(stages=2)),
         ("pass_q", rs.PassQ(stages=2)),
         ("ulysses(heads=12, kv_heads=4)", rs.Ulysses(heads=12, kv_heads=4)),
+        ("hierarchical(per_node=2)", rs.Hierarchical(per_node=2)),
+        ("hybrid(per_node=2, between='ring')", rs.Hybrid(per_node=2, between="ring")),
     ],
 )
 def test_strategies_from_text(text: str, strategy: object) -> None:
@@ -117,6 +124,10 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("", "no strategy is called ''"),
         ("helix", "no strategy is called 'helix'"),
         ("ulysses(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
+        ("hybrid(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
+        ("hybrid(between='gather')", "between must be one of exchange, ring; got 'gather'"),
+        ("hybrid(per_node=0)", "per_node must be a whole number of ranks, at least 1; got 0"),
+        ("hierarchical(per_node=2.0)", "per_node must be a whole number of ranks, at least 1; got 2.0"),
         ("gather(stages=0)", "stages must be a whole number, at least 1; got 0"),
         ("gather(stages=1.5)", "stages must be a whole number, at least 1; got 1.5"),
         ("exchange(stages='2')", "stages must be a whole number, at least 1; got '2'"),

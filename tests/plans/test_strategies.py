@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.plans import STRATEGIES as STRATEGIES_THERE_ARE
 from tests.plans.dense_walk import assert_exactly_once
 from tests.plans.examples import LAYOUTS, MASKS, STRATEGIES, all_plans, layouts_for
 from tests.strategies import layouts, masks
@@ -23,16 +26,28 @@ def test_every_pair_exactly_once(strategy: str, layout: str) -> None:
                 assert_exactly_once(plans)
 
 
+@st.composite
+def strategies(draw: st.DrawFn, world: int) -> str:
+    """Any of them, with any options."""
+    name = draw(st.sampled_from(sorted(STRATEGIES_THERE_ARE)))
+    kv_heads = draw(st.integers(1, 3))
+    values = {
+        "stages": draw(st.integers(1, 6)),
+        "per_node": draw(st.sampled_from([n for n in range(1, world + 2) if name != "hybrid" or world % n == 0])),
+        "between": draw(st.sampled_from(["exchange", "ring"])),
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "kv_heads": kv_heads,
+    }
+    return f"{name}({', '.join(f'{f.name}={values[f.name]!r}' for f in fields(STRATEGIES_THERE_ARE[name]))})"
+
+
 @given(data=st.data())
 def test_any_mask_on_any_layout(data: st.DataObject) -> None:
     mask = data.draw(masks(max_len=16)).mask
     world = data.draw(st.integers(1, 5))
     q_layout = data.draw(layouts(mask, world))
     kv_layout = data.draw(layouts(mask.transposed, world))
-    strategy = data.draw(st.sampled_from(["ring", "gather", "exchange", "pass_q", "ulysses"]))
-    kv_heads = data.draw(st.integers(1, 3))
-    options = {"ring": "", "ulysses": f"(heads={kv_heads * data.draw(st.integers(1, 3))}, kv_heads={kv_heads})"}
-    strategy += options.get(strategy, f"(stages={data.draw(st.integers(1, 6))})")
+    strategy = data.draw(strategies(world))
     first = rs.plan(mask, world=world, strategy=strategy, layout=q_layout, kv_layout=kv_layout)
     assert_exactly_once([first.verify().at(rank) for rank in range(world)])
 

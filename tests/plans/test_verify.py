@@ -293,11 +293,14 @@ def test_all_ranks_in_order_and_of_one_plan(given: Callable[[list[Plan]], list[P
 # -- random changes: what verify lets pass, counting lets pass ---------------------------------------------------------
 
 
+SOME = ["ring", "gather", "exchange", "pass_q", "ulysses(heads=4, kv_heads=2)", "hierarchical(per_node=2)"]
+
+
 @st.composite
 def changed(draw: st.DrawFn) -> list[Plan]:
     """A good plan with one number in it changed, or one thing left out, doubled, or moved to another step."""
     mask = draw(st.sampled_from([rs.causal(9), rs.documents([4, 5]), rs.full(8), rs.causal(8) & rs.window(left=2)]))
-    strategy = draw(st.sampled_from(["ring", "gather", "exchange", "pass_q", "ulysses(heads=4, kv_heads=2)"]))
+    strategy = draw(st.sampled_from(SOME))
     plans = all_plans(mask, 3, strategy, draw(st.sampled_from(["contiguous", "zigzag", "striped"])))
     rank = draw(st.integers(0, 2))
     phase = draw(st.sampled_from(PHASES))

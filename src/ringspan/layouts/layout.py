@@ -45,9 +45,9 @@ class Pieces(NamedTuple):
     step: Ints
     at: Ints
 
-    def of(self, rank: int) -> Pieces:
-        mine = self.owner == rank
-        return Pieces(*(column[mine] for column in self))
+    def of(self, *ranks: int) -> Pieces:
+        theirs = np.isin(self.owner, ranks)
+        return Pieces(*(column[theirs] for column in self))
 
 
 class Layout:

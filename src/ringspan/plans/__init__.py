@@ -15,6 +15,8 @@ from ringspan.plans.auto import auto
 from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
 from ringspan.plans.exchange import Exchange
 from ringspan.plans.gather import Gather
+from ringspan.plans.hierarchical import Hierarchical
+from ringspan.plans.hybrid import Hybrid
 from ringspan.plans.pass_q import PassQ
 from ringspan.plans.ring import Ring
 from ringspan.plans.scene import Scene, needed_rows
@@ -36,6 +38,8 @@ STRATEGIES: dict[str, type[Any]] = {
     "exchange": Exchange,
     "pass_q": PassQ,
     "ulysses": Ulysses,
+    "hierarchical": Hierarchical,
+    "hybrid": Hybrid,
 }
 
 
@@ -164,6 +168,8 @@ __all__ = [
     "STRATEGIES",
     "Exchange",
     "Gather",
+    "Hierarchical",
+    "Hybrid",
     "PassQ",
     "Plan",
     "Program",

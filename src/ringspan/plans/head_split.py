@@ -20,7 +20,7 @@ from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What
 from ringspan.plans.heads import share_heads
 from ringspan.plans.nodes import Nodes, beside, by_node
 from ringspan.plans.scene import Rows, Scene
-from ringspan.plans.staged import by_peer
+from ringspan.plans.visitors import by_peer
 
 RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
 

@@ -30,6 +30,11 @@ class Nodes:
     def of(self, rank: int) -> int:
         return rank // self.per_node
 
+    def porter(self, rank: int, node: int) -> int:
+        """The rank that has the same place on that node; on a smaller node several ranks have one porter."""
+        there = self.ranks(node)
+        return there[rank % self.per_node % len(there)]
+
     def ranks(self, node: int) -> range:
         return range(node * self.per_node, min(self.world, (node + 1) * self.per_node))
 
