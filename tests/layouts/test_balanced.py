@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
@@ -16,6 +16,7 @@ from ringspan.cli.bench_layouts import LENGTHS, draw_lengths, fewest_rows
 from ringspan.errors import LayoutError
 from ringspan.layouts import LAYOUTS, Layout, areas, balance, balanced
 from ringspan.plans import needed_rows
+from tests import truth
 from tests.strategies import Drawn, masks
 
 worlds = st.integers(1, 9)
@@ -34,6 +35,8 @@ def test_even_tokens_in_rising_order(drawn: Drawn, world: int, block: int) -> No
         assert (np.diff(layout.positions(rank)) > 0).all()
 
 
+@example(Drawn(rs.causal(10), truth.causal(10, 10)), 3)  # here arcs alone would give 22 pairs where zigzag has 20
+@example(Drawn(rs.causal(9), truth.causal(9, 9)), 6)
 @given(masks(60, square=True, leaves=3), worlds)
 def test_never_worse_balanced_than_the_simple_layouts(drawn: Drawn, world: int) -> None:
     simple = [LAYOUTS[name](drawn.mask, world) for name in ("contiguous", "zigzag")]

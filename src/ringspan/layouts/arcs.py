@@ -85,7 +85,7 @@ def _places(necklace: Necklace, goal: Goal, grain: Grain) -> Ints:
     """Where arcs may begin: so that they begin or end with a piece, or every step from there; and where the work comes within
     its limits if it changes evenly in between, then also with either end moved to a multiple of the block."""
     begin = necklace.grid(grain.step)
-    place = np.unique(np.concatenate([begin, (begin - goal.tokens) % necklace.tokens]))
+    place = np.sort(np.concatenate([begin, (begin - goal.tokens) % necklace.tokens]))
     work = necklace.work_of(place, np.full_like(place, goal.tokens))
     gap, next_work = np.diff(place, append=necklace.tokens), np.roll(work, -1)
     shift = max(0, necklace.work.bit_length() - 31)  # keeps work × tokens below 2⁶³; what comes out is only a guess
@@ -98,7 +98,7 @@ def _places(necklace: Necklace, goal: Goal, grain: Grain) -> Ints:
         for end in (guess, guess + goal.tokens):
             too_far = necklace.within_piece(end % necklace.tokens) % grain.block
             found += [guess - too_far, guess - too_far + grain.block]
-    return np.unique(np.concatenate(found) % necklace.tokens)
+    return np.concatenate(found) % necklace.tokens
 
 
 def _to_an_edge(necklace: Necklace, place: Ints, goal: Goal) -> Ints:
