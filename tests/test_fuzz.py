@@ -212,8 +212,8 @@ def without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(into: rs.Partial, other: rs.Partial) -> None:
-        into.out.lerp_(other.out, 0.5)
+    def broken(into: rs.Partial, other: rs.Partial, old: Any = None) -> None:
+        into.out.lerp_(other.out.to(into.out.dtype), 0.5)
 
     monkeypatch.setattr(partial, "merge_", broken)
 
@@ -228,15 +228,14 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes home overwrites instead of adding up."""
-    real = slots.Slots._lay
 
-    def broken(self: Any, t: Any, start: int, stop: int, message: Any) -> None:
-        if t.what == "dkv":
-            self.sums["dkv"][t.slot][start:stop] = message
-        else:
-            real(self, t, start, stop, message)
+    def broken(self: Any, t: Any, message: Any) -> None:
+        at = 0
+        for start, stop in t.rows:
+            self.sums[t.what][t.slot].wide(start, stop).copy_(message[at : at + stop - start])
+            at += stop - start
 
-    monkeypatch.setattr(slots.Slots, "_lay", broken)
+    monkeypatch.setattr(slots.Slots, "_add", broken)
 
 
 def wrong_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:

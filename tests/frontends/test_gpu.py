@@ -53,14 +53,14 @@ def test_a_trace_has_a_span_for_every_step_and_the_host_never_waits(tmp_path: Pa
     spans = [e for e in events if e.get("name", "").startswith("ringspan::step") and e.get("cat") == "user_annotation"]
     assert sorted(e["name"] for e in spans) == [f"ringspan::step {n} forward, rank {rank}" for n in (0, 1) for rank in (0, 1)]
     for span in spans:
-        inside = [e for e in events if e.get("cat") == "cuda_runtime" and within(e, span)]
+        inside = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and within(e, span)]
         assert any("aunch" in e["name"] for e in inside)
         assert not [e["name"] for e in inside if "Synchronize" in e["name"]]
     first, last = min(e["ts"] for e in spans), max(e["ts"] + e["dur"] for e in spans)
     between = {"ts": first, "dur": last - first}
     on_device = {e["cat"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and within(e, between)}
     assert "kernel" in on_device
-    runtime = [e["name"] for e in events if e.get("cat") == "cuda_runtime" and within(e, between)]
+    runtime = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and within(e, between)]
     assert not [name for name in runtime if "Synchronize" in name]
 
 
@@ -93,4 +93,4 @@ def test_two_processes_on_one_device_agree_with_two_ranks_in_one(strategy: str, 
         for n, (mine, theirs) in enumerate(zip(found[rank], wanted, strict=True)):
             part = theirs.detach().cpu().index_select(2, rows)
             # The forward pass to the bit; gradients are summed on the device in an order that varies from run to run.
-            assert torch.equal(mine, part) if n == 0 else error(mine, part) <= 0.02 * part.abs().max().item()
+            assert torch.equal(mine, part) if n == 0 else error(mine, part) <= 1e-3 * part.abs().max().item()

@@ -46,7 +46,8 @@ def serving(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a.double() - b.double()).abs().max().item()
+    """The root of the mean square: the largest of a million differences says more of luck than of the code."""
+    return (a.double() - b.double()).square().mean().sqrt().item()
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -94,7 +95,7 @@ def test_the_gradient_of_lse(backend: str) -> None:
     )
     lse = rs.LocalWorld(2).attention(q, k, v, mask=MASKS["causal"], backend=backend, return_lse=True).lse
     for a, b in zip(torch.autograd.grad((lse * weight).sum(), (q, k)), want, strict=True):
-        assert error(a, b) <= 0.02 * b.abs().max().item()
+        assert error(a, b) <= 0.02 * b.double().square().mean().sqrt().item()
 
 
 MARK = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "flash_fwd_kernel", "efficient": "fmha_cutlass"}

@@ -50,6 +50,8 @@ def test_every_tight_band_is_one_window(drawn: Drawn) -> None:
 def test_the_calls_of_a_mask_compute_every_pair_once(drawn: Drawn) -> None:
     times = np.zeros(drawn.mask.lengths, dtype=int)
     for batch in batches(tuple(drawn.mask), CPU):
+        right = batch.window.right
+        assert right is None or right < max(k.stop - k.start for _, k in sequences(batch))
         for q, k in sequences(batch):
             shown = seen_through(batch.window, q.stop - q.start, k.stop - k.start)
             times[batch.rows, batch.keys][q, k] += shown

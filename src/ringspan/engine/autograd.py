@@ -49,7 +49,8 @@ class _Attend(torch.autograd.Function):
         walks = [forward(plan, q, kv, call) for plan, q, kv in zip(plans, queries, key_values, strict=True)]
         outputs: list[Tensor] = []
         for result, q in zip(run(walks), queries, strict=True):
-            outputs += [result.out.to(q.dtype), result.lse]
+            # Detached, since they may be views of a larger buffer, and autograd lets nobody change those in place.
+            outputs += [result.out.to(q.dtype).detach(), result.lse.detach()]
         ctx.set_materialize_grads(False)
         ctx.plans, ctx.call, ctx.run = plans, call, run
         ctx.save_for_backward(*queries, *key_values, *outputs)

@@ -52,6 +52,8 @@ def _backward(
             f'the gradient of lse needs one more column than the values have, and backend="cudnn" takes {WIDEST} at most; '
             'use backend="flash" or "fa4"'
         )
+    # PyTorch looks its cuDNN graphs up by the strides of q, k and v alone: those of the rest must always be the same.
+    dout, out = dout.contiguous(), out.contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     # fmt: off
     dq, dk, dv = _cudnn_backward(

@@ -42,6 +42,8 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     padded = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)  # rows that are not there weigh nothing
+    # It takes the queries of out to lie one after the other, heads and all.
+    dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     keys, values = _every_head(k, q), _every_head(v, q)
     wanted = [True, True, True, False]

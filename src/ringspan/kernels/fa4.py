@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels import windowed
@@ -83,6 +84,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch: (dq, dk, dv). ``into`` is where they are to lie, if that matters."""
     q, dout, out, lse, dlse = saved
+    d, e = q.shape[-1], v.shape[-1]
+    if d != e and q.shape[-2] != k.shape[-2]:  # its backward pass shares key heads only where both dims are one
+        q, k, v, dout, out = (F.pad(x, (0, max(d, e) - x.shape[-1])) for x in (q, k, v, dout, out))
     dq, dk, dv = into or (None, None, None)
     dq, dk, dv, *_ = _call("_flash_attn_bwd", batch)(
         q,
@@ -98,7 +102,7 @@ def backward(
         dk=dk,
         dv=dv,
     )
-    return dq, dk, dv
+    return dq[..., :d], dk[..., :d], dv[..., :e]
 
 
 def _call(name: str, batch: Batch) -> Any:

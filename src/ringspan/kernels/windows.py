@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ringspan.masks import Band
+from ringspan.masks import table as tables
 
 
 class Window(NamedTuple):
@@ -77,7 +78,7 @@ def layers(bands: Sequence[Band]) -> Iterator[list[Band]]:
     [2, 1]
     """
     of_window: dict[Window, list[list[Band]]] = {}
-    for band in sorted(bands):
+    for band in sorted(part for whole in bands for part in _within_reach(whole)):
         stacks = of_window.setdefault(window(band), [])
         open_ = [layer for layer in stacks if layer[-1].q1 <= band.q0 and layer[-1].k1 <= band.k0]
         if open_:
@@ -86,6 +87,23 @@ def layers(bands: Sequence[Band]) -> Iterator[list[Band]]:
             stacks.append([band])
     for stacks in of_window.values():
         yield from stacks
+
+
+def _within_reach(band: Band) -> list[Band]:
+    """The band, or where its window would reach further right than there are keys, its upper and its lower rows.
+
+    FlashAttention-2 takes such a window for none, which is wrong where there are more queries than keys. Rows above the one
+    that sees the last key end at the diagonal, rows below are not cut by it.
+
+    >>> _within_reach(Band(0, 6, 0, 2, -4, 0))
+    [Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=0), Band(q0=2, q1=6, k0=0, k1=2, lo=-4, hi=-1)]
+    """
+    right = window(band).right
+    if right is None or right < band.cols:
+        return [band]
+    last = band.k1 - 1 - band.hi  # the first row that sees the last key
+    parts = tables.table((band.q0, last + 1, *band[2:]), (last + 1, band.q1, *band[2:]))
+    return [Band(*row) for row in parts.tolist()]
 
 
 def _batch(layer: Sequence[Band], device: torch.device) -> Batch:
