@@ -72,7 +72,7 @@ def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
         "world": set(range(1, 9)),
         "layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans"},
         "kv_layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans", None},
-        "strategy": {"ring", "gather", "exchange", "auto"},
+        "strategy": {*plans.STRATEGIES, "auto"},
         "dtype": {"float64", "float32", "bfloat16", "float16"},
         "batch": {1, 2},
         "lse": {True, False},
@@ -87,6 +87,10 @@ def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
     for word in ("kv_lengths=", "causal=False", "prefix(", "chunked(", "from_bands(", ") & (", ") | (", ") - (", "~("):
         assert word in text
     assert {case.heads // case.kv_heads for case in cases} == {1, 2, 3, 4}
+    split = [case for case in cases if case.strategy == "ulysses"]
+    assert any(case.heads < case.world for case in split)
+    assert any(case.heads > case.world and case.heads % case.world for case in split)
+    assert any(case.kv_heads < case.world <= case.heads for case in split)
     assert any(case.head_dim != case.v_dim for case in cases)
     assert any(case.scale is not None for case in cases)
 
@@ -228,12 +232,12 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes home overwrites instead of adding up."""
+    real = slots.Slots._add
 
     def broken(self: Any, t: Any, message: Any) -> None:
-        at = 0
         for start, stop in t.rows:
-            self.sums[t.what][t.slot].wide(start, stop).copy_(message[at : at + stop - start])
-            at += stop - start
+            self.sums[t.what][t.slot].clear(start, stop)
+        real(self, t, message)
 
     monkeypatch.setattr(slots.Slots, "_add", broken)
 

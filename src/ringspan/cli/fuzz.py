@@ -138,7 +138,7 @@ def draw(seed: int, index: int, world: int | None = None) -> Case:
         mask=mask,
         layout=_layout(d, q_len, world, square=q_len == k_len),
         kv_layout=_layout(d, k_len, world, square=q_len == k_len) if d.chance(0.15) else None,
-        strategy=_strategy(d),
+        strategy=_strategy(d, world),
         batch=d.between(1, 2),
         heads=kv_heads * d.one_of((1, 1, 2, 3, 4)),
         kv_heads=kv_heads,
@@ -270,7 +270,16 @@ def _spans(d: _Dice, length: int, world: int) -> Spans:
     return tuple(map(tuple, ranks))
 
 
-def _strategy(d: _Dice) -> str:
-    name = d.one_of(("ring", "ring", "gather", "exchange", "exchange", "auto"))
-    staged = name in ("gather", "exchange") and d.chance(0.6)
-    return f"{name}(stages={d.between(1, 8)})" if staged else str(name)
+_STRATEGIES = ("ring", "ring", "gather", "exchange", "exchange", "auto", "pass_q", "ulysses", "hierarchical", "hybrid")
+
+
+def _strategy(d: _Dice, world: int) -> str:
+    """Heads are left to be found out from the tensors, as users leave them."""
+    name = str(d.one_of(_STRATEGIES))
+    if name == "hierarchical":
+        return f"hierarchical(per_node={d.between(1, world)})"
+    if name == "hybrid":
+        per_node = d.one_of([n for n in range(1, world + 1) if world % n == 0])
+        return f"hybrid(per_node={per_node}, between={d.one_of(('exchange', 'ring'))!r})"
+    staged = name in ("gather", "exchange", "pass_q") and d.chance(0.6)
+    return f"{name}(stages={d.between(1, 8)})" if staged else name

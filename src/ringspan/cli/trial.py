@@ -80,7 +80,7 @@ def run_local(case: Case) -> Outcome:
     truth = dense(given, seen, case.scale)
     world = rs.LocalWorld(case.world)
     plans = world.plans(mask, strategy=case.strategy, layout=case.layout, kv_layout=case.kv_layout)
-    problems = _proof(plans[0])
+    problems = _proof(plans[0], case)
     leaves = [x.clone().requires_grad_() for x in given[:3]]
     got = _results(world.run(plans, *leaves, scale=case.scale), leaves, given.dout, given.dlse)
     for plan, traffic in zip(plans, world.traffic, strict=True):
@@ -96,7 +96,7 @@ def run_rank(case: Case, group: ProcessGroup) -> Outcome:
     truth = dense(given, seen, case.scale)
     cp = rs.ContextParallel(group, mask, strategy=case.strategy, layout=case.layout, kv_layout=case.kv_layout)
     # The proof is the same on all ranks: they take turns.
-    problems = _proof(cp.plan) if case.index % group.world == group.rank else []
+    problems = _proof(cp.plan, case) if case.index % group.world == group.rank else []
     q, dout = cp.shard(given.q, given.dout, dim=2)
     k, v = cp.shard(given.k, given.v, dim=2, of="kv")
     dlse = None if given.dlse is None else cp.shard(given.dlse, dim=2)
@@ -247,9 +247,9 @@ def _too_far(figures: dict[str, Figure]) -> list[str]:
     return [f"{name} is {figure.error:.2e} off, {figure.allowed:.2e} allowed" for name, figure in far.items()]
 
 
-def _proof(plan: rs.Plan) -> list[str]:
+def _proof(plan: rs.Plan, case: Case) -> list[str]:
     try:
-        plan.verify()
+        plan.for_heads(case.heads, case.kv_heads).verify()
     except rs.PlanError as error:
         return [f"verify: {error}"]
     return []
