@@ -115,7 +115,9 @@ def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:
                     assert measured(plan, phase, getattr(torch, dtype)) <= peak_bytes(plan, shape, phase), (plan, phase)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather", "exchange(stages=1)", "gather(stages=3)", "exchange", "pass_q"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", "gather", "exchange(stages=1)", "gather(stages=3)", "exchange", "pass_q", "hierarchical(per_node=2)"]
+)
 def test_the_plan_is_not_far_from_it(strategy: str) -> None:
     """A bound that is never reached would be no figure to plan with."""
     shape = rs.Shape(**SHAPE, dtype="float32")  # type: ignore[arg-type]

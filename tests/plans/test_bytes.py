@@ -78,6 +78,14 @@ def test_gather_is_every_key_to_every_other_rank(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_ring_that_everybody_needs_is_as_much(layout: str, world: int) -> None:
+    plans = all_plans(rs.full(64), world, "ring", layout)
+    assert received(plans) == 64 * (world - 1) * KV_ROW
+    assert received(plans, "backward") == 64 * (world - 1) * (KV_ROW + DKV_ROW)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_exchange_is_three_quarters_of_gather_for_causal_zigzag(world: int) -> None:
     """Rank r owns the chunks r and 2·world-1-r, so it sees all chunks but r of them: 2·world-2-r to fetch. Of all, 3/4."""
     gather, exchange = (received(all_plans(rs.causal(64), world, strategy, "zigzag")) for strategy in ("gather", "exchange"))

@@ -92,7 +92,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for world in args.world:
             for backend, layout, strategy in product(args.backends, args.layout, args.strategies):
                 print(f"measuring {mask.name}, {world} ranks, {layout}, {strategy}, {backend} …", file=sys.stderr)
-                first = rs.plan(mask, world=world, strategy=strategy, layout=layout)
+                first = rs.plan(mask, world=world, strategy=strategy, layout=layout).for_heads(args.heads, args.kv_heads)
                 records.append({**_record(mask, world, args), **_share_of(first, whole, backend, args)})
             if name == "causal":
                 records += [_torch(mask, world, whole, backend, args) for backend in args.torch]

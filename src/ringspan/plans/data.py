@@ -15,8 +15,8 @@ dq     a query slot's gradient             is added to the slot's
 dkv    a key slot's gradient               is added to the slot's
 ====== =================================== =========================
 
-Rows overwritten start with an empty result and a zero gradient. That is the whole machine: ring, gather and exchange move keys;
-moving queries, or only some heads of either, is said with the same words.
+Rows overwritten start with an empty result and a zero gradient. That is the whole machine. Moving keys, moving queries, moving
+some heads of either, handing on what came from elsewhere: every strategy is said with these words.
 """
 
 from __future__ import annotations
