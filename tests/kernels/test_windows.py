@@ -24,6 +24,14 @@ def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
     return (-left <= distance) & (distance <= right)
 
 
+def as_flash_2(shape: Window, longest: int) -> Window:
+    """What FlashAttention-2 makes of a window, given the longest sequence of keys: mha_varlen_fwd and set_params_fprop."""
+    left, right = (None if side is None or side >= longest else side for side in shape)
+    if left is None and right is None:
+        return Window(None, None)
+    return Window(longest if left is None else left, longest if right is None else right)
+
+
 def sequences(batch: Batch) -> list[tuple[slice, slice]]:
     """The queries and keys of each sequence of a call, counted from the call's first."""
     if batch.queries is None or batch.seen is None:
@@ -50,10 +58,10 @@ def test_every_tight_band_is_one_window(drawn: Drawn) -> None:
 def test_the_calls_of_a_mask_compute_every_pair_once(drawn: Drawn) -> None:
     times = np.zeros(drawn.mask.lengths, dtype=int)
     for batch in batches(tuple(drawn.mask), CPU):
-        right = batch.window.right
-        assert right is None or right < max(k.stop - k.start for _, k in sequences(batch))
+        longest = max(k.stop - k.start for _, k in sequences(batch))
         for q, k in sequences(batch):
             shown = seen_through(batch.window, q.stop - q.start, k.stop - k.start)
+            assert np.array_equal(shown, seen_through(as_flash_2(batch.window, longest), *shown.shape))
             times[batch.rows, batch.keys][q, k] += shown
     assert np.array_equal(times, drawn.truth.astype(int))
 

@@ -55,13 +55,10 @@ def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK) -> Blocks:
     start_RN, stop_RN = (np.pad(x, (0, over)).reshape(-1, size) for x in (start, stop))
     q, k = _touched(start_RN // size, -(-stop_RN // size))
     full = (-(-start_RN.max(1) // size)[q] <= k) & (k < (stop_RN.min(1) // size)[q])
-    rows, cols = len(start_RN), -(-keys // size)
-    return Blocks(
-        partial=_lists(q[~full], k[~full], rows),
-        full=_lists(q[full], k[full], rows),
-        partial_by_key=_transposed(q[~full], k[~full], cols),
-        full_by_key=_transposed(q[full], k[full], cols),
-    )
+    partial, full_ = _lists(q, k, full, len(start_RN))
+    by_key = np.argsort(k, kind="stable")
+    partial_by_key, full_by_key = _lists(k[by_key], q[by_key], full[by_key], -(-keys // size))
+    return Blocks(partial=partial, full=full_, partial_by_key=partial_by_key, full_by_key=full_by_key)
 
 
 def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
@@ -77,14 +74,16 @@ def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
     return np.repeat(q, last - first), ranges(first, last - first)
 
 
-def _transposed(q: Ints, k: Ints, cols: int) -> Lists:
-    order = np.argsort(k, kind="stable")
-    return _lists(k[order], q[order], cols)
+def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int) -> list[Lists]:
+    """Pairs ordered by owner, as one list for each owner: those that are not full, and those that are.
 
-
-def _lists(owner: Ints, item: Ints, owners: int) -> Lists:
-    """Pairs ordered by owner, as one list for each owner."""
-    counts = np.bincount(owner, minlength=max(owners, SHORTEST))
-    indices = np.zeros((len(counts), max(int(counts.max()), SHORTEST)), dtype=np.int32)
-    indices[owner, ranges(np.zeros_like(counts), counts)] = item
-    return Lists(counts.astype(np.int32), indices)
+    Both have room for as many: FlexAttention finds the row of a full list by the stride of the partial one.
+    """
+    counts = [np.bincount(owner[which], minlength=max(owners, SHORTEST)) for which in (~full, full)]
+    most = max(SHORTEST, *(int(n.max()) for n in counts))
+    lists = []
+    for which, n in zip((~full, full), counts, strict=True):
+        indices = np.zeros((len(n), most), dtype=np.int32)
+        indices[owner[which], ranges(np.zeros_like(n), n)] = item[which]
+        lists.append(Lists(n.astype(np.int32), indices))
+    return lists

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -90,20 +91,19 @@ def layers(bands: Sequence[Band]) -> Iterator[list[Band]]:
 
 
 def _within_reach(band: Band) -> list[Band]:
-    """The band, or where its window would reach further right than there are keys, its upper and its lower rows.
+    """The band, or where it has more queries than keys, its rows in parts of which no window reaches beyond the keys.
 
-    FlashAttention-2 takes such a window for none, which is wrong where there are more queries than keys. Rows above the one
-    that sees the last key end at the diagonal, rows below are not cut by it.
+    FlashAttention-2 takes a side of a window that is at least as long as the keys for open, and an open side to be as long as
+    the keys: both are wrong where there are more queries. So the rows are cut where a diagonal begins or ceases to cut them.
 
-    >>> _within_reach(Band(0, 6, 0, 2, -4, 0))
-    [Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=0), Band(q0=2, q1=6, k0=0, k1=2, lo=-4, hi=-1)]
+    >>> [tuple(part) for part in _within_reach(Band(0, 6, 0, 2, -4, 0))]
+    [(0, 1, 0, 1, 0, 0), (1, 5, 0, 2, -4, 0), (5, 6, 1, 2, -4, -4)]
     """
-    right = window(band).right
-    if right is None or right < band.cols:
+    if band.rows <= band.cols or band.is_full:
         return [band]
-    last = band.k1 - 1 - band.hi  # the first row that sees the last key
-    parts = tables.table((band.q0, last + 1, *band[2:]), (last + 1, band.q1, *band[2:]))
-    return [Band(*row) for row in parts.tolist()]
+    sees_last, misses_first = band.k1 - 1 - band.hi, band.k0 - band.lo + 1
+    cuts = sorted({band.q0, band.q1, *(row for row in (sees_last, misses_first) if band.q0 < row < band.q1)})
+    return [Band(*row) for q0, q1 in pairwise(cuts) for row in tables.table((q0, q1, *band[2:])).tolist()]
 
 
 def _batch(layer: Sequence[Band], device: torch.device) -> Batch:
