@@ -7,6 +7,7 @@ rank's time × the number of ranks ÷ the time of the whole: 1.0 means that spli
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -206,23 +207,26 @@ def _step(attention: Callable[..., Tensor], *qkv: Tensor) -> Callable[[], None]:
     return step
 
 
-def _time(step: Callable[[], None], args: argparse.Namespace, *, at_once: int = 3) -> float:
-    """The median of the rounds, in seconds for one step.
+# What a round of timing lasts at least on a GPU, so that the host is ahead of it for most of the round, as it is in training.
+ROUND_SECONDS = 0.1
 
-    A round is a few steps, as in training: the host runs ahead of a GPU, which is waited for at the end of the round.
-    """
-    wait = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
-    at_once = at_once if args.device.startswith("cuda") else 1
-    step()
-    times = []
-    for _ in range(args.rounds):
+
+def _time(step: Callable[[], None], args: argparse.Namespace) -> float:
+    """The median of the rounds, in seconds for one step. The device is waited for at the end of a round."""
+    on_gpu = args.device.startswith("cuda")
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+
+    def round_of(steps: int) -> float:
         wait()
         start = time.perf_counter()
-        for _ in range(at_once):
+        for _ in range(steps):
             step()
         wait()
-        times.append((time.perf_counter() - start) / at_once)
-    return statistics.median(times)
+        return (time.perf_counter() - start) / steps
+
+    round_of(1)  # compiles, and takes memory from the device
+    steps = math.ceil(ROUND_SECONDS / round_of(1)) if on_gpu else 1
+    return statistics.median(round_of(steps) for _ in range(args.rounds))
 
 
 def _host_time(attention: Callable[..., Tensor], args: argparse.Namespace, *qkv: Tensor) -> float:
