@@ -239,6 +239,11 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     "a run is not computed": (some_heads, edit(F, 0, 1, tasks=drop), "72 pairs that the mask shows are not computed"),
     "a run is computed twice": (some_heads, edit(F, 0, 1, tasks=twice), "query 0 × key 0 of head 0 is computed twice"),
     "runs that do not go together": (some_heads, edit(F, 0, 1, tasks=to(kv_slot=2)), "query head 0 meets key head 1, not 0"),
+    "heads that do not go together": (
+        some_heads,
+        edit(F, 0, 1, tasks=to(kv_slot=0)),
+        "forward step 1 on rank 0: 2 query heads cannot share 3 key heads evenly",
+    ),
     "ranks of other numbers of heads": (some_heads, heads(1, (6, 6)), "the ranks' programs are for different numbers of heads"),
     "of how many heads": (
         some_heads,

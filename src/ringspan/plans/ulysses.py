@@ -17,7 +17,8 @@ class Ulysses:
     """Bytes shrink with the number of ranks, and one launch covers the whole sequence; no more ranks than query heads can work.
 
     Any number of heads goes (see ``heads.py``). Those given here are an example until tensors come: a plan is fitted to theirs
-    by :meth:`ringspan.Plan.for_heads`, which attention calls.
+    by :meth:`ringspan.Plan.for_heads`, which attention calls. Work goes with heads, so no layout is needed to balance it, and
+    long spans are best: what a layout interleaves (striped) is put side by side span by span, which leaves many bands.
     """
 
     heads: int = 32
