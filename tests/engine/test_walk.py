@@ -36,7 +36,7 @@ def test_whatever_the_driver(strategy: str, driver: str) -> None:
     """Round robin for the sake of messages of many ranges of rows."""
     for mask in MASKS.values():
         for layout in ("zigzag", "round_robin"):
-            plans = all_plans(mask, 4, strategy, layout)
+            plans = [plan.for_heads(4, 2) for plan in all_plans(mask, 4, strategy, layout)]
             assert worst_error(plans, case(mask), DRIVERS[driver]().run) <= EXACT
 
 
@@ -47,7 +47,7 @@ def test_any_mask_on_any_layout(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4))
     layout, kv_layout = data.draw(layouts(mask, world)), data.draw(layouts(mask.transposed, world))
     strategy = data.draw(st.sampled_from(STRATEGIES))
-    first = rs.plan(mask, world=world, strategy=strategy, layout=layout, kv_layout=kv_layout)
+    first = rs.plan(mask, world=world, strategy=strategy, layout=layout, kv_layout=kv_layout).for_heads(4, 2)
     driver = DRIVERS[data.draw(st.sampled_from(sorted(DRIVERS)))]()
     assert worst_error([first.at(rank) for rank in range(world)], case(mask), driver.run) <= EXACT
 
@@ -122,14 +122,14 @@ def test_a_ring_sends_rows_as_they_lie_and_passes_on_what_it_got() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_posts_are_the_transfers_of_the_plan(strategy: str) -> None:
-    plan = rs.plan(rs.causal(24), world=4, rank=1, strategy=strategy, layout="zigzag")
+    plan = rs.plan(rs.causal(24), world=4, rank=1, strategy=strategy, layout="zigzag").for_heads(2, 2)
     posts: list[Post] = []
     walked_alone(plan, [], posts)
     steps = [step for step in plan.program.forward if step.sends or step.recvs]
     assert len(posts) == len(steps)
     for post, step in zip(posts, steps, strict=True):
-        assert [(peer, len(x)) for peer, x in post.sends] == [(t.peer, t.count) for t in step.sends]
-        assert [(peer, len(x)) for peer, x in post.recvs] == [(t.peer, t.count) for t in step.recvs]
+        assert [(peer, len(x)) for peer, x in post.sends] == [(t.peer, t.count) for t in step.sends if t.peer != 1]
+        assert [(peer, len(x)) for peer, x in post.recvs] == [(t.peer, t.count) for t in step.recvs if t.peer != 1]
 
 
 # -- no I/O in it ------------------------------------------------------------------------------------------------------
