@@ -18,7 +18,7 @@ KV_ROW = 3 * 2 * (16 + 12) * 2
 DKV_ROW = 3 * 2 * (16 + 12) * 4
 Q_ROW = 3 * 8 * 16 * 2
 OUT_ROW = 3 * 8 * (12 + 1) * 4
-SAVED_ROW = 3 * 8 * (16 + 12 + 12 + 1 + 1) * 4
+SAVED_ROW = 3 * 8 * ((16 + 12 + 12) * 2 + (1 + 1) * 4 + 8)
 DQ_ROW = 3 * 8 * 16 * 4
 
 
@@ -37,7 +37,9 @@ def received(plans: list[Plan], phase: Phase = "forward") -> int:
         ("dkv", "backward", "float16", 3 * 2 * (16 + 12) * 4),
         ("dkv", "backward", "float64", 3 * 2 * (16 + 12) * 8),
         ("q", "forward", "bfloat16", 3 * 8 * 16 * 2),
-        ("q", "backward", "bfloat16", 3 * 8 * (16 + 12 + 12 + 1 + 1) * 4),
+        ("q", "backward", "bfloat16", 3 * 8 * ((16 + 12 + 12) * 2 + (1 + 1) * 4 + 8)),  # the 8 make it a multiple of 16
+        ("q", "backward", "float32", 3 * 8 * ((16 + 12 + 12 + 1 + 1) * 4 + 8)),
+        ("q", "backward", "float64", 3 * 8 * (16 + 12 + 12 + 1 + 1) * 8),
         ("out", "forward", "float32", 3 * 8 * (12 + 1) * 4),
         ("dq", "backward", "bfloat16", 3 * 8 * 16 * 4),
     ],

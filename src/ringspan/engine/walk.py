@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ringspan.engine.bundle import bundle, unbundle
 from ringspan.engine.slots import Slots
 from ringspan.kernels import Accumulator, Kernel, Partial, Saved, Sum, wide
 from ringspan.plans import Plan, Slot, Task
@@ -65,11 +66,11 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     # Queries that travel take along all that their gradient needs, in one row; those that stay need no such copy.
     q: list[Tensor] = []
     if program.moves_queries("backward"):
-        bundle = _bundle(saved)
-        q = [bundle, *(_room(slot, bundle) for slot in program.q_slots[1:])]
-    home = Saved(*(None if x is None else _heads_first(x) for x in saved))  # type: ignore[arg-type]
+        own = bundle(saved)
+        q = [own, *(_room(slot, own) for slot in program.q_slots[1:])]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
-    queries = [home, *(_unbundle(x, call.head_dim, value_dim) for x in q[1:])]
+    visitors = (unbundle(x, call.head_dim, value_dim) for x in q[1:])
+    queries = [Saved(*(None if x is None else _heads_first(x) for x in rows)) for rows in (saved, *visitors)]  # type: ignore[arg-type]
     like = torch.empty(0, dtype=wide(kv_TBGF.dtype), device=kv_TBGF.device)
     dkv = [Sum(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
     dq = [Sum(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])]
@@ -125,15 +126,3 @@ def _rows_first(x_BHS: Tensor) -> Tensor:
 def _key_value(kv_TBGF: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     kv_BGTF = _heads_first(kv_TBGF)
     return kv_BGTF[..., : call.head_dim], kv_BGTF[..., call.head_dim :]
-
-
-def _bundle(saved: Saved) -> Tensor:
-    """q, dout, out, lse and dlse of each query side by side."""
-    lse = saved.lse_BHS.unsqueeze(-1)
-    dlse = torch.zeros_like(lse) if saved.dlse_BHS is None else saved.dlse_BHS.unsqueeze(-1)
-    return torch.cat([x.to(lse.dtype) for x in (saved.q_BHSD, saved.dout_BHSE, saved.out_BHSE, lse, dlse)], dim=-1)
-
-
-def _unbundle(rows: Tensor, d: int, e: int) -> Saved:
-    q, dout, out, lse, dlse = _heads_first(rows).split([d, e, e, 1, 1], dim=-1)
-    return Saved(q, dout, out, lse.squeeze(-1), dlse.squeeze(-1))

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ringspan.errors import InputError
 from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Transfer, What, side
 
+# What kernels ask of rows that they read where they lie.
+ROW_ALIGNMENT = 16
+
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -33,7 +36,7 @@ class Shape:
     @property
     def wide_item(self) -> int:
         """Bytes of an element of what is accumulated: at least float32."""
-        return max(4, self.item)
+        return wide_item(self.item)
 
     def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
         """Bytes of one row on the wire, and in a slot."""
@@ -42,11 +45,9 @@ class Shape:
             heads = self.kv_heads if heads is None else heads
             return self.batch * heads * (d + dv) * (self.item if what == "kv" else self.wide_item)
         heads = self.heads if heads is None else heads
-        if what == "q" and phase == "forward":
-            return self.batch * heads * d * self.item
-        # Backward, a query travels with all that its gradient needs: q, dout, out, lse and dlse.
-        width = {"q": d + 2 * dv + 2, "out": dv + 1, "dq": d, "kv": 0, "dkv": 0}[what]
-        return self.batch * heads * width * self.wide_item
+        if what == "q":
+            return self.batch * heads * (d * self.item if phase == "forward" else saved_bytes(d, dv, self.item))
+        return self.batch * heads * (d if what == "dq" else dv + 1) * self.wide_item
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Bytes of a message: of the heads it names, or of all that its slot has."""
@@ -56,6 +57,16 @@ class Shape:
 
     def slot_bytes(self, slot: Slot, what: What, phase: Phase) -> int:
         return slot.rows * self.row_bytes(what, phase, slot.heads)
+
+
+def wide_item(item: int) -> int:
+    return max(4, item)
+
+
+def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
+    """Backward, a query travels with all that its gradient needs: q, dout and out, lse and dlse (see ``engine/bundle.py``)."""
+    used = (head_dim + 2 * v_dim) * item + 2 * wide_item(item)
+    return used + -used % ROW_ALIGNMENT
 
 
 def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
