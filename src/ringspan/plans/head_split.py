@@ -36,12 +36,8 @@ def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: 
     runs = shares[place]
     layouts = {"q_layout": by_node(scene.q_layout, nodes), "kv_layout": by_node(scene.kv_layout, nodes)}
     middle = between(Scene(mask=scene.mask, rank=node, **layouts))
-    slots: dict[Side, tuple[Slot, ...]] = {"q": middle.q_slots, "kv": middle.kv_slots}
     here = {"q": scene.q_layout.pieces.of(scene.rank), "kv": scene.kv_layout.pieces.of(scene.rank)}
     there = {"q": beside(scene.q_layout, members), "kv": beside(scene.kv_layout, members)}
-
-    def slot(of: Side, run: int, in_the_middle: int) -> int:
-        return 1 + run * len(slots[of]) + in_the_middle
 
     def own(what: What) -> list[Transfer]:
         """The rank's own tokens, of each the heads that a member of the node works on."""
@@ -57,42 +53,50 @@ def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: 
         """All tokens of the node, the heads that this rank works on."""
         messages = _messages(there[side(what)])
         return [
-            Transfer(what=what, peer=peer, slot=slot(side(what), run, 0), rows=rows)
+            Transfer(what=what, peer=peer, slot=_slot(middle, side(what), run, 0), rows=rows)
             for peer in members
             for run in range(len(runs))
             for rows in messages.get(peer, ())
         ]
 
-    def between_nodes(transfers: Iterable[Transfer], run: int) -> Iterable[Transfer]:
-        for t in transfers:
-            yield replace(t, peer=nodes.ranks(t.peer)[place], slot=slot(side(t.what), run, t.slot))
-
-    def in_the_middle(step: Step) -> Step:
-        return Step(
-            sends=tuple(t for run in range(len(runs)) for t in between_nodes(step.sends, run)),
-            recvs=tuple(t for run in range(len(runs)) for t in between_nodes(step.recvs, run)),
-            tasks=tuple(
-                replace(task, q_slot=slot("q", run, task.q_slot), kv_slot=slot("kv", run, task.kv_slot))
-                for run in range(len(runs))
-                for task in step.tasks
-            ),
-        )
-
     def steps(phase: Phase) -> tuple[Step, ...]:
         home = RESULTS[phase]
         return (
             Step(sends=(*own("q"), *own("kv")), recvs=(*everybody("q"), *everybody("kv"))),
-            *map(in_the_middle, middle.steps(phase)),
+            *(_for_each_run(step, middle, len(runs), lambda node: nodes.ranks(node)[place]) for step in middle.steps(phase)),
             Step(sends=tuple(t for x in home for t in everybody(x)), recvs=tuple(t for x in home for t in own(x))),
         )
 
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
-        q_slots=(Slot(rows=scene.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in slots["q"])),
-        kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in slots["kv"])),
+        q_slots=(Slot(rows=scene.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in middle.q_slots)),
+        kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in middle.kv_slots)),
         heads=(heads, kv_heads),
     )
+
+
+def _for_each_run(step: Step, middle: Program, runs: int, rank_on: Callable[[int], int]) -> Step:
+    """A step between nodes, once for each run of heads, with the ranks that have the same heads on the other nodes."""
+
+    def moved(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(
+            replace(t, peer=rank_on(t.peer), slot=_slot(middle, side(t.what), run, t.slot))
+            for run in range(runs)
+            for t in transfers
+        )
+
+    tasks = (
+        replace(task, q_slot=_slot(middle, "q", run, task.q_slot), kv_slot=_slot(middle, "kv", run, task.kv_slot))
+        for run in range(runs)
+        for task in step.tasks
+    )
+    return Step(sends=moved(step.sends), recvs=moved(step.recvs), tasks=tuple(tasks))
+
+
+def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
+    """Where a slot of the program in the middle lies for a run of heads: after home, run by run."""
+    return 1 + run * len(middle.q_slots if of == "q" else middle.kv_slots) + slot
 
 
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
