@@ -28,7 +28,7 @@ class Runs:
         return [(max(a, start), min(b, stop), state) for a, b, state in self._runs if a < stop and start < b]
 
     def set(self, start: int, stop: int, state: State) -> None:
-        if start >= stop:
+        if start >= stop or any(a <= start and stop <= b and s == state for a, b, s in self._runs):
             return
         cut = [run for a, b, s in self._runs for run in ((a, min(b, start), s), (max(a, stop), b, s)) if run[0] < run[1]]
         joined: list[tuple[int, int, State]] = []

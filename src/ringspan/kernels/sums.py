@@ -5,8 +5,7 @@ Legend: S rows, B batch, H heads, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -67,10 +66,10 @@ class Sum:
                     kept[a:b] = mine
         return self._kept
 
-    def _columns(self, start: int, stop: int, parts: Iterable[Tensor]) -> list[Tensor]:
+    def _columns(self, start: int, stop: int, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Where the columns of these parts lie in these rows."""
-        edges = accumulate((x.shape[-1] for x in parts), initial=0)
-        return [self._buffer()[start:stop, :, :, a:b] for a, b in pairwise(edges)]
+        rows = self._buffer()[start:stop]
+        return [rows] if len(parts) == 1 else rows.split([x.shape[-1] for x in parts], dim=-1)
 
     def _buffer(self) -> Tensor:
         if self._wide is None:
