@@ -174,6 +174,12 @@ moves = st.lists(
 )
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """But for the last bit: how PyTorch rounds depends on where in memory a number lies."""
+    few = 4 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=few, atol=few)
+
+
 @given(moves=moves, keeps=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32]))
 def test_the_accumulator_against_its_model(moves: list[tuple[object, ...]], keeps: bool, dtype: torch.dtype) -> None:
     """Parts come wide or narrow; what it is of several parts is never narrow."""
@@ -190,12 +196,12 @@ def test_the_accumulator_against_its_model(moves: list[tuple[object, ...]], keep
             accumulator.clear(start, stop)
             model.clear(start, stop)
         elif kind == "wide":
-            assert torch.equal(accumulator.wide(start, stop).out, model.partial.out[start:stop])
+            assert same(accumulator.wide(start, stop).out, model.partial.out[start:stop])
         else:
             accumulator.finish()
     result = accumulator.finish()
-    assert torch.equal(result.lse, model.partial.lse)
-    assert torch.equal(result.out, model.partial.out.to(result.out.dtype))
+    assert same(result.lse, model.partial.lse)
+    assert same(result.out, model.partial.out.to(result.out.dtype))
 
 
 def test_a_part_that_has_all_rows_is_kept_where_it_is() -> None:
