@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import ringspan as rs
 from ringspan.cli import bench_torch
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", action="store_true", help="add to each JSON line what the device ran, by time (GPU only)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; the median counts (default 5)")
 
 
@@ -118,7 +120,7 @@ def _record(mask: rs.Mask, world: int, args: argparse.Namespace) -> dict[str, An
 def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespace) -> dict[str, Any]:
     ranks = range(first.world) if args.ranks is None else args.ranks
     times, host = {}, 0.0
-    memory: dict[str, int] = {}
+    memory: dict[str, Any] = {}
     for rank in ranks:
         plan = first.at(rank)
         share, qkv = _share(plan, backend), _tensors(plan.q_rows, args)
@@ -127,6 +129,9 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
         if args.device.startswith("cuda"):
             memory = {name: max(size, memory.get(name, 0)) for name, size in _memory(plan, share, backend, args, *qkv).items()}
     slowest = max(times.values())
+    if args.profile:
+        plan = first.at(max(times, key=lambda rank: times[rank]))
+        memory["device_us"] = _profile(_step(_share(plan, backend), *_tensors(plan.q_rows, args)))
     return {
         "backend": backend,
         "strategy": first.strategy,
@@ -240,6 +245,17 @@ def _host_time(attention: Callable[..., Tensor], args: argparse.Namespace, *qkv:
             attention(*qkv)
             times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _profile(step: Callable[[], None]) -> dict[str, int]:
+    """How long the device took for each kernel in one step, in µs, the longest first."""
+    step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    on_device = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+    longest = sorted((round(e.self_device_time_total), e.key) for e in on_device if not e.key.startswith("ringspan::"))
+    return {name[:80]: time for time, name in reversed(longest)}
 
 
 def _memory(
