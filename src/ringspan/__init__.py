@@ -39,7 +39,7 @@ from ringspan.frontends import (
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window
-from ringspan.plans import Exchange, Gather, Hierarchical, Hybrid, PassQ, Plan, Ring, Shape, Ulysses, plan
+from ringspan.plans import Exchange, Gather, Hardware, Hierarchical, Hybrid, PassQ, Plan, Ring, Shape, Ulysses, best_on, plan
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "ContextParallel",
     "Exchange",
     "Gather",
+    "Hardware",
     "Hierarchical",
     "Hybrid",
     "InputError",
@@ -75,6 +76,7 @@ __all__ = [
     "activate",
     "attention",
     "available",
+    "best_on",
     "causal",
     "chunked",
     "current",

@@ -12,9 +12,14 @@ from ringspan.errors import PlanError
 from ringspan.layouts import Layout, LayoutLike, make_layout, named_layout
 from ringspan.masks import Mask
 from ringspan.plans.auto import auto
+from ringspan.plans.choose import Candidate, Choice, choose, layouts_for, strategies_for
+from ringspan.plans.cost import Cost, cost
 from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
 from ringspan.plans.exchange import Exchange
+from ringspan.plans.explain import EXAMPLE
 from ringspan.plans.gather import Gather
+from ringspan.plans.hardware import HARDWARE, Hardware, Link, Speed
+from ringspan.plans.hardware import hardware as named_hardware
 from ringspan.plans.hierarchical import Hierarchical
 from ringspan.plans.hybrid import Hybrid
 from ringspan.plans.pass_q import PassQ
@@ -61,10 +66,14 @@ def plan(
     strategy: str | Strategy = "auto",
     layout: LayoutLike = "auto",
     kv_layout: LayoutLike | None = None,
+    hardware: str | Hardware | None = None,
+    shape: Shape | None = None,
 ) -> Plan:
     """The plan of one rank. Pure and deterministic: every rank computes its own, and they fit together.
 
-    ``layout`` is for the queries; the keys have the same one unless their number differs or ``kv_layout`` is given.
+    ``layout`` is for the queries; the keys have the same one unless their number differs or ``kv_layout`` is given. What is
+    ``"auto"`` follows a short rule; with ``hardware`` (a name as ``"h200x8"``, or a :class:`Hardware`) and the ``shape`` of the
+    tensors all candidates are costed on that machine instead, and the fastest is taken.
 
     >>> from ringspan import causal
     >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")
@@ -72,8 +81,15 @@ def plan(
     """
     if not isinstance(mask, Mask):
         raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
+    notes = []
+    if hardware is not None and "auto" in (layout, strategy):
+        choice = best_on(
+            mask, world=world, strategy=strategy, layout=layout, kv_layout=kv_layout, hardware=hardware, shape=shape
+        )
+        layout, strategy = choice.best.layout, choice.best.strategy
+        notes = [f"candidate {candidate}" for candidate in choice.candidates]
     q_layout, note = make_layout(layout, mask, world)
-    notes = [note]
+    notes.append(note)
     if kv_layout is None and mask.lengths[0] == mask.lengths[1]:
         k_layout = q_layout
     else:
@@ -90,6 +106,29 @@ def plan(
     notes.append(note)
     checked = _rank(rank, q_layout.world)
     return plan_rank(mask, q_layout, k_layout, strategy, checked, tuple(notes))
+
+
+def best_on(
+    mask: Mask,
+    *,
+    world: int,
+    hardware: str | Hardware,
+    shape: Shape | None = None,
+    strategy: str | Strategy = "auto",
+    layout: LayoutLike = "auto",
+    kv_layout: LayoutLike | None = None,
+) -> Choice:
+    """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given."""
+    machine = named_hardware(hardware) if isinstance(hardware, str) else hardware
+    shape = shape or EXAMPLE
+    layouts = layouts_for(mask, world) if layout == "auto" else [make_layout(layout, mask, world)[0]]
+    strategies = strategies_for(world, machine, shape) if strategy == "auto" else [_spec(strategy)]
+
+    def plans_of(one: Layout, way: str) -> list[Plan]:
+        first = plan(mask, world=world, strategy=way, layout=one, kv_layout=kv_layout)
+        return [first.at(rank) for rank in range(first.world)]
+
+    return choose(mask, layouts, strategies, machine, shape, plans_of)
 
 
 @remember(512)
@@ -165,11 +204,17 @@ def _rank(rank: Any, world: int) -> int:
 
 
 __all__ = [
+    "HARDWARE",
     "STRATEGIES",
+    "Candidate",
+    "Choice",
+    "Cost",
     "Exchange",
     "Gather",
+    "Hardware",
     "Hierarchical",
     "Hybrid",
+    "Link",
     "PassQ",
     "Plan",
     "Program",
@@ -177,13 +222,17 @@ __all__ = [
     "Scene",
     "Shape",
     "Slot",
+    "Speed",
     "Step",
     "Strategy",
     "Task",
     "Transfer",
     "Ulysses",
+    "best_on",
     "bytes_moved",
+    "cost",
     "forget",
+    "named_hardware",
     "needed_rows",
     "parse_strategy",
     "peak_bytes",

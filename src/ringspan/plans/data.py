@@ -31,6 +31,8 @@ from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 
 if TYPE_CHECKING:
+    from ringspan.plans.cost import Cost
+    from ringspan.plans.hardware import Hardware
     from ringspan.plans.shape import Shape
 
 VERSION = 2
@@ -215,6 +217,15 @@ class Plan:
         from ringspan.plans.explain import explain
 
         return explain(self, shape)
+
+    def cost(self, hardware: str | Hardware, shape: Shape | None = None) -> Cost:
+        """What the plans of all ranks take on a machine: seconds, exposed wire, memory, and who does what when."""
+        from ringspan.plans import named_hardware
+        from ringspan.plans.cost import cost
+        from ringspan.plans.explain import EXAMPLE
+
+        machine = named_hardware(hardware) if isinstance(hardware, str) else hardware
+        return cost([self.at(rank) for rank in range(self.world)], machine, shape or EXAMPLE)
 
     def to_json(self) -> str:
         from ringspan.plans.files import to_json

@@ -1,0 +1,108 @@
+"""The best layout and strategy for a mask, a model and a machine: enumerate, cost, drop what does not fit, take the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ringspan.errors import PlanError
+from ringspan.layouts import Layout, areas, named_layout
+from ringspan.masks import Mask
+from ringspan.plans.cost import Cost, cost
+from ringspan.plans.data import Plan
+from ringspan.plans.hardware import Hardware
+from ringspan.plans.shape import Shape
+
+LAYOUTS = ("contiguous", "zigzag", "balanced")
+# They share work by heads as well as by tokens, so that a layout's balance is no bound for them.
+SPLIT_HEADS = ("ulysses", "hybrid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to do it: what it costs, and why it was rejected, if it was."""
+
+    layout: Layout
+    strategy: str
+    cost: Cost | None = None
+    rejected: str | None = None
+
+    def __str__(self) -> str:
+        said = [f"rejected: {self.rejected}"] if self.rejected else []
+        if self.cost is not None:
+            said.insert(0, f"{self.cost.seconds * 1e3:.3g} ms, of which the wire shows {self.cost.exposed_s * 1e3:.3g} ms")
+        return f"{self.strategy} on {self.layout.name}: {', '.join(said)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """All candidates: from the fastest, which is the one to take, to the slowest, and then those that were rejected."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+def choose(
+    mask: Mask,
+    layouts: Sequence[Layout],
+    strategies: Sequence[str],
+    machine: Hardware,
+    shape: Shape,
+    plans_of: Callable[[Layout, str], Sequence[Plan]],
+) -> Choice:
+    """Cost every candidate that could be the fastest. ``plans_of`` makes the plans of all ranks; all ranks choose alike."""
+    found: list[Candidate] = []
+    fastest = float("inf")
+    most_pairs = {layout.digest: int(areas(mask, layout).max(initial=0)) for layout in layouts}
+    # The best balanced first, so that it sets the mark for the others.
+    for layout, strategy in product(sorted(layouts, key=lambda x: most_pairs[x.digest]), strategies):
+        bound = _least_seconds(most_pairs[layout.digest], machine, shape)
+        if bound >= fastest and not strategy.startswith(SPLIT_HEADS):
+            why = f"its busiest rank computes for {bound * 1e3:.3g} ms at best"
+            found.append(Candidate(layout=layout, strategy=strategy, rejected=why))
+            continue
+        figures = cost(plans_of(layout, strategy), machine, shape)
+        why_not = None
+        if figures.peak_bytes > machine.memory:
+            why_not = f"needs {figures.peak_bytes / 2**30:.3g} GiB for buffers, and a device has {machine.memory / 2**30:.3g}"
+        else:
+            fastest = min(fastest, figures.seconds)
+        found.append(Candidate(layout=layout, strategy=strategy, cost=figures, rejected=why_not))
+    if all(candidate.rejected for candidate in found):
+        raise PlanError(
+            f"nothing fits {machine.name}: {'; '.join(map(str, found))}. Use more ranks, or a machine with more memory"
+        )
+    # A stable sort: of two that cost the same, the one that was tried first.
+    order = sorted(found, key=lambda c: (c.rejected is not None, c.cost.seconds if c.cost else float("inf")))
+    return Choice(candidates=tuple(order))
+
+
+def layouts_for(mask: Mask, world: int) -> list[Layout]:
+    """Those worth a look, each once."""
+    made = [named_layout(name, mask, world)[0] for name in LAYOUTS]
+    return [layout for n, layout in enumerate(made) if layout.digest not in {other.digest for other in made[:n]}]
+
+
+def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
+    """Those worth a look, the simpler first."""
+    if world == 1:
+        return ["gather"]
+    found = ["exchange(stages=1)", "exchange(stages=2)", "ring", "gather"]
+    if world <= shape.heads:
+        found.append("ulysses")
+    if machine.per_node < world:
+        found.append(f"hierarchical(per_node={machine.per_node})")
+        if world % machine.per_node == 0 and machine.per_node > 1:
+            found.append(f"hybrid(per_node={machine.per_node})")
+    return [*found, "pass_q"]
+
+
+def _least_seconds(pairs: int, machine: Hardware, shape: Shape) -> float:
+    """What a rank with so many pairs needs for them if nothing else cost anything."""
+    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
+    work = 2 * pairs * shape.batch * shape.heads
+    return work * ((d + e) / machine.forward.full + (3 * d + 2 * e) / machine.backward.full)

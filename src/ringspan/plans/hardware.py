@@ -1,0 +1,124 @@
+"""A machine, as far as the cost of a plan depends on it: links, kernel speed by the shape of a band, memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ringspan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a rank can send to (and, at the same time, receive from) others."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """FLOP/s that the kernel reaches in long bands: whole rectangles, bands cut by one diagonal, bands cut by two."""
+
+    full: float
+    causal: float
+    window: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Ranks in nodes of ``per_node``: one link within a node, another between nodes.
+
+    A launch takes ``launch_s`` and what its pairs take at the kernel's speed; the kernel computes in tiles of ``tile`` tokens,
+    so that a diagonal costs half a tile more for every row it cuts.
+    """
+
+    name: str
+    per_node: int
+    within: Link
+    between: Link
+    forward: Speed
+    backward: Speed
+    launch_s: float
+    tile: int
+    memory: int
+    source: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Hardware:
+        """Back from :meth:`to_json`, which is what ``ringspan bench calibrate`` writes."""
+        try:
+            given: dict[str, Any] = json.loads(text)
+            for name in ("within", "between"):
+                given[name] = Link(**given[name])
+            for name in ("forward", "backward"):
+                given[name] = Speed(**given[name])
+            return Hardware(**given)
+        except (ValueError, TypeError, KeyError) as error:
+            raise PlanError(f"this is no hardware file as `ringspan bench calibrate` writes it: {error}") from None
+
+
+def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, source: str) -> Hardware:
+    """From what a kernel reaches in long rectangles forward; the rest in proportion to what an H200 was measured to do."""
+    full = tflops * 1e12
+    return Hardware(
+        name=name,
+        per_node=8,
+        within=Link(latency_s=5e-6, bytes_per_s=nvlink_gb_s * 1e9 * 0.8),
+        between=Link(latency_s=15e-6, bytes_per_s=50e9 * 0.8),  # one 400 Gb/s port for each GPU
+        forward=Speed(full=full, causal=full * 0.87, window=full * 0.80),
+        backward=Speed(full=full * 0.88, causal=full * 0.80, window=full * 0.72),
+        launch_s=30e-6,
+        tile=128,
+        memory=int(memory_gb * 1e9),
+        source=source,
+    )
+
+
+_DATASHEET = (
+    "public datasheets: NVLink and memory as stated, kernels at the share of the peak that an H200 was measured to reach"
+)
+
+HARDWARE: dict[str, Hardware] = {
+    "a100": replace(
+        _gpu("a100", tflops=312 * 0.7, nvlink_gb_s=300, memory_gb=80, source=_DATASHEET),
+        between=Link(latency_s=15e-6, bytes_per_s=25e9 * 0.8),  # 200 Gb/s
+    ),
+    "h100": _gpu("h100", tflops=989 * 0.7, nvlink_gb_s=450, memory_gb=80, source=_DATASHEET),
+    "h200": _gpu(
+        "h200",
+        tflops=989 * 0.7,
+        nvlink_gb_s=450,
+        memory_gb=141,
+        source="kernels as measured with FlashAttention-4 (docs/benchmarks.md), links and memory from the datasheet",
+    ),
+    "b200": _gpu("b200", tflops=2250 * 0.7, nvlink_gb_s=900, memory_gb=180, source=_DATASHEET),
+}
+
+
+def hardware(name: str) -> Hardware:
+    """A machine by name, with the number of GPUs in a node (8 unless said otherwise), or a file of your own.
+
+    >>> hardware("h200x4").per_node
+    4
+    """
+    if name.endswith(".json"):
+        try:
+            return Hardware.from_json(Path(name).read_text())
+        except OSError as error:
+            raise PlanError(f"cannot read {name}: {error.strerror}. `ringspan bench calibrate` writes such a file") from None
+    match = re.fullmatch(r"(\w+?)(?:x(\d+))?", name)
+    if not match or match[1] not in HARDWARE or match[2] == "0":
+        known = ", ".join(HARDWARE)
+        raise PlanError(
+            f"no hardware is called {name!r}; there are {known}, each with a number of GPUs in a node as in h200x8, "
+            "and files that `ringspan bench calibrate` writes"
+        )
+    machine = HARDWARE[match[1]]
+    return replace(machine, per_node=int(match[2])) if match[2] else machine

@@ -1,0 +1,148 @@
+"""The cost of plans: by hand where a hand can do it, and by what must hold on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ringspan as rs
+from ringspan.plans import HARDWARE, Hardware, Link, Speed, best_on, cost, named_hardware
+from ringspan.plans.shape import bytes_moved
+
+# A machine for arithmetic in the head: a pair of one head of 1 + 1 costs 4 FLOP forward and 10 backward.
+SLOW = Hardware(
+    name="slow",
+    per_node=2,
+    within=Link(latency_s=0.5, bytes_per_s=100.0),
+    between=Link(latency_s=2.0, bytes_per_s=10.0),
+    forward=Speed(full=4.0, causal=2.0, window=1.0),
+    backward=Speed(full=10.0, causal=5.0, window=2.5),
+    launch_s=0.25,
+    tile=0,
+    memory=10**9,
+    source="a test",
+)
+TINY = rs.Shape(heads=1, kv_heads=1, head_dim=1, dtype="float32")
+
+
+def plans(mask: rs.Mask, world: int, strategy: str, layout: str = "contiguous") -> list[rs.Plan]:
+    return rs.LocalWorld(world).plans(mask, strategy=strategy, layout=layout)
+
+
+def test_one_rank_computes_and_that_is_all() -> None:
+    found = cost(plans(rs.full(8), 1, "gather"), SLOW, TINY)
+    assert found.forward.seconds == pytest.approx(0.25 + 64)
+    assert found.backward.seconds == pytest.approx(0.25 + 64)
+    assert found.exposed_s == 0
+
+
+def test_a_diagonal_has_a_speed_of_its_own_and_costs_half_a_tile_a_row() -> None:
+    area = 8 * 9 / 2
+    found = cost(plans(rs.causal(8), 1, "gather"), SLOW, TINY)
+    assert found.forward.seconds == pytest.approx(0.25 + area * 4 / 2)
+    found = cost(plans(rs.causal(8), 1, "gather"), replace(SLOW, tile=4), TINY)
+    assert found.forward.seconds == pytest.approx(0.25 + (area + 2 * 8) * 4 / 2)
+
+
+def test_two_ranks_of_a_node_by_hand() -> None:
+    """4 keys of 8 bytes each travel while 4 × 4 pairs are computed, and hide behind them; the other 4 × 4 come then."""
+    found = cost(plans(rs.full(8), 2, "gather"), SLOW, TINY).forward
+    assert found.computed.tolist() == [[pytest.approx(16.25), pytest.approx(32.5)]] * 2
+    assert found.exposed.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("per_node", "wire"), [(2, 0.5 + 32 / 100), (1, 2.0 + 32 / 10)])
+def test_what_is_not_hidden_is_exposed(per_node: int, wire: float) -> None:
+    """Two documents, each on the rank that does not own its keys: nothing can be computed while they travel."""
+    mask = rs.documents([4, 4], causal=False)
+    layouts = {"layout": [[(0, 4)], [(4, 8)]], "kv_layout": [[(4, 8)], [(0, 4)]]}
+    both = [rs.plan(mask, world=2, rank=rank, strategy="exchange(stages=1)", **layouts) for rank in range(2)]  # type: ignore[arg-type]
+    found = cost(both, replace(SLOW, per_node=per_node), TINY).forward
+    assert found.exposed.tolist() == [pytest.approx(wire)] * 2
+    assert found.seconds == pytest.approx(wire + 16.25)
+    assert bytes_moved(both[0], TINY, "forward") == (32, 32)
+
+
+def test_a_message_waits_for_the_slower_side() -> None:
+    """Rank 1 has four times the work of step 0 and posts step 1 late; rank 0 waits for it."""
+    mask = rs.Mask.from_bands([(0, 2, 0, 2, -9, 9), (2, 8, 2, 8, -9, 9), (0, 2, 6, 8, -9, 9)], 8)
+    both = rs.LocalWorld(2).plans(mask, strategy="ring", layout=[[(0, 2)], [(2, 8)]])
+    found = cost(both, SLOW, TINY).backward
+    assert np.array_equal(found.begin[:, 1:], found.end[:, :-1])
+    on_the_wire = [n for n, step in enumerate(both[0].program.backward) if step.sends and n]
+    assert on_the_wire
+    assert all(found.begin[0, n] < found.begin[1, n] < found.end[0, n] for n in on_the_wire[:1])
+    assert found.exposed[0] > found.exposed[1]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ring", "gather", "exchange", "pass_q", "ulysses", "hierarchical(per_node=4)", "hybrid(per_node=4)"]
+)
+def test_computing_is_the_same_whatever_travels(strategy: str) -> None:
+    """Without launches, tiles and wire all pairs of all heads are computed once, and nobody is done before an even share."""
+    free = replace(
+        SLOW,
+        launch_s=0.0,
+        within=Link(latency_s=0.0, bytes_per_s=1e30),
+        between=Link(latency_s=0.0, bytes_per_s=1e30),
+        forward=Speed(full=1.0, causal=1.0, window=1.0),
+    )
+    shape = rs.Shape(heads=8, kv_heads=2, head_dim=4)
+    mask = rs.causal(64)
+    found = cost(plans(mask, 8, strategy, "zigzag"), free, shape).forward
+    whole = mask.area * 8 * 2 * 8
+    computed = (found.computed - found.begin).sum()
+    assert computed == pytest.approx(whole)
+    assert found.seconds >= whole / 8 - 1e-6
+
+
+def test_the_machines_have_names_and_files(tmp_path: object) -> None:
+    assert named_hardware("h200x4") == replace(HARDWARE["h200"], per_node=4)
+    assert Hardware.from_json(SLOW.to_json()) == SLOW
+    for wrong in ("h300", "h200x0", "nowhere.json", "h200x"):
+        with pytest.raises(rs.PlanError, match=r"calibrate"):
+            named_hardware(wrong)
+    with pytest.raises(rs.PlanError, match="no hardware file"):
+        Hardware.from_json('{"name": "x"}')
+
+
+def test_the_choice_is_the_cheapest_that_fits_and_says_why_not_the_others() -> None:
+    shape = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+    mask = rs.causal(8192)
+    found = best_on(mask, world=4, hardware="h200x8", shape=shape)
+    costed = [c for c in found.candidates if c.rejected is None]
+    assert [c.cost.seconds for c in costed if c.cost] == sorted(c.cost.seconds for c in costed if c.cost)
+    for candidate in costed:
+        again = cost(plans(mask, 4, candidate.strategy, candidate.layout.name), HARDWARE["h200"], shape)
+        assert candidate.cost is not None
+        assert candidate.cost.seconds == again.seconds
+        assert np.array_equal(candidate.cost.forward.end, again.forward.end)
+    ruled_out = [c for c in found.candidates if c.rejected]
+    assert any("its busiest rank computes" in str(c) for c in ruled_out)
+    small = replace(HARDWARE["h200"], memory=124 * 2**20)
+    fits = best_on(mask, world=4, hardware=small, shape=shape)
+    assert fits.best.cost is not None
+    assert fits.best.cost.peak_bytes <= small.memory
+    assert any("GiB for buffers" in str(c) for c in fits.candidates)
+    with pytest.raises(rs.PlanError, match="nothing fits h200"):
+        best_on(mask, world=4, hardware=replace(small, memory=1), shape=shape)
+
+
+def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() -> None:
+    shape = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+    documents = rs.documents([900, 3000, 100, 96])
+    plan = rs.plan(documents, world=4, rank=2, hardware="h200x8", shape=shape)
+    best = best_on(documents, world=4, hardware="h200x8", shape=shape).best
+    assert (plan.q_layout, plan.strategy) == (best.layout, best.strategy)
+    assert plan.rank == 2
+    assert sum(note.startswith("candidate ") for note in plan.notes) > 5
+    asked = rs.plan(documents, world=4, hardware="h200x8", shape=shape, layout="zigzag")
+    assert asked.q_layout.name == "zigzag"
+
+
+def test_a_plan_knows_its_cost() -> None:
+    plan = rs.plan(rs.causal(64), world=4, rank=3, strategy="ring", layout="zigzag")
+    assert plan.cost(SLOW, TINY).seconds == cost(plans(rs.causal(64), 4, "ring", "zigzag"), SLOW, TINY).seconds
+    assert plan.cost("h200x8").peak_bytes > 0
