@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,13 +44,11 @@ def local_attention() -> Iterator[None]:
         _outside.depth -= 1
 
 
-class AttentionMode(TorchFunctionMode):
-    """Hands ``F.scaled_dot_product_attention`` to ``attend(q, k, v, scale=)``, once the plan's mask is surely what is meant."""
+class AttentionCatcher(TorchFunctionMode):
+    """Hands every call of attention in the block to :meth:`caught`, but those within ``local_attention()``."""
 
-    def __init__(self, mask: Mask, attend: Callable[..., Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.mask, self.attend = mask, attend
-        self._is_causal: bool | None = None
         self._depth = getattr(_outside, "depth", 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,15 +57,29 @@ class AttentionMode(TorchFunctionMode):
             # the whole frame as it is, with the mode on, or say that it cannot.
             raise UnplannedAttention("the block cannot be traced: with fullgraph=True, compile what is between attention calls")
         kwargs = kwargs or {}
-        if getattr(_outside, "depth", 0) > self._depth:
-            return func(*args, **kwargs)
+        if getattr(_outside, "depth", 0) <= self._depth and _is_attention(func):
+            return self.caught(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @abstractmethod
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of attention. The mode is off in here: calling ``func`` again reaches the block outside."""
+
+
+class AttentionMode(AttentionCatcher):
+    """Hands ``F.scaled_dot_product_attention`` to ``attend(q, k, v, scale=)``, once the plan's mask is surely what is meant."""
+
+    def __init__(self, mask: Mask, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.mask, self.attend = mask, attend
+        self._is_causal: bool | None = None
+
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
-        name = getattr(func, "__name__", "").split(".")[0]
-        if name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward")):
-            instead = OTHER_DOORS.get(name, "call F.scaled_dot_product_attention")
-            raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
-        return func(*args, **kwargs)
+        name = _name(func)
+        instead = OTHER_DOORS.get(name, "call F.scaled_dot_product_attention")
+        raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
 
     def _sdpa(
         self,
@@ -120,6 +133,16 @@ class AttentionMode(TorchFunctionMode):
 
 
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "").split(".")[0]
+    return name
+
+
+def _is_attention(func: Any) -> bool:
+    name = _name(func)
+    return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))
 
 
 def _inside_reentrant_checkpoint() -> bool:
