@@ -35,6 +35,7 @@ from ringspan.frontends import (
     current,
     local_attention,
     restore,
+    shift_labels,
 )
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
@@ -87,5 +88,6 @@ __all__ = [
     "plan",
     "prefix",
     "restore",
+    "shift_labels",
     "window",
 ]

@@ -47,6 +47,35 @@ def shard_and_back(rank: int, layout: str) -> Claims:
     ]
 
 
+def rotary_tables(rank: int, layout: str) -> Claims:
+    """Positions that start again with each document, and tables of rotary embeddings that are sharded like the tokens."""
+    cp = made(layout=layout)
+    within = torch.tensor([i for length in LENGTHS for i in range(length)])
+    angles = torch.outer(torch.arange(N), torch.tensor([1.0, 0.1]))
+    cos, sin = cp.shard(angles.cos(), angles.sin(), dim=0)
+    return [
+        ("by document", torch.equal(cp.positions(documents=LENGTHS), within[cp.positions()])),
+        ("cos", torch.equal(cos, angles.cos()[cp.positions()])),
+        ("sin", torch.equal(sin, angles.sin()[cp.positions()])),
+    ]
+
+
+def evaluation(rank: int, layout: str) -> Claims:
+    """Under no_grad and inference_mode, with the same numbers and nothing kept."""
+    cp = made(layout=layout)
+    torch.manual_seed(0)
+    q, k, v = cp.shard(torch.randn(3, 2, 2, N, 4, dtype=torch.float64, requires_grad=True), dim=3)
+    claims = []
+    for without in (torch.no_grad, torch.inference_mode):
+        with cp:
+            want = F.scaled_dot_product_attention(q, k, v)
+            with without():
+                got = F.scaled_dot_product_attention(q, k, v)
+                loss = cp.mean(got)
+        claims += [(f"{without.__name__}: value", torch.equal(got, want)), ("no graph", not loss.requires_grad)]
+    return claims
+
+
 def unshard_has_gradients(rank: int, layout: str) -> Claims:
     cp = made(layout=layout)
     x = torch.randn(N, generator=torch.Generator().manual_seed(0))
@@ -176,6 +205,8 @@ def layers_of_other_heads(rank: int, layout: str) -> Claims:
 
 JOBS = [
     shard_and_back,
+    rotary_tables,
+    evaluation,
     unshard_has_gradients,
     mean_is_global,
     gradients_are_summed,

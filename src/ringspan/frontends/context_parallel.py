@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_map
 
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention
+from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode
+from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
 from ringspan.plans import Plan, Strategy, plan
@@ -125,9 +127,16 @@ class ContextParallel:
         result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
         return result
 
-    def positions(self, of: Of = "q", *, device: torch.device | str | None = None) -> Tensor:
-        """The place in the whole sequence of each of this rank's tokens: what rotary embeddings need."""
-        return torch.from_numpy(self._layout(of).positions(self.rank)).to(device or "cpu")
+    def positions(self, of: Of = "q", *, documents: Any = None, device: torch.device | str | None = None) -> Tensor:
+        """The place of each of this rank's tokens: what rotary embeddings need.
+
+        It is the place in the whole sequence or, given the lengths of all ``documents``, in the token's own document.
+        """
+        layout = self._layout(of)
+        mine = torch.from_numpy(layout.positions(self.rank))
+        if documents is not None:
+            mine = positions_in(documents, layout.length)[mine]
+        return mine.to(device or "cpu")
 
     def _layout(self, of: Of) -> Layout:
         if of not in ("q", "kv"):
@@ -164,37 +173,37 @@ class ContextParallel:
 
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
-    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each has.
 
-        Its gradient on a rank is that of the global mean with respect to *this rank's* share. A parameter that all
-        ranks use gets a part of its gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM). If
-        something averages gradients over these ranks instead (DDP, FSDP), multiply the loss by ``cp.world``.
-        """
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision cannot count past 2048 or 256
-        weights = torch.ones_like(x) if weights is None else weights.detach().to(x.dtype).expand_as(x)
-        total = self.group.all_reduce_sum(weights.sum())
-        share = (x * weights).sum() / total
-        result: Tensor = _GlobalSum.apply(share, self.group)
-        return result
+        ``over`` are the ranks, where other than those of the sequence: with data parallelism beside it, the mesh of both
+        (``over=mesh["dp", "cp"]``), so that a token counts alike wherever it lies. The gradient on a rank is that of the
+        global mean with respect to *this rank's* share. A parameter that all ranks use gets a part of its gradient on each:
+        sum them (:meth:`sum_gradients`, or any all-reduce with SUM), or say ``grads="averaged"`` where something averages
+        them over these ranks (DDP, FSDP).
 
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        Several batches to one step of the optimiser: see :meth:`sum`.
+        """
+        x = _wide(x)
+        weights = torch.ones_like(x) if weights is None else weights.detach().to(x.dtype).expand_as(x)
+        groups = self._ranks(over)
+        return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
+
+    def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
+        """The sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
+
+        The mean over several batches is not the mean of their means where they count differently many tokens. Accumulate
+        ``cp.sum(losses) / total`` instead, with ``total`` the number of tokens that count in all of them.
+        """
+        return sum_of_shares(_wide(x).sum(), self._ranks(over), grads)
+
+    def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
         """Sum the gradients of parameters that all ranks share. One that is missing here counts as zero; one that is missing on
         all ranks stays missing, so that no optimiser moves a parameter nobody used."""
-        by_kind: dict[Any, list[Tensor]] = {}
-        for p in parameters:
-            if p.requires_grad:
-                by_kind.setdefault((p.dtype, p.device), []).append(p)
-        for same in by_kind.values():
-            # One message for all of a kind: many small ones would each wait for the wire.
-            there = torch.tensor([p.grad is not None for p in same], dtype=same[0].dtype, device=same[0].device)
-            flat = torch.cat([there, *((torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in same)])
-            there, *sums = self.group.all_reduce_sum(flat).split([len(same), *(p.numel() for p in same)])
-            for p, part, used in zip(same, sums, there.tolist(), strict=True):
-                if used and p.grad is not None:
-                    p.grad.copy_(part.view_as(p))
-                elif used:
-                    p.grad = part.view_as(p).clone()
+        sum_gradients(parameters, self._ranks(over))
+
+    def _ranks(self, over: Group) -> list[ProcessGroup]:
+        return [self.group] if over is None else groups_of(over)
 
     def __repr__(self) -> str:
         return f"<ContextParallel rank {self.rank} of {self.world}: {self.plan!r}>"
@@ -216,11 +225,6 @@ class _Unshard(torch.autograd.Function):
         return whole.index_select(ctx.dim, mine), None, None, None, None
 
 
-class _GlobalSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: ProcessGroup) -> Tensor:
-        return group.all_reduce_sum(share)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, None
+def _wide(x: Tensor) -> Tensor:
+    """Half precision cannot count past 2048 or 256."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

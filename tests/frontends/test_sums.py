@@ -1,0 +1,115 @@
+"""Losses over several axes of a mesh: the value and the gradient of the one mean that a single process would have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ringspan as rs
+from tests.conftest import Pools
+
+N, REPLICAS, CP = 13, 2, 2
+
+OVER: dict[str, Callable[[DeviceMesh], Any]] = {
+    "two axes": lambda mesh: mesh["dp", "cp"],
+    "flattened": lambda mesh: mesh["dp", "cp"]._flatten(),
+    "process group": lambda mesh: torch.distributed.group.WORLD,
+}
+
+
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    """Token losses of two batches, one with many tokens that count and one with few; and a parameter."""
+    torch.manual_seed(0)
+    x = torch.randn(REPLICAS, 3, N, dtype=torch.float64)
+    weights = (torch.rand(REPLICAS, 3, N) < torch.tensor([0.9, 0.2]).view(2, 1, 1)).double()
+    return x, weights, torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+
+def replica_of(mesh: DeviceMesh) -> int:
+    return mesh.get_local_rank("dp")
+
+
+def mean_over_replicas(rank: int, over: str, grads: str) -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (REPLICAS, CP), mesh_dim_names=("dp", "cp"))
+    cp = rs.ContextParallel(mesh["cp"], rs.causal(N))
+    x, weights, scale = data()
+    mine, w = cp.shard(x[replica_of(mesh)], weights[replica_of(mesh)], dim=1)
+    ranks = OVER[over](mesh)
+    loss = cp.mean((mine * scale).square(), w, over=ranks, grads=grads)  # type: ignore[arg-type]
+    loss.backward()
+    cp.sum_gradients([scale], over=ranks)
+    assert scale.grad is not None
+    return loss.item(), scale.grad.item() / (1 if grads == "summed" else REPLICAS * CP)
+
+
+@pytest.mark.parametrize("grads", ["summed", "averaged"])
+@pytest.mark.parametrize("over", OVER)
+def test_the_mean_is_that_of_all_replicas(pools: Pools, over: str, grads: str) -> None:
+    x, weights, scale = data()
+    loss = ((x * scale).square() * weights).sum() / weights.sum()
+    (gradient,) = torch.autograd.grad(loss, scale)
+    for got in pools(REPLICAS * CP).run(mean_over_replicas, over, grads):
+        assert got == pytest.approx((loss.item(), gradient.item()), rel=1e-14)
+
+
+def batches_accumulated(rank: int) -> tuple[float, float]:
+    cp = rs.ContextParallel(None, rs.causal(N))
+    x, weights, scale = data()
+    total = weights.sum()
+    losses = []
+    for batch, counts in zip(x, weights, strict=True):
+        mine, w = cp.shard(batch, counts, dim=1)
+        loss = cp.sum((mine * scale).square() * w) / total
+        loss.backward()
+        losses.append(loss.item())
+    cp.sum_gradients([scale])
+    assert scale.grad is not None
+    return sum(losses), scale.grad.item()
+
+
+def test_accumulated_sums_are_the_mean_over_all_batches(pools: Pools) -> None:
+    x, weights, scale = data()
+    loss = ((x * scale).square() * weights).sum() / weights.sum()
+    (gradient,) = torch.autograd.grad(loss, scale)
+    for got in pools(4).run(batches_accumulated):
+        assert got == pytest.approx((loss.item(), gradient.item()), rel=1e-14)
+
+
+def gradients_of_split_parameters(rank: int) -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    cp = rs.ContextParallel(mesh["cp"], rs.causal(N))
+
+    def split(x: Tensor) -> DTensor:
+        return DTensor.from_local(x, mesh["tp"], [Shard(0)])
+
+    used, elsewhere = (torch.nn.Parameter(split(torch.zeros(2))) for _ in range(2))
+    used.grad = split(torch.full((2,), rank + 1.0))
+    elsewhere.grad = split(torch.full((2,), rank + 1.0)) if cp.rank == 0 else None
+    cp.sum_gradients([used, elsewhere])
+    assert isinstance(used.grad, DTensor)
+    assert isinstance(elsewhere.grad, DTensor)
+    return used.grad.to_local().tolist(), elsewhere.grad.to_local().tolist()
+
+
+def test_parameters_that_tensor_parallelism_has_split(pools: Pools) -> None:
+    """Ranks 0 and 2 share one half of the parameter, 1 and 3 the other."""
+    found = pools(4).run(gradients_of_split_parameters)
+    assert found == [([4.0] * 2, [1.0] * 2), ([6.0] * 2, [2.0] * 2)] * 2
+
+
+def said_of_other_words(rank: int) -> str:
+    try:
+        rs.ContextParallel(None, rs.causal(N)).mean(torch.ones(3), grads="average")  # type: ignore[arg-type]
+    except rs.InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_word_that_means_nothing(pools: Pools) -> None:
+    assert all(said.startswith('grads must be "summed" or "averaged"') for said in pools(2).run(said_of_other_words))
