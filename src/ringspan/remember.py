@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
@@ -15,26 +16,33 @@ class Remembered(Generic[P, T]):
     """A function that looks its arguments up before it computes.
 
     Arguments with a digest (masks, layouts) count by digest and name, not by equality: equal masks can be written in different
-    bands, and a plan must follow from its arguments alone, not from what this process happened to plan before.
+    bands, and a plan must follow from its arguments alone, not from what this process happened to plan before. May be called
+    from several threads.
     """
 
     def __init__(self, function: Callable[P, T], size: int) -> None:
         self._function, self._size = function, size
         self._known: OrderedDict[Hashable, T] = OrderedDict()
+        self._lock = threading.Lock()
         wraps(function)(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         key = tuple(_key(x) for x in (*args, *kwargs.items()))
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
-        result = self._known[key] = self._function(*args, **kwargs)
-        if len(self._known) > self._size:
-            self._known.popitem(last=False)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        # Not under the lock: a thread that plans ahead must not hold up one that looks something up.
+        result = self._function(*args, **kwargs)
+        with self._lock:
+            self._known[key] = result
+            if len(self._known) > self._size:
+                self._known.popitem(last=False)
         return result
 
     def forget(self) -> None:
-        self._known.clear()
+        with self._lock:
+            self._known.clear()
 
 
 def remember(size: int) -> Callable[[Callable[P, T]], Remembered[P, T]]:

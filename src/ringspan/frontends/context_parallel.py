@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
@@ -57,7 +58,7 @@ class ContextParallel:
         self.plan: Plan = plan(
             mask, world=self.group.world, rank=self.group.rank, strategy=strategy, layout=layout, kv_layout=kv_layout
         )
-        self._strategy = strategy
+        self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
         self._entered = threading.local()
 
     @property
@@ -82,6 +83,34 @@ class ContextParallel:
             kv_layout=self.plan.kv_layout,
             backend=self.backend,
         )
+
+    def prefetch(self, mask: Mask) -> Future[ContextParallel]:
+        """Plan the next sequence in a thread of its own, while this one is computed.
+
+        ::
+
+            for batch in batches:
+                upcoming = cp.prefetch(rs.documents(batch.next_lengths))
+                ...                                # a step with cp
+                cp = upcoming.result()
+
+        Strategy and layout are those that this object was asked for; an ``"auto"`` chooses again, for the new mask. Planning
+        needs no communication and follows from the mask alone, so all ranks find plans that fit together whenever their
+        threads run. What is wrong with the mask is raised by ``result()``.
+        """
+        planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringspan-plan")
+        try:
+            return planner.submit(
+                ContextParallel,
+                self.group,
+                mask,
+                strategy=self._strategy,
+                layout=self._layout_asked,
+                kv_layout=self._kv_layout_asked,
+                backend=self.backend,
+            )
+        finally:
+            planner.shutdown(wait=False)  # the thread ends when the plan is made
 
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
 

@@ -1,0 +1,56 @@
+"""Planning the next sequence while this one is computed: the same plans as without, on all ranks, and errors at their use."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ringspan as rs
+from ringspan.kernels.reference import dense_attention
+from tests.conftest import Pools
+
+# A new mask every step, and not even the same number of tokens.
+SEQUENCES = [[5, 9, 1, 16], [31], [2, 2, 2, 25], [40, 3]]
+
+
+def steps_with_prefetch(rank: int, strategy: str, layout: str) -> list[tuple[str, str, float]]:
+    """Of each step the digest of the plan, that of a plan made without a thread, and how wrong attention is."""
+    masks = [rs.documents(lengths) for lengths in SEQUENCES]
+    cp, seen = rs.ContextParallel(None, masks[0], strategy=strategy, layout=layout), []
+    for mask, following in zip(masks, [*masks[1:], None], strict=True):
+        time.sleep(0.01 * rank)  # so that the ranks' threads do not run at the same time
+        upcoming = None if following is None else cp.prefetch(following)
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, 1, 4, mask.lengths[0], 8, dtype=torch.float64)
+        with cp:
+            out = F.scaled_dot_product_attention(*cp.shard(q, k, v, dim=2))
+        want = dense_attention(q, k, v, torch.from_numpy(mask.dense())).out
+        planned = rs.plan(mask, world=cp.world, rank=rank, strategy=strategy, layout=layout)
+        seen.append((cp.plan.digest, planned.digest, (cp.unshard(out, dim=2) - want).abs().max().item()))
+        cp = upcoming.result() if upcoming else cp
+    return seen
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("strategy", "layout"), [("auto", "auto"), ("ring", "zigzag"), ("ulysses", "balanced")])
+def test_every_step_has_the_plan_it_would_have_had(pools: Pools, strategy: str, layout: str, world: int) -> None:
+    ranks = pools(world).run(steps_with_prefetch, strategy, layout)
+    assert all(digest == planned and error < 1e-13 for rank in ranks for digest, planned, error in rank)
+    assert len({tuple(digest for digest, *_ in rank) for rank in ranks}) == 1
+    assert len({digest for digest, *_ in ranks[0]}) == len(SEQUENCES)
+
+
+def a_mask_without_length(rank: int) -> str:
+    upcoming = rs.ContextParallel(None, rs.causal(8)).prefetch(rs.window(left=2))
+    try:
+        upcoming.result()
+    except rs.MaskError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_is_wrong_is_said_where_the_plan_is_used(pools: Pools) -> None:
+    assert all(said.startswith("window(left=2) holds at any length") for said in pools(2).run(a_mask_without_length))
