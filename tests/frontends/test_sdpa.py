@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
@@ -167,24 +166,6 @@ def test_local_attention_is_left_alone(cp: rs.ContextParallel) -> None:
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
     with rs.local_attention(), cp:
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
-
-
-COMPILED: dict[str, Callable[..., torch.Tensor]] = {
-    "alone": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
-    "between": lambda q, k, v: F.scaled_dot_product_attention(q * 1.0, k, v) * 2,
-}
-
-
-@pytest.mark.parametrize("function", COMPILED.values(), ids=COMPILED)
-def test_compiled_attention_is_right_or_raises(cp: rs.ContextParallel, function: Callable[..., torch.Tensor]) -> None:
-    q, k, v = (x.detach() for x in qkv(2))
-    with cp:
-        want = function(q, k, v)
-        torch._dynamo.reset()
-        assert close(torch.compile(function, backend="eager")(q, k, v), want)
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
-            torch.compile(function, backend="eager", fullgraph=True)(q, k, v)
 
 
 def test_reentrant_checkpointing_is_refused(cp: rs.ContextParallel) -> None:

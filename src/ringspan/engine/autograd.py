@@ -31,14 +31,21 @@ def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], 
                 f"this is a plan for {planned[0]} query heads and {planned[1]} key heads, but the tensors have {heads[0]} and "
                 f"{heads[1]}: use plan.for_heads({heads[0]}, {heads[1]})"
             )
-    if call.scale <= 0:
-        # Kernels mask with -inf before or after scaling as they please; with the sign in the queries it makes no difference.
-        sign = -1.0 if call.scale < 0 else 0.0
+    size, sign = size_and_sign(call.scale)
+    if sign != 1:
         qkv = [(q * sign, k, v) for q, k, v in qkv]
-        call = replace(call, scale=-call.scale or 1.0)
+        call = replace(call, scale=size)
     # Rows become the first dim inside the function and the third again outside it, where a view may be changed in place.
     flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank))
     return [Partial(out.movedim(0, 2), lse.movedim(0, 2)) for out, lse in zip(flat[::2], flat[1::2], strict=True)]
+
+
+def size_and_sign(scale: float) -> tuple[float, float]:
+    """A scale as a positive one, and what the queries are to be multiplied by.
+
+    Kernels mask with -inf before or after scaling as they please; with the sign in the queries it makes no difference.
+    """
+    return (scale, 1.0) if scale > 0 else (-scale or 1.0, -1.0 if scale < 0 else 0.0)
 
 
 class _Attend(torch.autograd.Function):
@@ -59,13 +66,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
-        try:
-            tensors = ctx.saved_tensors
-        except CheckpointError as error:
-            raise UnplannedAttention(
-                "activation checkpointing computed this attention again, but not as it was: outside the `with cp:` block. "
-                "Use checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
-            ) from error
+        tensors = saved_for_backward(ctx)
         queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
         walks = []
         for rank, plan in enumerate(ctx.plans):
@@ -85,6 +86,18 @@ class _Attend(torch.autograd.Function):
             for grads_of_rank, q in zip(ctx.run(walks), queries, strict=True):
                 needed += [x.movedim(0, 2).to(q.dtype) for x in grads_of_rank]
         return None, None, None, *(_once(x) if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
+
+
+def saved_for_backward(ctx: Any) -> tuple[Tensor, ...]:
+    """What was saved, or computed again."""
+    try:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        return tensors
+    except CheckpointError as error:
+        raise UnplannedAttention(
+            "activation checkpointing computed this attention again, but not as it was: outside the `with cp:` block. "
+            "Use checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
+        ) from error
 
 
 class _Once(torch.autograd.Function):

@@ -5,15 +5,16 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.engine import Call, attend, shape_of
+from ringspan.engine import Call, Seat, attend, attend_by_ticket, is_watched, shape_of, take_seat
 from ringspan.errors import InputError
-from ringspan.frontends.sdpa import local_attention
 from ringspan.kernels import Inputs, Partial, pick
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
@@ -66,7 +67,28 @@ def attention(
 
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     """
+    if is_watched():
+        result = attend_by_ticket(q, k, v, seat(plan, group, backend).ticket, scale)
+    else:
+        ranks = as_process_group(group)
+        fitted, call = prepared(plan, ranks, backend, q, k, v, scale)
+        with torch._C.DisableTorchFunction():  # the kernels' own calls, which a block around this one would see
+            (result,) = attend([fitted], [(q, k, v)], call, ranks.run)
+    return result if return_lse else result.out
+
+
+@torch.compiler.assume_constant_result
+def seat(plan: Plan, group: Group, backend: str) -> Seat:
+    """Where the operator finds the plan. Compilers take the seat as they find it, and do not look into plans."""
     ranks = as_process_group(group)
+    name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
+    return take_seat(name, partial(prepared, plan, ranks, backend), ranks.run)
+
+
+def prepared(
+    plan: Plan, ranks: ProcessGroup, backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Plan, Call]:
+    """The plan for these tensors' heads and the call's kernel, once all ranks have come with the same."""
     if (plan.world, plan.rank) != (ranks.world, ranks.rank):
         raise InputError(
             f"this is the plan of rank {plan.rank} of {plan.world}, but this process is rank {ranks.rank} of {ranks.world} "
@@ -93,9 +115,7 @@ def attention(
         keys=k.shape[2],
     )
     shake_hands(ranks, hello, rows, q.device)
-    with local_attention():  # the kernels' own calls, which a block around this one would see
-        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, scale, backend), ranks.run)
-    return result if return_lse else result.out
+    return plan, call_for(plan, q, v, scale, backend)
 
 
 def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str) -> Call:

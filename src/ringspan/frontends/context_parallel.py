@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ringspan.engine import attend_by_ticket, is_watched
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention
+from ringspan.frontends.attention import Group, attention, seat
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
@@ -26,7 +25,7 @@ from ringspan.transports import ProcessGroup, as_process_group
 Of = Literal["q", "kv"]
 
 
-class ContextParallel:
+class ContextParallel(AttentionMode):
     """One sequence over the ranks of a group, and the mask its attention has.
 
     ::
@@ -58,8 +57,9 @@ class ContextParallel:
         self.plan: Plan = plan(
             mask, world=self.group.world, rank=self.group.rank, strategy=strategy, layout=layout, kv_layout=kv_layout
         )
+        super().__init__(mask)
         self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
-        self._entered = threading.local()
+        self._seat = seat(self.plan, self.group, backend)
 
     @property
     def mask(self) -> Mask:
@@ -176,22 +176,9 @@ class ContextParallel:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
+        if is_watched():
+            return attend_by_ticket(q, k, v, self._seat.ticket, scale).out
         return attention(q, k, v, plan=self.plan, group=self.group, scale=scale, backend=self.backend)
-
-    def __enter__(self) -> ContextParallel:
-        mode = AttentionMode(self.mask, self.attention)
-        mode.__enter__()
-        self._modes().append(mode)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._modes().pop().__exit__(kind, error, trace)
-
-    def _modes(self) -> list[AttentionMode]:
-        if not hasattr(self._entered, "modes"):
-            self._entered.modes = []
-        modes: list[AttentionMode] = self._entered.modes
-        return modes
 
     def checkpoint_context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.

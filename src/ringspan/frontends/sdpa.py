@@ -6,10 +6,7 @@ A mode belongs to the thread that entered it, nests, and is gone when the block 
 from __future__ import annotations
 
 import sys
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.masks import Mask, causal
+from ringspan.masks import Mask
+from ringspan.masks.table import HI
 
 # Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
 OTHER_DOORS = {
@@ -31,34 +29,39 @@ OTHER_DOORS = {
     "_varlen_attn": "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
 }
 
-_outside = threading.local()
 
-
-@contextmanager
-def local_attention() -> Iterator[None]:
+class local_attention(TorchFunctionMode):  # noqa: N801 (used as `with local_attention():`)
     """Inside a ``with cp:`` block, attention that is to stay on this rank: layers that are not part of the split sequence."""
-    _outside.depth = getattr(_outside, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _outside.depth -= 1
-
-
-class AttentionCatcher(TorchFunctionMode):
-    """Hands every call of attention in the block to :meth:`caught`, but those within ``local_attention()``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._depth = getattr(_outside, "depth", 0)
+        self._is_traced = torch.compiler.is_compiling()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            # A graph break in here would leave the rest of the frame with the mode off. Raising makes the compiler run
-            # the whole frame as it is, with the mode on, or say that it cannot.
-            raise UnplannedAttention("the block cannot be traced: with fullgraph=True, compile what is between attention calls")
+        if self._is_traced and torch.compiler.is_compiling():
+            # The compiled program would call attention without this mode, inside the block, which would refuse it. Raising
+            # makes the compiler leave the call to eager code, or say that it cannot.
+            raise UnplannedAttention(
+                "local_attention() inside a compiled function: open it around the call of the compiled function, or compile "
+                "without this layer"
+            )
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+class AttentionCatcher(TorchFunctionMode):
+    """Hands every call of attention in the block to :meth:`caught`, but those within ``local_attention()``.
+
+    Compilers trace this as they trace the model, as long as entering and leaving are left as they are: the mode that is on top
+    counts. What a compiler asks of the code here is said where it is not plain.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(_outside, "depth", 0) <= self._depth and _is_attention(func):
+        if _is_attention(func):
             return self.caught(func, args, kwargs)
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the method calls super(), which cannot be traced where a mode is on
         return func(*args, **kwargs)
 
     @abstractmethod
@@ -67,12 +70,17 @@ class AttentionCatcher(TorchFunctionMode):
 
 
 class AttentionMode(AttentionCatcher):
-    """Hands ``F.scaled_dot_product_attention`` to ``attend(q, k, v, scale=)``, once the plan's mask is surely what is meant."""
+    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, once the plan's mask is surely what is meant."""
 
-    def __init__(self, mask: Mask, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, mask: Mask) -> None:
         super().__init__()
-        self.mask, self.attend = mask, attend
-        self._is_causal: bool | None = None
+        self._mask_name = mask.name
+        # Bands are tight: there is a pair on the last diagonal of each.
+        self._mask_is_causal = bool((mask.table[:, HI] <= 0).all())
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        """Attention under the plan's mask, of q, k and v (batch, heads, tokens, dim)."""
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -92,7 +100,8 @@ class AttentionMode(AttentionCatcher):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if not torch.is_grad_enabled() and _inside_reentrant_checkpoint():
+        # A compiler computes again what it traced, and not the function.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _inside_reentrant_checkpoint():
             raise UnplannedAttention(
                 "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
                 "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
@@ -100,16 +109,16 @@ class AttentionMode(AttentionCatcher):
         if attn_mask is not None:
             raise UnplannedAttention(
                 f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
-                f"(its mask is {self.mask.name}). "
+                f"(its mask is {self._mask_name}). "
                 f"Give the mask to ContextParallel, and call without attn_mask; or wrap the call in {_WRAP}"
             )
         if dropout_p:
             raise UnplannedAttention(
                 f"this call has dropout_p={dropout_p}; the ranks cannot drop the same pairs as one process would. Set it to 0"
             )
-        if is_causal and not self._mask_is_causal():
+        if is_causal and not self._mask_is_causal:
             raise UnplannedAttention(
-                f"this call says is_causal=True, but the plan's mask {self.mask.name} lets queries see later keys. "
+                f"this call says is_causal=True, but the plan's mask {self._mask_name} lets queries see later keys. "
                 "Give ContextParallel a mask with & rs.causal(), or call with is_causal=False"
             )
         if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
@@ -123,23 +132,20 @@ class AttentionMode(AttentionCatcher):
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))
-        out = self.attend(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
+        out = self.attention(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
         return out.reshape(*query.shape[:-1], value.shape[-1])
-
-    def _mask_is_causal(self) -> bool:
-        if self._is_causal is None:
-            self._is_causal = (self.mask - causal()).area == 0
-        return self._is_causal
 
 
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
 
 
+@torch.compiler.assume_constant_result  # it follows from the function alone
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "").split(".")[0]
     return name
 
 
+@torch.compiler.assume_constant_result
 def _is_attention(func: Any) -> bool:
     name = _name(func)
     return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))

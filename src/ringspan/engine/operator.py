@@ -1,0 +1,162 @@
+"""Attention as an operator with a name, for all who look at operators rather than just run them: ``torch.compile``,
+``torch.export``, selective checkpointing, counters of operations.
+
+An operator takes tensors and numbers, and a plan is neither. So a rank has a *seat* (what it needs to know to attend), and the
+operator is handed the seat's *ticket*, a tensor of one whole number. A tensor, since compiled programs take tensors as inputs:
+other documents are another ticket and not another program.
+
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
+from ringspan.engine.walk import Call, backward
+from ringspan.errors import InputError, KernelError
+from ringspan.kernels import Partial, Saved, wide
+from ringspan.plans import Plan
+
+# Checks the tensors of a call (with the peers, the first time) and says which plan, for their heads, and which kernel they get.
+Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Seat:
+    """A rank's place at a plan: how its calls are prepared, and who moves its bytes."""
+
+    prepare: Prepare
+    run: Run
+    ticket: Tensor
+
+
+# A seat lives as long as whoever took it (a ContextParallel), and the latest ones longer: a backward pass may come afterwards.
+_seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_latest: OrderedDict[int, Seat] = OrderedDict()
+MOST = 256
+
+
+def take_seat(name: str, prepare: Prepare, run: Run) -> Seat:
+    """A seat whose ticket is a number that follows from ``name`` alone, in every process that takes it.
+
+    Who takes a seat of the same name later takes the place of the first: after ``destroy_process_group`` a new group may well
+    have an old one's name.
+    """
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    seat = Seat(prepare=prepare, run=run, ticket=torch.tensor(number, dtype=torch.int64, device="cpu"))
+    _latest.pop(number, None)
+    _seats[number] = _latest[number] = seat
+    if len(_latest) > MOST:
+        _latest.popitem(last=False)
+    return seat
+
+
+def _seat_of(ticket: Tensor) -> Seat:
+    seat = _seats.get(int(ticket))
+    if seat is None:
+        raise InputError(
+            f"no seat has ticket {int(ticket)}: the ContextParallel that this program was compiled or exported with is gone, "
+            "or is of another process. Make it again with the same mask, layout, strategy, back end and group, and keep it"
+        )
+    return seat
+
+
+def is_watched() -> bool:
+    """Whether somebody looks at operators. Nobody does in plain eager code, where the operator would only cost time."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Tensor, scale: float | None) -> Partial:
+    """:func:`ringspan.engine.attend` of the rank that has this ticket, as one operator."""
+    size, sign = size_and_sign(q_BHSD.shape[-1] ** -0.5 if scale is None else float(scale))
+    q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
+    out_SBHE, lse_SBH = torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, ticket, size)
+    return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+
+
+# -- the two operators -------------------------------------------------------------------------------------------------
+#
+# Rows first, and contiguous: what a compiled program is told of an operator's strides must be so, whatever the kernel likes.
+
+torch.library.define("ringspan::attend", "(Tensor q, Tensor k, Tensor v, Tensor ticket, float scale) -> (Tensor, Tensor)")
+torch.library.define(
+    "ringspan::attend_backward",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ticket, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("ringspan::attend", "CompositeExplicitAutograd")
+def _attend(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    seat = _seat_of(ticket)
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # a block around a compiled program would see the kernels' own calls
+        plan, call = seat.prepare(q, k, v, scale)
+        (result,) = attend([plan], [(q, k, v)], call, seat.run)
+        return result.out.movedim(2, 0).contiguous(), result.lse.movedim(2, 0).contiguous()
+
+
+@torch.library.impl("ringspan::attend_backward", "CompositeExplicitAutograd")
+def _attend_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    seat = _seat_of(ticket)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        plan, call = seat.prepare(q, k, v, scale)
+        q_SBHD, k_TBGD, v_TBGE = (x.movedim(2, 0) for x in (q, k, v))
+        saved = Saved(
+            q_SBHD,
+            torch.zeros_like(out) if dout is None else dout,
+            out,
+            lse,
+            None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
+        )
+        (grads,) = seat.run([backward(plan, saved, torch.cat([k_TBGD, v_TBGE], dim=-1), call)])
+        return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in grads)
+
+
+@torch.library.register_fake("ringspan::attend")
+def _(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    b, h, s, _ = q.shape
+    return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=wide(q.dtype))
+
+
+@torch.library.register_fake("ringspan::attend_backward")
+def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, ticket, out, lse = saved_for_backward(ctx)
+    grads = torch.ops.ringspan.attend_backward(dout, dlse, q, k, v, out, lse, ticket, ctx.scale)
+    return *grads, None, None
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise KernelError("the gradient of attention was differentiated again: no kernel here computes second derivatives")
+
+
+torch.library.register_autograd("ringspan::attend", _differentiate, setup_context=_save)
+torch.library.register_autograd("ringspan::attend_backward", _no_second_derivative)

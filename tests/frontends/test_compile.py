@@ -1,0 +1,220 @@
+"""torch.compile and torch.export of models whose attention is context-parallel: one graph, the same numbers, no plan in it."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ringspan as rs
+from ringspan.kernels.reference import dense_attention
+from tests.conftest import Pools
+
+N = 12
+NEAR = rs.causal(N) & rs.window(left=2)
+BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A transformer's block; with ``near``, a second attention has a mask of its own."""
+
+    def __init__(self, near: rs.ContextParallel | None = None) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
+        self.near = near
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.project(self.norm(x))
+        q, k, v = h[..., :16].unflatten(-1, (4, 4)), h[..., 16:24].unflatten(-1, (2, 4)), h[..., 24:].unflatten(-1, (2, 4))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        if self.near is not None:
+            with self.near:
+                seen = seen + F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=-0.3, enable_gqa=True)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
+def values_and_gradients(model: Callable[..., Tensor], parameters: list[Tensor], x: Tensor) -> list[Tensor]:
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+
+
+def largest_difference(a: list[Tensor], b: list[Tensor]) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("near", [None, NEAR], ids=["one mask", "two masks"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_for_all_values_and_all_documents(backend: str, near: rs.Mask | None) -> None:
+    torch.manual_seed(0)
+    block = Block(None if near is None else rs.ContextParallel(None, near)).double()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    for lengths in ([5, 7], [5, 7], [12], [1, 3, 8]):
+        x = torch.randn(2, N, 16, dtype=torch.float64, requires_grad=True)
+        with rs.ContextParallel(None, rs.documents(lengths)):
+            got, want = (values_and_gradients(f, list(block.parameters()), x) for f in (compiled, block))
+        assert largest_difference(got, want) < 1e-12
+    assert (counter.frame_count, counter.op_count > 5) == (1, True)
+
+
+def over_processes(rank: int, layout: str) -> float:
+    """Uneven shares, compiled, against the dense truth; with an own size on each rank, and other sizes later."""
+    torch._dynamo.reset()
+    worst = 0.0
+    torch.manual_seed(0)
+    block = Block().double()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for lengths in ([5, 9, 1, 16], [3, 20], [7]):
+        mask = rs.documents(lengths)
+        cp = rs.ContextParallel(None, mask, layout=layout)
+        whole = torch.randn(1, sum(lengths), 16, dtype=torch.float64)
+        x = whole.clone().requires_grad_()
+        with cp:
+            y = compiled(cp.shard(x, dim=1))
+        got = [cp.unshard(y.detach(), dim=1), *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])]
+        for gradient in got[1:]:
+            dist.all_reduce(gradient)
+        want = values_and_gradients(Dense(block, mask), list(block.parameters()), whole.clone().requires_grad_())
+        worst = max(worst, largest_difference(got, want))
+    return worst
+
+
+class Dense:
+    """The block in one process, under a dense mask."""
+
+    def __init__(self, block: Block, mask: rs.Mask) -> None:
+        self.block, self.mask = block, torch.from_numpy(mask.dense())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        h = self.block.project(self.block.norm(x))
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in h.split([16, 8, 8], dim=-1))
+        return x + self.block.out(dense_attention(q, k, v, self.mask).out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_over_processes(pools: Pools, layout: str) -> None:
+    assert max(pools(2).run(over_processes, layout)) < 1e-12
+
+
+# -- without a block ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_as_an_argument() -> None:
+    """Another plan is another program; an equal one is not."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Tensor, plan: rs.Plan) -> Tensor:
+        out, lse = rs.attention(q, q, q, plan=plan, return_lse=True)
+        return out * 2 + lse.unsqueeze(-1)
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    q = torch.randn(1, 2, N, 4, dtype=torch.float64, requires_grad=True)
+    for mask in (rs.causal(N), NEAR, rs.causal(N)):
+        got, want = (values_and_gradients(lambda q, f=f, m=mask: f(q, rs.plan(m, world=1)), [], q) for f in (compiled, attend))
+        assert largest_difference(got, want) < 1e-12
+    assert counter.frame_count == 2
+
+
+# -- what is refused, and what is left to eager code -------------------------------------------------------------------
+
+X = torch.randn(2, 4, N, 8, dtype=torch.float64)
+MHA = nn.MultiheadAttention(8, 2).double()
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "attn_mask": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(N, N).bool()),
+    "dropout": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+    "is_causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "aten": lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),
+    "flash": lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x),
+    "MultiheadAttention": lambda x: MHA(x[0, 0], x[0, 0], x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_a_mask_is_not_dropped_in_compiled_code_either(call: Callable[..., Any], fullgraph: bool) -> None:
+    kind = torch._dynamo.exc.Unsupported if fullgraph else rs.UnplannedAttention
+    with rs.ContextParallel(None, rs.full(N)), pytest.raises(kind, match="UnplannedAttention" if fullgraph else None):
+        torch.compile(call, backend="aot_eager", fullgraph=fullgraph)(X)
+
+
+def test_a_block_that_is_not_there_when_compiled_code_runs_again() -> None:
+    """The graph belongs to the blocks it was traced in; with others, or none, there is another."""
+    attend = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager", fullgraph=True)
+    cp = rs.ContextParallel(None, NEAR)
+    for block, mask in ((cp, NEAR), (nullcontext(), rs.full(N)), (cp, NEAR), (rs.local_attention(), rs.full(N))):
+        with block:
+            assert torch.allclose(attend(X), dense_attention(X, X, X, torch.from_numpy(mask.dense())).out, atol=1e-12)
+
+
+def test_local_attention_goes_around_compiled_functions() -> None:
+    def inside(x: Tensor) -> Tensor:
+        with rs.local_attention():
+            return F.scaled_dot_product_attention(x, x, x)
+
+    want = F.scaled_dot_product_attention(X, X, X)
+    attend = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager", fullgraph=True)
+    with rs.ContextParallel(None, NEAR):
+        with rs.local_attention():
+            assert torch.allclose(attend(X), want)
+        assert torch.allclose(torch.compile(inside, backend="aot_eager")(X), want)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="open it around the call"):
+            torch.compile(inside, backend="aot_eager", fullgraph=True)(X)
+
+
+def test_graph_breaks_do_not_leave_the_block() -> None:
+    near = rs.ContextParallel(None, NEAR)
+
+    def broken(x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(x, x, x)
+        torch._dynamo.graph_break()
+        y = F.scaled_dot_product_attention(y, x, x)
+        with near:
+            y = F.scaled_dot_product_attention(y, x, x)
+            torch._dynamo.graph_break()
+            y = F.scaled_dot_product_attention(y, x, x)
+        return F.scaled_dot_product_attention(y, x, x)
+
+    with rs.ContextParallel(None, rs.causal(N)):
+        want = broken(X)
+        assert torch.allclose(torch.compile(broken, backend="aot_eager")(X), want, atol=1e-12)
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_attend_by_ticket(strict: bool) -> None:
+    torch.manual_seed(0)
+    block, cp = Block().double(), rs.ContextParallel(None, NEAR)
+    x, y = torch.randn(2, 2, N, 16, dtype=torch.float64).unbind()
+    with cp:
+        program = torch.export.export(copy.deepcopy(block), (x,), strict=strict)
+        want = block(y)
+    assert [n.target for n in program.graph.nodes].count(torch.ops.ringspan.attend.default) == 1
+    assert torch.allclose(program.module()(y), want, atol=1e-12)
