@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringspan as rs
-from ringspan.engine import Call, Seat, attend, attend_by_ticket, is_watched, operator, take_seat
+from ringspan.engine import Call, Seat, attend_by_ticket, is_watched, operator, take_seat
 from ringspan.kernels import cpu
 from ringspan.plans import Plan
 from ringspan.transports import InProcess
@@ -27,7 +27,7 @@ def seated(mask: rs.Mask = MASK, name: str = "test") -> Seat:
     def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Plan, Call]:
         return plan, Call(kernel=cpu, scale=scale, head_dim=q.shape[-1])
 
-    return take_seat(name, prepare, InProcess(1).run)
+    return take_seat(name, prepare, InProcess(1).run, (0,))
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,14 @@ def test_what_pytorch_checks_of_the_backward_operator(dlse: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0, None])
-def test_it_is_the_engines_attention(scale: float | None) -> None:
+def test_it_is_the_engines_attention(monkeypatch: pytest.MonkeyPatch, scale: float | None) -> None:
     seat, given = seated(), case(MASK)
     found = []
-    for by_ticket in (True, False):
+    for watched in (True, False):
+        monkeypatch.setattr(operator, "is_watched", lambda watched=watched: watched)
         leaves = [x.clone().requires_grad_() for x in given[:3]]
-        if by_ticket:
-            result = attend_by_ticket(*leaves, seat.ticket, scale)
-        else:
-            call = Call(kernel=cpu, scale=given.q.shape[-1] ** -0.5 if scale is None else scale, head_dim=given.q.shape[-1])
-            (result,) = attend([rs.plan(MASK, world=1)], [(leaves[0], leaves[1], leaves[2])], call, InProcess(1).run)
+        result = seat.attend(*leaves, scale)
+        assert ("ringspan" in str(result.out.grad_fn.next_functions[0][0])) == watched  # type: ignore[union-attr]
         found.append([*result, *torch.autograd.grad([*result], leaves, [given.dout, given.dlse])])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.isneginf(), b.isneginf())

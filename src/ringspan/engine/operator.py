@@ -32,11 +32,22 @@ Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Seat:
-    """A rank's place at a plan: how its calls are prepared, and who moves its bytes."""
+    """A rank's place at a plan: how its calls are prepared, who moves its bytes, and between which processes."""
 
     prepare: Prepare
     run: Run
+    processes: tuple[int, ...]
     ticket: Tensor
+
+    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float | None) -> Partial:
+        """Attention of this rank, differentiable; as an operator where somebody looks."""
+        size = q_BHSD.shape[-1] ** -0.5 if scale is None else float(scale)
+        if is_watched():
+            return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, self.ticket, size)
+        with torch._C.DisableTorchFunction():  # a block around this call would see the kernels' own
+            plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, size)
+            (result,) = attend([plan], [(q_BHSD, k_BGTD, v_BGTE)], call, self.run)
+        return result
 
 
 # A seat lives as long as whoever took it (a ContextParallel), and the latest ones longer: a backward pass may come afterwards.
@@ -45,14 +56,15 @@ _latest: OrderedDict[int, Seat] = OrderedDict()
 MOST = 256
 
 
-def take_seat(name: str, prepare: Prepare, run: Run) -> Seat:
+def take_seat(name: str, prepare: Prepare, run: Run, processes: tuple[int, ...]) -> Seat:
     """A seat whose ticket is a number that follows from ``name`` alone, in every process that takes it.
 
     Who takes a seat of the same name later takes the place of the first: after ``destroy_process_group`` a new group may well
     have an old one's name.
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    seat = Seat(prepare=prepare, run=run, ticket=torch.tensor(number, dtype=torch.int64, device="cpu"))
+    ticket = torch.tensor(number, dtype=torch.int64, device="cpu")
+    seat = Seat(prepare=prepare, run=run, processes=processes, ticket=ticket)
     _latest.pop(number, None)
     _seats[number] = _latest[number] = seat
     if len(_latest) > MOST:
@@ -75,9 +87,9 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Tensor, scale: float | None) -> Partial:
+def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Tensor, scale: float) -> Partial:
     """:func:`ringspan.engine.attend` of the rank that has this ticket, as one operator."""
-    size, sign = size_and_sign(q_BHSD.shape[-1] ** -0.5 if scale is None else float(scale))
+    size, sign = size_and_sign(scale)
     q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
     out_SBHE, lse_SBH = torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, ticket, size)
     return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
@@ -98,7 +110,7 @@ torch.library.define(
 @torch.library.impl("ringspan::attend", "CompositeExplicitAutograd")
 def _attend(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     seat = _seat_of(ticket)
-    with torch._C.DisableTorchFunction(), torch.no_grad():  # a block around a compiled program would see the kernels' own calls
+    with torch._C.DisableTorchFunction(), torch.no_grad():
         plan, call = seat.prepare(q, k, v, scale)
         (result,) = attend([plan], [(q, k, v)], call, seat.run)
         return result.out.movedim(2, 0).contiguous(), result.lse.movedim(2, 0).contiguous()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.engine import Call, Seat, attend, attend_by_ticket, is_watched, shape_of, take_seat
+from ringspan.engine import Call, Seat, shape_of, take_seat
 from ringspan.errors import InputError
+from ringspan.frontends.shards import on_shards
 from ringspan.kernels import Inputs, Partial, pick
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
@@ -66,15 +67,15 @@ def attention(
     ``(out, lse)``, both differentiable.
 
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
+    DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
     """
-    if is_watched():
-        result = attend_by_ticket(q, k, v, seat(plan, group, backend).ticket, scale)
-    else:
-        ranks = as_process_group(group)
-        fitted, call = prepared(plan, ranks, backend, q, k, v, scale)
-        with torch._C.DisableTorchFunction():  # the kernels' own calls, which a block around this one would see
-            (result,) = attend([fitted], [(q, k, v)], call, ranks.run)
+    result = attention_at(seat(plan, group, backend), q, k, v, scale)
     return result if return_lse else result.out
+
+
+def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Partial:
+    """Attention of the rank that has this seat, of tensors or of the shards of DTensors."""
+    return on_shards(lambda q, k, v: place.attend(q, k, v, scale), q, k, v, place.processes)
 
 
 @torch.compiler.assume_constant_result
@@ -82,7 +83,7 @@ def seat(plan: Plan, group: Group, backend: str) -> Seat:
     """Where the operator finds the plan. Compilers take the seat as they find it, and do not look into plans."""
     ranks = as_process_group(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
-    return take_seat(name, partial(prepared, plan, ranks, backend), ranks.run)
+    return take_seat(name, partial(prepared, plan, ranks, backend), ranks.run, tuple(ranks.ranks))
 
 
 def prepared(

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from ringspan.engine import attend_by_ticket, is_watched
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention, seat
+from ringspan.frontends.attention import Group, attention_at, seat
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
@@ -176,9 +176,7 @@ class ContextParallel(AttentionMode):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
-        if is_watched():
-            return attend_by_ticket(q, k, v, self._seat.ticket, scale).out
-        return attention(q, k, v, plan=self.plan, group=self.group, scale=scale, backend=self.backend)
+        return attention_at(self._seat, q, k, v, scale).out
 
     def checkpoint_context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.
@@ -243,4 +241,6 @@ class _Unshard(torch.autograd.Function):
 
 def _wide(x: Tensor) -> Tensor:
     """Half precision cannot count past 2048 or 256."""
+    if isinstance(x, DTensor):
+        raise InputError(f"these are the values of a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -133,7 +133,7 @@ class AttentionMode(AttentionCatcher):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))
         out = self.attention(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
-        return out.reshape(*query.shape[:-1], value.shape[-1])
+        return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
@@ -162,4 +162,6 @@ def _inside_reentrant_checkpoint() -> bool:
 
 def _four_dims(x: Tensor) -> Tensor:
     """(…, heads, tokens, dim) as (batch, heads, tokens, dim)."""
+    if x.ndim == 4:
+        return x
     return x.unsqueeze(1) if x.ndim == 3 else x.flatten(0, -4)

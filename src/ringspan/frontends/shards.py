@@ -1,0 +1,83 @@
+"""DTensors in, a DTensor out: attention of the shards that this rank holds.
+
+q, k and v are (batch, heads, tokens, dim), alike on every axis of one mesh::
+
+    axis of the mesh                 Shard(2), tokens     Shard(0), batch     Shard(1), heads     Replicate()
+    the ranks that split a sequence  yes                  no                  no                  no
+    any other (data, tensor, …)      no                   yes                 yes                 yes
+
+A shard of the tokens is what the *layout* gives to the rank, in its order; the DTensor only says that they are split. With
+``layout="contiguous"`` and a length that the ranks divide, that is what ``distribute_tensor`` gives, too. A mesh without the
+axis of the sequence will do as well (tensor parallelism alone makes such DTensors): the tokens are this rank's as they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ringspan.errors import InputError
+from ringspan.kernels import Partial
+
+BATCH, HEADS, TOKENS = 0, 1, 2
+
+
+def on_shards(
+    attend: Callable[[Tensor, Tensor, Tensor], Partial], q: Tensor, k: Tensor, v: Tensor, ranks: tuple[int, ...]
+) -> Partial:
+    """``attend(q, k, v)``, of the shards where they are DTensors. ``ranks`` are the processes that split the sequence."""
+    if not (isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor)):
+        return attend(q, k, v)
+    if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
+        kinds = ", ".join(f"{name} is a {type(x).__name__}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise InputError(f"{kinds}: give q, k and v all as DTensors, or all as plain tensors (x.to_local())")
+    mesh, placements = q.device_mesh, q.placements
+    if not (k.device_mesh == v.device_mesh == mesh and tuple(k.placements) == tuple(v.placements) == tuple(placements)):
+        raise InputError(
+            f"q is {tuple(placements)} on {mesh}, k is {tuple(k.placements)} on {k.device_mesh}, v is {tuple(v.placements)} on "
+            f"{v.device_mesh}: a query must lie with its keys; redistribute them alike"
+        )
+    for axis, placement in enumerate(placements):
+        _check(placement, mesh, axis, is_sequence=_ranks_along(mesh, axis) == tuple(sorted(ranks)), kv_heads=k.shape[HEADS])
+    out, lse = attend(q.to_local(), k.to_local(), v.to_local())
+    whole = (*q.shape[:3], v.shape[3])
+    return Partial(_placed(out, q, whole), _placed(lse, q, whole[:3]))
+
+
+def _check(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bool, kv_heads: int) -> None:
+    name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+    dim = placement.dim if isinstance(placement, Shard) else None
+    if is_sequence:
+        if dim != TOKENS:
+            raise InputError(
+                f"q, k and v are {placement} on the axis {name!r} of their mesh, whose ranks split the sequence: they must be "
+                f"Shard({TOKENS}), the dim of the tokens. Redistribute them, or take cp.shard's tokens with DTensor.from_local"
+            )
+        return
+    if dim not in (BATCH, HEADS) and placement != Replicate():
+        raise InputError(
+            f"q, k and v are {placement} on the axis {name!r} of their mesh, whose ranks do not split this sequence: only "
+            f"Shard({BATCH}) (batch), Shard({HEADS}) (heads) and Replicate() are exact there. Redistribute them"
+        )
+    if dim == HEADS and kv_heads % mesh.size(axis):
+        raise InputError(
+            f"{kv_heads} key heads over the {mesh.size(axis)} ranks of axis {name!r}: queries would lie apart from their keys. "
+            "Repeat the key heads until the ranks divide them"
+        )
+
+
+@torch.compiler.assume_constant_result  # a mesh does not change
+def _ranks_along(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(axis))))
+
+
+def _placed(x: Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    # The shape is given and not gathered: ranks may hold differently many tokens.
+    return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
