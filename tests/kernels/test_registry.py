@@ -31,7 +31,7 @@ def test_by_name(backend: str, kernel: types.ModuleType) -> None:
     ("backend", "device", "message"),
     [
         ("fast", "cpu", "no kernel is called 'fast'; there are "),
-        ("fast", "cpu", "cpu, reference and auto"),
+        ("fast", "cpu", "cpu, eager, reference and auto"),
         ("cpu", "cuda", 'backend="cpu" serves cpu tensors, not cuda; use backend="auto" to have one chosen'),
         ("auto", "meta", "no fast kernel can serve torch.float32 on meta: "),
         ("auto", "meta", "cpu serves cpu tensors, not meta"),

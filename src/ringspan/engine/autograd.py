@@ -36,7 +36,9 @@ def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], 
         qkv = [(q * sign, k, v) for q, k, v in qkv]
         call = replace(call, scale=size)
     # Rows become the first dim inside the function and the third again outside it, where a view may be changed in place.
-    flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank))
+    # What the functions of the call learn is an input as well.
+    learned = () if call.mods is None else call.mods.learned
+    flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank), *learned)
     return [Partial(out.movedim(0, 2), lse.movedim(0, 2)) for out, lse in zip(flat[::2], flat[1::2], strict=True)]
 
 
@@ -50,7 +52,8 @@ def size_and_sign(scale: float) -> tuple[float, float]:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plans: Sequence[Plan], call: Call, run: Run, *qkv: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plans: Sequence[Plan], call: Call, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        qkv = inputs[: 3 * len(plans)]
         queries = [_rows_first(q) for q in qkv[::3]]
         key_values = [torch.cat([_rows_first(k), _rows_first(v)], dim=-1) for k, v in zip(qkv[1::3], qkv[2::3], strict=True)]
         walks = [forward(plan, q, kv, call) for plan, q, kv in zip(plans, queries, key_values, strict=True)]
@@ -60,14 +63,16 @@ class _Attend(torch.autograd.Function):
             outputs += [result.out.to(q.dtype).detach(), result.lse.detach()]
         ctx.set_materialize_grads(False)
         ctx.plans, ctx.call, ctx.run = plans, call, run
-        ctx.save_for_backward(*queries, *key_values, *outputs)
+        # What was captured is kept where the functions keep it. It is saved for autograd's word that nobody has changed it.
+        captured = () if call.mods is None else call.mods.captured
+        ctx.save_for_backward(*queries, *key_values, *outputs, *captured)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
         tensors = saved_for_backward(ctx)
-        queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 4 * n]
         walks = []
         for rank, plan in enumerate(ctx.plans):
             out, lse = outputs[2 * rank : 2 * rank + 2]
@@ -82,9 +87,13 @@ class _Attend(torch.autograd.Function):
             )
             walks.append(backward(plan, saved, key_values[rank], ctx.call))
         needed: list[Tensor] = []
+        learned = () if ctx.call.mods is None else ctx.call.mods.learned
+        totals: Sequence[Tensor] = [torch.zeros_like(x) for x in learned]
         with torch.no_grad():
-            for grads_of_rank, q in zip(ctx.run(walks), queries, strict=True):
-                needed += [x.movedim(0, 2).to(q.dtype) for x in grads_of_rank]
+            for (dq, dk, dv, *dlearned), q in zip(ctx.run(walks), queries, strict=True):
+                needed += [x.movedim(0, 2).to(q.dtype) for x in (dq, dk, dv)]
+                totals = [total + part.to(total.dtype) for total, part in zip(totals, dlearned, strict=True)]
+        needed += totals
         return None, None, None, *(_once(x) if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
 
 

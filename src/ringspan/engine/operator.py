@@ -32,17 +32,20 @@ Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Seat:
-    """A rank's place at a plan: how its calls are prepared, who moves its bytes, and between which processes."""
+    """A rank's place at a plan: how its calls are prepared, who moves its bytes, and between which processes.
+
+    Without a ticket it is of this call alone, and no operator.
+    """
 
     prepare: Prepare
     run: Run
     processes: tuple[int, ...]
-    ticket: Tensor
+    ticket: Tensor | None
 
     def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float | None) -> Partial:
         """Attention of this rank, differentiable; as an operator where somebody looks."""
         size = q_BHSD.shape[-1] ** -0.5 if scale is None else float(scale)
-        if is_watched():
+        if self.ticket is not None and is_watched():
             return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, self.ticket, size)
         with torch._C.DisableTorchFunction():  # a block around this call would see the kernels' own
             plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, size)
@@ -139,8 +142,8 @@ def _attend_backward(
             lse,
             None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
         )
-        (grads,) = seat.run([backward(plan, saved, torch.cat([k_TBGD, v_TBGE], dim=-1), call)])
-        return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in grads)
+        ((dq, dk, dv, *_),) = seat.run([backward(plan, saved, torch.cat([k_TBGD, v_TBGE], dim=-1), call)])
+        return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))
 
 
 @torch.library.register_fake("ringspan::attend")

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ringspan.engine.bundle import bundle, unbundle
+from ringspan.engine.places import placed
 from ringspan.engine.slots import Slots
-from ringspan.kernels import Accumulator, Kernel, Partial, Saved, Sum, wide
+from ringspan.kernels import Accumulator, Kernel, Mods, Partial, Saved, Sum, wide
 from ringspan.plans import Plan, Slot, Task
 from ringspan.plans.data import Phase
 from ringspan.transports import Wait, Walk
@@ -30,6 +31,7 @@ class Call:
     kernel: Kernel
     scale: float
     head_dim: int
+    mods: Mods | None = None
 
 
 def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Partial]:
@@ -46,9 +48,10 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
     out = [Accumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
 
-    def compute(task: Task) -> None:
+    def compute(task: Task, n: int) -> None:
         k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
-        for part in call.kernel.attend(_heads_first(q[task.q_slot]), k_BGTD, v_BGTE, task.bands, scale=call.scale):
+        options = _options(call, plan, "forward", n, task, q_SBHD.device)
+        for part in call.kernel.attend(_heads_first(q[task.q_slot]), k_BGTD, v_BGTE, task.bands, **options):
             out[task.q_slot].add(*part)
             del part  # else it would be held while the next is computed
 
@@ -56,10 +59,11 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     return out[0].finish()
 
 
-def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, Tensor, Tensor]]:
+def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, ...]]:
     """Walk the backward steps. ``saved`` is rows first.
 
-    Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them.
+    Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them; and this
+    rank's part of the gradients of what the functions of the call learn.
     """
     program = plan.program
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
@@ -75,18 +79,24 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     dkv = [Sum(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
     dq = [Sum(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])]
 
-    def compute(task: Task) -> None:
+    learned = () if call.mods is None else call.mods.learned
+    dlearned = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in learned]
+
+    def compute(task: Task, n: int) -> None:
         k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
-        for grads in call.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, scale=call.scale):
+        options = _options(call, plan, "backward", n, task, kv_TBGF.device)
+        for grads in call.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
             dq[task.q_slot].add(grads.rows.start, grads.rows.stop, _rows_first(grads.dq_BHSD))
             dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, _rows_first(grads.dk_BGTD), _rows_first(grads.dv_BGTE))
+            for total, part in zip(dlearned, grads.dlearned, strict=True):
+                total.add_(part)
             del grads  # else they would be held while the next are computed
 
     yield from _walk(plan, "backward", Slots(plan, plain={"q": q, "kv": kv}, sums={"dq": dq, "dkv": dkv}), compute)
-    return *dq[0].finish(), *dkv[0].finish()  # type: ignore[return-value]
+    return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
 
-def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None]) -> Walk[None]:
+def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int], None]) -> Walk[None]:
     """Each step: post what travels, compute while it does, wait, and lay out what has arrived."""
     for n, step in enumerate(plan.program.steps(phase)):
         label = f"{phase} step {n}"
@@ -95,12 +105,19 @@ def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None
         ticket = (yield post) if on_the_wire else None
         with _span(f"ringspan::step {n} {phase}, rank {plan.rank}"):
             for task in step.tasks:
-                compute(task)
+                compute(task, n)
         if on_the_wire:
             yield Wait(ticket)
         slots.take(arrivals)
         # Else the next step's messages would be packed while this step's are still held.
         del post, arrivals, ticket
+
+
+def _options(call: Call, plan: Plan, phase: Phase, n: int, task: Task, device: torch.device) -> dict[str, Any]:
+    """What a kernel is told beside tensors and bands. Only those that know functions of the user are given any."""
+    if call.mods is None:
+        return {"scale": call.scale}
+    return {"scale": call.scale, "mods": placed(call.mods, plan, phase, n, task, device)}
 
 
 def _span(name: str) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, overload
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.engine import Call, Seat, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.shards import on_shards
-from ringspan.kernels import Inputs, Partial, pick
+from ringspan.kernels import Inputs, Partial, ScoreMod, mods_of, pick
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
 from ringspan.transports.handshake import DTYPES, VERSION
@@ -33,6 +34,7 @@ def attention(
     plan: Plan,
     group: Group = None,
     scale: float | None = None,
+    score_mod: ScoreMod | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -45,6 +47,7 @@ def attention(
     plan: Plan,
     group: Group = None,
     scale: float | None = None,
+    score_mod: ScoreMod | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> Partial: ...
@@ -56,6 +59,7 @@ def attention(
     plan: Plan,
     group: Group = None,
     scale: float | None = None,
+    score_mod: ScoreMod | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | Partial:
@@ -66,10 +70,16 @@ def attention(
     queries over all keys of all ranks, in the dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives
     ``(out, lse)``, both differentiable.
 
+    ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does; its indices are global.
+
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
     """
-    result = attention_at(seat(plan, group, backend), q, k, v, scale)
+    place = seat(plan, group, backend)
+    if score_mod is not None:
+        # Nobody else can find this seat: a function has no name by which another process could.
+        place = replace(place, prepare=partial(place.prepare, score_mod=score_mod), ticket=None)
+    result = attention_at(place, q, k, v, scale)
     return result if return_lse else result.out
 
 
@@ -87,7 +97,14 @@ def seat(plan: Plan, group: Group, backend: str) -> Seat:
 
 
 def prepared(
-    plan: Plan, ranks: ProcessGroup, backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+    plan: Plan,
+    ranks: ProcessGroup,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Plan, Call]:
     """The plan for these tensors' heads and the call's kernel, once all ranks have come with the same."""
     if (plan.world, plan.rank) != (ranks.world, ranks.rank):
@@ -116,14 +133,23 @@ def prepared(
         keys=k.shape[2],
     )
     shake_hands(ranks, hello, rows, q.device)
-    return plan, call_for(plan, q, v, scale, backend)
+    return plan, call_for(plan, q, v, scale, backend, score_mod)
 
 
-def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str) -> Call:
-    """The kernel and scale of a call."""
-    inputs = Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1], ragged=plan.is_ragged)
+def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str, score_mod: ScoreMod | None = None) -> Call:
+    """The kernel, scale and functions of a call."""
+    mods = mods_of(score_mod, None, q)
+    inputs = Inputs(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        v_dim=v.shape[-1],
+        ragged=plan.is_ragged,
+        modded=mods is not None,
+    )
     return Call(
         kernel=pick(backend, inputs),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         head_dim=q.shape[-1],
+        mods=mods,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
-from ringspan.kernels import Partial
+from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask
 from ringspan.plans import Plan, Strategy, plan
@@ -47,6 +47,7 @@ class LocalWorld:
         layout: LayoutLike = "auto",
         kv_layout: LayoutLike | None = None,
         scale: float | None = None,
+        score_mod: ScoreMod | None = None,
         return_lse: Literal[False] = False,
         backend: str = "auto",
     ) -> Tensor: ...
@@ -62,6 +63,7 @@ class LocalWorld:
         layout: LayoutLike = "auto",
         kv_layout: LayoutLike | None = None,
         scale: float | None = None,
+        score_mod: ScoreMod | None = None,
         return_lse: Literal[True],
         backend: str = "auto",
     ) -> Partial: ...
@@ -76,16 +78,17 @@ class LocalWorld:
         layout: LayoutLike = "auto",
         kv_layout: LayoutLike | None = None,
         scale: float | None = None,
+        score_mod: ScoreMod | None = None,
         return_lse: bool = False,
         backend: str = "auto",
     ) -> Tensor | Partial:
         """Attention of the whole sequence: global q (B, H, S, D), k (B, G, T, D), v (B, G, T, E) in, global result out.
 
         Inside, the sequence is split over the ranks, every rank walks its own plan, and messages pass between them.
-        Differentiable.
+        Differentiable. ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
-        result = self.run(plans, q, k, v, scale=scale, backend=backend)
+        result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
         return result if return_lse else result.out
 
     def plans(
@@ -96,7 +99,15 @@ class LocalWorld:
         return [first.at(rank) for rank in range(self.world)]
 
     def run(
-        self, plans: list[Plan], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto"
+        self,
+        plans: list[Plan],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
+        score_mod: ScoreMod | None = None,
     ) -> Partial:
         """Attention of global tensors with ready plans, one for each rank: out (B, H, S, E) and lse (B, H, S)."""
         shape = shape_of(q, k, v)
@@ -111,8 +122,8 @@ class LocalWorld:
         keys, values = _split(k, kv_layout), _split(v, kv_layout)
         transport = InProcess(self.world)
         transport.traffic = self.traffic
+        call = call_for(plans[0], q, v, scale, backend, score_mod)
         with torch._C.DisableTorchFunction():  # the kernels' own calls, which a `with cp:` block around this one would see
-            call = call_for(plans[0], q, v, scale, backend)
             parts = attend(plans, list(zip(queries, keys, values, strict=True)), call, transport.run)
         back = torch.from_numpy(q_layout.order()).to(q.device).argsort()
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)

@@ -8,12 +8,13 @@ from typing import cast
 
 from ringspan.errors import KernelError
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
+from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
 from ringspan.kernels.partial import Accumulator, Partial, merge
 from ringspan.kernels.sums import Sum
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {
-    name: f"ringspan.kernels.{name}" for name in ("fa4", "cudnn", "flash", "efficient", "flex", "cpu", "reference")
+    name: f"ringspan.kernels.{name}" for name in ("fa4", "cudnn", "flash", "efficient", "flex", "cpu", "eager", "reference")
 }
 
 # Exact everywhere and slow everywhere: taken only by those who ask for it.
@@ -59,11 +60,16 @@ __all__ = [
     "Gradients",
     "Inputs",
     "Kernel",
+    "MaskMod",
+    "Mods",
     "Part",
     "Partial",
+    "PlacedMods",
     "Saved",
+    "ScoreMod",
     "Sum",
     "merge",
+    "mods_of",
     "pick",
     "reasons",
     "wide",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import Inputs, wide
+from ringspan.kernels.kernel import NO_MODS, Inputs, wide
 from ringspan.kernels.launched import Fused
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -18,7 +18,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def why_not(inputs: Inputs) -> str | None:
-    return None if inputs.device.type == "cpu" else f"serves cpu tensors, not {inputs.device.type}"
+    if inputs.device.type != "cpu":
+        return f"serves cpu tensors, not {inputs.device.type}"
+    return NO_MODS if inputs.modded else None
 
 
 def _forward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import KernelError
-from ringspan.kernels.kernel import Inputs
+from ringspan.kernels.kernel import NO_MODS, Inputs
 from ringspan.kernels.launched import Fused
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -21,6 +21,8 @@ WIDEST = 128
 def why_not(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
+    if inputs.modded:
+        return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if major < 8:
         return f"needs compute capability 8 or higher; this device has {major}.{minor}"

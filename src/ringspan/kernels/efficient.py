@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels.kernel import Inputs
+from ringspan.kernels.kernel import NO_MODS, Inputs
 from ringspan.kernels.launched import Fused
 
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -22,6 +22,8 @@ LSE_ROWS = 32
 def why_not(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
+    if inputs.modded:
+        return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if (major, minor) < (5, 0) or (inputs.dtype == torch.bfloat16 and major < 8):
         return f"does not compute {inputs.dtype} on compute capability {major}.{minor}"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels import windowed
-from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
+from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved
 from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
@@ -27,6 +27,8 @@ DISPATCH_KEY = "CUDA"
 def why_not(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
+    if inputs.modded:
+        return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if major not in (9, 10, 11):
         return f"needs compute capability 9, 10 or 11 (Hopper, Blackwell); this device has {major}.{minor}"

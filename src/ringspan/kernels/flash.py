@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels import windowed
-from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, with_dlse
+from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved, with_dlse
 from ringspan.kernels.partial import EMPTY_LSE
 from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
@@ -24,6 +24,8 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 def why_not(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
+    if inputs.modded:
+        return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if major < 8:
         return f"needs compute capability 8 or higher; this device has {major}.{minor}"

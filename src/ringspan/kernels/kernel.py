@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringspan.kernels.mods import PlacedMods
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
 
@@ -26,13 +27,17 @@ class Part(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What flows through some bands to the queries ``rows`` and to the keys ``keys``: (B, heads, rows, dim) each."""
+    """What flows through some bands to the queries ``rows`` and to the keys ``keys``: (B, heads, rows, dim) each.
+
+    And to what the functions of a call have captured and learn (``Mods.learned``), each of its own shape.
+    """
 
     rows: slice
     dq_BHSD: Tensor
     keys: slice
     dk_BGTD: Tensor
     dv_BGTE: Tensor
+    dlearned: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +50,15 @@ class Inputs:
     v_dim: int
     ragged: bool = False
     """Whether there are windows, or many bands at once."""
+    modded: bool = False
+    """Whether functions of the user change scores or hide pairs: only then is a kernel given ``mods``."""
+
+
+NO_MODS = "knows no score_mod and no mask_mod"
 
 
 class Kernel(Protocol):
-    """A back end. A module with these functions is one."""
+    """A back end. A module with these functions is one. One that says :data:`NO_MODS` need not take ``mods``."""
 
     def why_not(self, inputs: Inputs) -> str | None:
         """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""
@@ -56,11 +66,27 @@ class Kernel(Protocol):
     def rather_not(self, inputs: Inputs) -> str | None:
         """A reason to let others go first although it can serve, for ``"auto"``. A kernel without one may leave this out."""
 
-    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+    def attend(
+        self,
+        q_BHSD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTE: Tensor,
+        bands: Sequence[Band],
+        *,
+        scale: float,
+        mods: PlacedMods | None = None,
+    ) -> Iterator[Part]:
         """Attend through disjoint bands. Each query may appear in several parts, or in none if it sees nothing."""
 
     def attend_backward(
-        self, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+        self,
+        saved: Saved,
+        k_BGTD: Tensor,
+        v_BGTE: Tensor,
+        bands: Sequence[Band],
+        *,
+        scale: float,
+        mods: PlacedMods | None = None,
     ) -> Iterator[Gradients]:
         """The gradients that flow through these bands. A query or key may appear in several, or in none."""
 

@@ -14,7 +14,7 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,17 +22,23 @@ from torch import Tensor
 from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 
-# (q_BHSD, k_BGTD, v_BGTE) -> Partial(out_BHSE, lse_BHS), by operations that autograd can follow
-Part = Callable[[Tensor, Tensor, Tensor], Partial]
+# (q_BHSD, k_BGTD, v_BGTE, *learned) -> Partial(out_BHSE, lse_BHS), by operations that autograd can follow
+Part = Callable[..., Partial]
 
 
 @torch.no_grad()
-def gradients(part: Part, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor) -> tuple[Tensor, ...]:
-    """Compute the part again, and return the gradients that flow through it: dq, dk and dv."""
-    qkv = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
+def gradients(part: Part, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """Compute the part again, and return the gradients that flow through it: dq, dk, dv and those of what else is learned.
+
+    A learned tensor acts through the scores alone, so the identity above, which is one of scores, holds for it as it stands.
+    """
+    leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE, *learned)]
     with torch.enable_grad():
-        again = part(*qkv)
-    return torch.autograd.grad(again, qkv, _of_part(saved, again))
+        again = part(*leaves)
+    # A score_mod may leave aside what it is given: then lse depends on nothing, and nothing depends on what is left aside.
+    ways = [(x, grad) for x, grad in zip(again, _of_part(saved, again), strict=True) if x.requires_grad]
+    outputs, grads = zip(*ways, strict=True)
+    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
 
 
 def _of_part(saved: Saved, part: Partial) -> Partial:

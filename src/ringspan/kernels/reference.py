@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, wide
+from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved, wide
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
 from ringspan.masks import table as tables
@@ -32,7 +32,7 @@ def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Ten
 
 
 def why_not(inputs: Inputs) -> str | None:
-    return None
+    return NO_MODS if inputs.modded else None
 
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:

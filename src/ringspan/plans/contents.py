@@ -11,7 +11,7 @@ the place of tensors (:mod:`ringspan.plans.symbols`) and nothing but queries and
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from ringspan.plans.symbols import NOTHING, ROW_BITS, Ints, Symbols, heads_of
 from ringspan.remember import remember
 
 
-class Contents(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
     """What a slot holds: the token of each row (0 where the row holds nothing), and the first of its heads."""
 
     tokens: Ints

@@ -1,0 +1,131 @@
+"""Attention by plain operations, block of rows by block of rows: any device, any dtype, any ``score_mod`` and ``mask_mod``.
+
+It is what serves functions of the user where no compiler does, and what knows their gradients on a CPU, too. A block of rows
+meets the keys from the first to the last that any of them may see; what lies between is computed and masked.
+
+Legend: B batch, H query heads, G key heads (G divides H), R = H / G, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspan.captured import Swapped, seen_by
+from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, wide
+from ringspan.kernels.mods import PlacedMods
+from ringspan.kernels.partial import EMPTY_LSE, Partial
+from ringspan.kernels.recompute import gradients
+from ringspan.masks import MAX_LENGTH, Band
+from ringspan.masks import table as tables
+from ringspan.masks.table import K0, K1, Q0, Q1, Table
+
+# Scores that are held at a time, and rows: fewer rows meet fewer keys that they do not see.
+MOST_SCORES = 2**22
+MOST_ROWS = 256
+
+
+def why_not(inputs: Inputs) -> str | None:
+    return None
+
+
+def rather_not(inputs: Inputs) -> str | None:
+    return None if inputs.modded else "is for score_mod and mask_mod; the mask of this call needs neither"
+
+
+def attend(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: PlacedMods | None = None,
+) -> Iterator[Part]:
+    for block in _blocks(bands, q_BHSD, k_BGTD):
+        rows, keys, _ = block
+        q, k, v = q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]
+        yield Part(rows.start, rows.stop, _attend(q, k, v, block=block, scale=scale, mods=mods))
+
+
+def attend_backward(
+    saved: Saved,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: PlacedMods | None = None,
+) -> Iterator[Gradients]:
+    learned = () if mods is None else mods.mods.learned
+    for block in _blocks(bands, saved.q_BHSD, k_BGTD):
+        rows, keys, _ = block
+        again = partial(_attend, block=block, scale=scale, mods=mods)
+        mine = saved.rows(rows.start, rows.stop)
+        dq, dk, dv, *dlearned = gradients(again, mine, k_BGTD[:, :, keys], v_BGTE[:, :, keys], learned)
+        yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
+
+
+class Block(NamedTuple):
+    """Some rows, the keys that they meet, and which of these pairs the bands hold."""
+
+    rows: slice
+    keys: slice
+    bands: Table
+
+
+def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> Iterator[Block]:
+    all_bands = tables.table(*bands)
+    (batch, heads, *_), keys = q_BHSD.shape, k_BGTD.shape[2]
+    if not len(all_bands) or not batch * heads:
+        return
+    size = min(MOST_ROWS, max(1, MOST_SCORES // (batch * heads * keys)))
+    for start in range(int(all_bands[:, Q0].min()), int(all_bands[:, Q1].max()), size):
+        some = tables.intersect(all_bands, tables.table((start, start + size, 0, keys, -MAX_LENGTH, MAX_LENGTH)))
+        if len(some):
+            rows, cols = (
+                slice(int(some[:, Q0].min()), int(some[:, Q1].max())),
+                slice(int(some[:, K0].min()), int(some[:, K1].max())),
+            )
+            yield Block(rows, cols, some)
+
+
+def _attend(
+    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: Block, scale: float, mods: PlacedMods | None
+) -> Partial:
+    """One block, by operations that autograd can follow; ``learned``, if given, in the place of what the functions captured."""
+    q, k, v = (x.to(wide(k_BGTD.dtype)) for x in (q_BHSD, k_BGTD, v_BGTE))
+    score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
+    seen = _seen(block).to(q.device)
+    if mods is not None:
+        mods = mods.of(block.rows, block.keys)
+        with seen_by(Swapped(mods.mods.learned[: len(learned)], learned)):
+            score_BHST = mods.scores(score_BHST)
+        shown = mods.seen(*score_BHST.shape[:2])
+        seen = seen if shown is None else seen & shown
+    return _softmax(score_BHST.to(q.dtype).masked_fill(~seen, EMPTY_LSE), v)
+
+
+def _seen(block: Block) -> Tensor:
+    """The pairs of the bands, (S, T)."""
+    rows, keys = block.rows, block.keys
+    turn = keys.start - rows.start
+    corner = np.array([rows.start, rows.start, keys.start, keys.start, turn, turn])
+    return torch.from_numpy(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start))
+
+
+def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:
+    """The average of the values. A row whose scores are all -inf is 0 and -inf, and none of its gradients is nan."""
+    top_BHS1 = score_BHST.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(score_BHST.dtype).min)
+    weight_BHST = (score_BHST - top_BHS1).exp()
+    total_BHS1 = weight_BHST.sum(-1, keepdim=True)
+    empty = total_BHS1 == 0
+    total_BHS1 = total_BHS1.masked_fill(empty, 1.0)
+    lse_BHS = (top_BHS1 + total_BHS1.log()).masked_fill(empty, EMPTY_LSE).squeeze(-1)
+    share_BGRST = (weight_BHST / total_BHS1).unflatten(1, (v_BGTE.shape[1], -1))
+    return Partial((share_BGRST @ v_BGTE.unsqueeze(2)).flatten(1, 2), lse_BHS)

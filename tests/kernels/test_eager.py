@@ -1,0 +1,211 @@
+"""The eager kernel against dense float64: bands, functions of the user, what these learn, and rows that see nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ringspan as rs
+from ringspan.captured import captured_by
+from ringspan.kernels import Inputs, Mods, PlacedMods, Saved, eager, mods_of, pick
+from ringspan.kernels.eager import MOST_ROWS
+from ringspan.kernels.reference import dense_attention
+from tests.flex_truth import dense_flex, pairs
+from tests.strategies import Drawn, masks
+
+B, H, G, D, E = 2, 4, 2, 8, 5
+
+
+def tensors(s: int, t: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(B, h, n, e, dtype=dtype, requires_grad=True) for h, n, e in ((H, s, D), (G, t, D), (G, t, E))]
+
+
+@torch.no_grad()
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, mods: PlacedMods | None = None) -> rs.Partial:
+    out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf)
+    total = rs.Partial(out.detach(), lse.detach())
+    for start, stop, part in eager.attend(q.detach(), k.detach(), v.detach(), mask.bands, scale=0.3, mods=mods):
+        rows = rs.merge(rs.Partial(*(x[:, :, start:stop] for x in total)), part)
+        total.out[:, :, start:stop], total.lse[:, :, start:stop] = rows
+    return total
+
+
+def backward(saved: Saved, k: Tensor, v: Tensor, mask: rs.Mask, mods: PlacedMods | None = None) -> list[Tensor]:
+    learned = () if mods is None else mods.mods.learned
+    dq, dk, dv, *dlearned = (torch.zeros_like(x) for x in (saved.q_BHSD, k, v, *learned))
+    for rows, dq_, keys, dk_, dv_, dlearned_ in eager.attend_backward(saved, k, v, mask.bands, scale=0.3, mods=mods):
+        dq[:, :, rows] += dq_
+        dk[:, :, keys] += dk_
+        dv[:, :, keys] += dv_
+        for total, part in zip(dlearned, dlearned_, strict=True):
+            total.add_(part)
+    return [dq, dk, dv, *dlearned]
+
+
+@given(masks(20))
+@settings(max_examples=40)
+def test_any_mask(drawn: Drawn) -> None:
+    q, k, v = tensors(*drawn.mask.lengths)
+    want = dense_attention(q, k, v, torch.from_numpy(drawn.truth), scale=0.3)
+    got = attend(q, k, v, drawn.mask)
+    torch.testing.assert_close(got, rs.Partial(*(x.detach() for x in want)))
+    dout, dlse = torch.randn_like(want.out), torch.randn_like(want.lse).masked_fill(want.lse == -torch.inf, 0.0)
+    wanted = [torch.zeros_like(x) for x in (q, k, v)]
+    if drawn.truth.any():
+        wanted = list(torch.autograd.grad(want, (q, k, v), (dout, dlse)))
+    mine = backward(Saved(q.detach(), dout, *got, dlse), k.detach(), v.detach(), drawn.mask)
+    torch.testing.assert_close(mine, wanted)
+
+
+def test_more_rows_than_are_taken_at_once() -> None:
+    n = 2 * MOST_ROWS + 17
+    q, k, v = tensors(n, n)
+    mask = rs.causal(n) & rs.window(left=40)
+    want = dense_attention(q, k, v, torch.from_numpy(mask.dense()), scale=0.3)
+    torch.testing.assert_close(attend(q, k, v, mask), rs.Partial(*(x.detach() for x in want)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_comes_back_wide(dtype: torch.dtype) -> None:
+    q, k, v = tensors(9, 9, dtype)
+    (part,) = eager.attend(q.detach(), k.detach(), v.detach(), rs.causal(9).bands, scale=0.3)
+    want = dense_attention(q, k, v, torch.from_numpy(rs.causal(9).dense()), scale=0.3)
+    assert part.partial.out.dtype == part.partial.lse.dtype == torch.float32
+    torch.testing.assert_close(part.partial.out.double(), want.out.detach(), atol=1e-6, rtol=1e-6)
+
+
+# -- functions of the user ---------------------------------------------------------------------------------------------
+
+
+class Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope_H = nn.Parameter(torch.linspace(0.1, 1, H, dtype=torch.float64))
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score - self.slope_H[h] * (q - k).abs()
+
+
+def bucket_bias(table_HR: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + table_HR[h, (k - q).clamp(-5, 5) + 5]
+
+
+def in_closure() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    bias_B = torch.randn(B, dtype=torch.float64, requires_grad=True)
+    return lambda score, b, h, q, k: score * bias_B[b], [bias_B]
+
+
+def in_partial() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    table = torch.randn(H, 11, dtype=torch.float64, requires_grad=True)
+    return functools.partial(bucket_bias, table), [table]
+
+
+def in_module() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    module = Slopes()
+    return module, [module.slope_H]
+
+
+def in_history() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """One captured tensor is made of the other: a graph that ran from one into the other would count it twice."""
+    weight = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    made = weight.exp()
+    return lambda score, b, h, q, k: score * made[h] + weight[h] * (k - q), [weight, made]
+
+
+LEARNED = {"closure": in_closure, "partial": in_partial, "module": in_module, "history": in_history}
+
+
+@pytest.mark.parametrize("make", LEARNED.values(), ids=LEARNED)
+def test_what_a_function_learns_however_it_holds_it(make: Callable[[], Any]) -> None:
+    score_mod, learned = make()
+    q, k, v = tensors(21, 21)
+    mask = rs.causal(21)
+    mods = mods_of(score_mod, None, q)
+    assert mods is not None
+    assert {id(x) for x in mods.learned} == {id(x) for x in learned}
+    placed = PlacedMods(mods=mods, q_tokens_S=torch.arange(21), k_tokens_T=torch.arange(21))
+    want = dense_flex(q, k, v, torch.from_numpy(mask.dense()), score_mod, scale=0.3)
+    got = attend(q, k, v, mask, placed)
+    torch.testing.assert_close(got, rs.Partial(*(x.detach() for x in want)))
+    dout = torch.randn_like(want.out)
+    mine = backward(Saved(q.detach(), dout, *got), k.detach(), v.detach(), mask, placed)
+    # Outside of us a history goes on: what flows through ``made`` flows into ``weight``, too. Leave that out on both sides.
+    leaves = [x for x in learned if x.is_leaf]
+    wanted = torch.autograd.grad(want.out, (q, k, v, *leaves), dout, retain_graph=True)
+    together = dict(zip(map(id, mods.learned), mine[3:], strict=True))
+    through = [x for x in learned if not x.is_leaf]
+    flowed = torch.autograd.grad(through, leaves, [together[id(x)] for x in through]) if through else [0.0] * len(leaves)
+    torch.testing.assert_close(mine[:3], list(wanted[:3]))
+    for leaf, whole, beyond in zip(leaves, wanted[3:], flowed, strict=True):
+        torch.testing.assert_close(together[id(leaf)] + beyond, whole)
+
+
+def test_rows_stand_where_the_tokens_say() -> None:
+    """Rows and keys in any order: the functions see the tokens, not the rows; heads begin at the first head."""
+    q, k, v = tensors(13, 17)
+    q_tokens, k_tokens = torch.randperm(40)[:13], torch.randperm(40)[:17]
+    document = torch.randint(3, (40,))
+    mods = Mods(
+        score_mod=lambda score, b, h, q, k: score + 0.1 * h + 0.01 * (q - k) * (b + 1),
+        mask_mod=lambda b, h, q, k: (document[q] == document[k]) | ((q + k + h) % 3 == b),
+    )
+    placed = PlacedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=7)
+    b, h, i, j = pairs(B, H, 13, 17)
+    i, j, h = q_tokens[i], k_tokens[j], h + 7
+    seen = (document[i] == document[j]) | ((i + j + h) % 3 == b)
+    want = dense_flex(q, k, v, seen, lambda score, *_: score + 0.1 * h + 0.01 * (i - j) * (b + 1), scale=0.3)
+    torch.testing.assert_close(attend(q, k, v, rs.full(13, 17), placed), rs.Partial(*(x.detach() for x in want)))
+
+
+def test_a_score_of_minus_infinity_hides() -> None:
+    q, k, v = tensors(12, 12)
+    mods = mods_of(lambda score, b, h, q, k: torch.where((k < q) & (q != 5), score, -torch.inf), None, q)
+    assert mods is not None
+    placed = PlacedMods(mods=mods, q_tokens_S=torch.arange(12), k_tokens_T=torch.arange(12))
+    got = attend(q, k, v, rs.full(12), placed)
+    assert got.lse.isneginf().nonzero()[:, 2].unique().tolist() == [0, 5]
+    assert (got.out[:, :, [0, 5]] == 0).all()
+    grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(12), placed)
+    assert all(x.isfinite().all() for x in grads)
+    assert (grads[0][:, :, [0, 5]] == 0).all()
+
+
+def test_a_function_that_ignores_the_score() -> None:
+    q, k, v = tensors(6, 6)
+    mods = mods_of(lambda score, b, h, q, k: torch.zeros_like(score), None, q)
+    placed = PlacedMods(mods=mods, q_tokens_S=torch.arange(6), k_tokens_T=torch.arange(6))  # type: ignore[arg-type]
+    got = attend(q, k, v, rs.full(6), placed)
+    torch.testing.assert_close(got.out, v.detach().mean(2, keepdim=True).repeat_interleave(H // G, 1).expand_as(got.out))
+    grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(6), placed)
+    assert (grads[0] == 0).all()
+
+
+def test_captured_are_neither_given_nor_made() -> None:
+    given_, held = torch.ones(3), torch.arange(3.0)
+    assert [id(x) for x in captured_by(lambda x: (x + held).sum() + (x * 2)[held.long()], given_)] == [id(held)]
+    assert captured_by(lambda x: x * 2 + 1, given_) == ()
+
+
+def test_it_is_chosen_for_functions_and_for_nothing_else() -> None:
+    inputs = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 8, "v_dim": 8}
+    assert pick("auto", Inputs(**inputs, modded=True)) is eager  # type: ignore[arg-type]
+    assert pick("auto", Inputs(**inputs)) is not eager  # type: ignore[arg-type]
+    assert pick("eager", Inputs(**inputs)) is eager  # type: ignore[arg-type]
+    with pytest.raises(rs.KernelError, match='backend="cpu" knows no score_mod and no mask_mod; use backend="auto"'):
+        pick("cpu", Inputs(**inputs, modded=True))  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 3), st.integers(0, 3))
+@settings(max_examples=10)
+def test_nothing_to_attend(rows: int, keys: int) -> None:
+    q, k, v = tensors(rows, keys)
+    assert list(eager.attend(q[:0], k[:0], v[:0], rs.full(rows, keys).bands, scale=1.0)) == []
+    assert list(eager.attend(q, k, v, (), scale=1.0)) == []
