@@ -33,13 +33,14 @@ from ringspan.frontends import (
     attention,
     available,
     current,
+    flex_attention,
     local_attention,
     restore,
     shift_labels,
 )
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
-from ringspan.masks import Band, Mask, causal, chunked, documents, full, prefix, window
+from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, window
 from ringspan.plans import Exchange, Gather, Hardware, Hierarchical, Hybrid, PassQ, Plan, Ring, Shape, Ulysses, best_on, plan
 
 __version__ = "0.1.0"
@@ -78,12 +79,15 @@ __all__ = [
     "attention",
     "available",
     "best_on",
+    "block_mask",
     "causal",
     "chunked",
     "current",
     "documents",
+    "flex_attention",
     "full",
     "local_attention",
+    "mask_mod",
     "merge",
     "plan",
     "prefix",

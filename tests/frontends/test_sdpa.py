@@ -152,10 +152,12 @@ def test_is_causal_where_the_mask_is_not() -> None:
         F.scaled_dot_product_attention(*qkv(2), is_causal=True)
 
 
-def test_flex_attention_is_not_silently_local(cp: rs.ContextParallel) -> None:
+def test_flex_attention_means_the_plans_mask_and_its_operator_is_refused(cp: rs.ContextParallel) -> None:
     q, k, v = (x.detach() for x in qkv(2))
-    with cp, pytest.raises(Exception, match=r"flex_attention would see only the keys of this rank|Observed exception"):
-        flex_attention(q, k, v)
+    with cp:
+        assert close(flex_attention(q, k, v), dense(q, k, v))
+        with pytest.raises(rs.UnplannedAttention, match=r"flex_attention would see only the keys of this rank: call torch\.nn"):
+            torch.ops.higher_order.flex_attention(q, k, v, None, (), 1.0, {})
 
 
 def test_local_attention_is_left_alone(cp: rs.ContextParallel) -> None:

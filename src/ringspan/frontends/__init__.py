@@ -3,6 +3,7 @@
 from ringspan.frontends.activate import activate, available, current, restore
 from ringspan.frontends.attention import attention
 from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.flex import flex_attention
 from ringspan.frontends.labels import shift_labels
 from ringspan.frontends.local_world import LocalWorld
 from ringspan.frontends.sdpa import local_attention
@@ -14,6 +15,7 @@ __all__ = [
     "attention",
     "available",
     "current",
+    "flex_attention",
     "local_attention",
     "restore",
     "shift_labels",

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ringspan.engine import Call, Seat, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.shards import on_shards
-from ringspan.kernels import Inputs, Partial, ScoreMod, mods_of, pick
+from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, mods_of, pick
+from ringspan.masks import Mask
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
 from ringspan.transports.handshake import DTYPES, VERSION
@@ -75,12 +77,22 @@ def attention(
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
     """
+    refuse_shards(plan.mask, score_mod, q)
     place = seat(plan, group, backend)
     if score_mod is not None:
         # Nobody else can find this seat: a function has no name by which another process could.
         place = replace(place, prepare=partial(place.prepare, score_mod=score_mod), ticket=None)
     result = attention_at(place, q, k, v, scale)
     return result if return_lse else result.out
+
+
+def refuse_shards(mask: Mask, score_mod: ScoreMod | None, q: Tensor) -> None:
+    """A function sees the indices of the whole batch and of all heads, and of a shard only DTensor knows which these are."""
+    if isinstance(q, DTensor) and (score_mod is not None or mask.settler is not None):
+        raise InputError(
+            "q is a DTensor, and a score_mod, or a mask that a function settles, counts batch and heads from 0 on every rank: "
+            "give q, k and v as x.to_local(), and functions that know which heads these are"
+        )
 
 
 def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Partial:
@@ -138,7 +150,7 @@ def prepared(
 
 def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str, score_mod: ScoreMod | None = None) -> Call:
     """The kernel, scale and functions of a call."""
-    mods = mods_of(score_mod, None, q)
+    mods = mods_of(score_mod, _settling(plan.mask, q), q)
     inputs = Inputs(
         device=q.device,
         dtype=q.dtype,
@@ -153,3 +165,22 @@ def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str
         head_dim=q.shape[-1],
         mods=mods,
     )
+
+
+def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
+    """The function that settles the mask, once it surely is about these tensors."""
+    settler = mask.settler
+    if settler is None:
+        return None
+    for what, planned, given in (("batch", settler.batch, q_BHSD.shape[0]), ("heads", settler.heads, q_BHSD.shape[1])):
+        if planned not in (None, given):
+            raise InputError(f"the mask {mask.name} is for {what}={planned}, but q has {given}: make it for these tensors")
+    if settler.is_stale:
+        raise InputError(
+            f"a tensor that the function of {mask.name} uses was changed in place after the mask was made, so that what was "
+            "planned may not be what it says now: make the mask again"
+        )
+    for x, _ in settler.captured:
+        if x.device != q_BHSD.device and x.ndim:
+            raise InputError(f"the function of {mask.name} uses a tensor on {x.device}, but q is on {q_BHSD.device}: move it")
+    return settler.mask_mod

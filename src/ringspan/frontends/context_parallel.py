@@ -10,13 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 from torch.utils._pytree import tree_map
 
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention_at, seat
+from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
+from ringspan.frontends.flex import Answer, flex_attention, mask_of
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
+from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
 from ringspan.plans import Plan, Strategy, plan
@@ -176,7 +179,43 @@ class ContextParallel(AttentionMode):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
+        if self._is_settled:  # compilers do not look into masks
+            refuse_shards(self.mask, None, q)
         return attention_at(self._seat, q, k, v, scale).out
+
+    def flex_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreMod | None = None,
+        block_mask: BlockMask | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: FlexKernelOptions | None = None,
+        *,
+        return_aux: AuxRequest | None = None,
+    ) -> Answer:
+        """What PyTorch's ``flex_attention`` does inside the block; see :func:`ringspan.flex_attention`.
+
+        A BlockMask of the whole sequence is planned on this layout when it is first met; without one the mask is that of the
+        block.
+        """
+        plan = self.plan if block_mask is None else self.with_mask(mask_of(block_mask, self.mask.lengths)).plan
+        return flex_attention(
+            query,
+            key,
+            value,
+            score_mod,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            return_lse=return_lse,
+            return_aux=return_aux,
+            plan=plan,
+            group=self.group,
+            backend=self.backend,
+        )
 
     def checkpoint_context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.

@@ -9,13 +9,15 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
+from ringspan.frontends.flex import Answer, asked_for, mask_of
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
-from ringspan.masks import Mask
+from ringspan.masks import Mask, full
 from ringspan.plans import Plan, Strategy, plan
 from ringspan.transports import InProcess, Traffic
 
@@ -90,6 +92,37 @@ class LocalWorld:
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
         result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
         return result if return_lse else result.out
+
+    def flex_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreMod | None = None,
+        block_mask: BlockMask | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: FlexKernelOptions | None = None,
+        *,
+        return_aux: AuxRequest | None = None,
+        mask: Mask | None = None,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        backend: str = "auto",
+    ) -> Answer:
+        """FlexAttention of the whole sequence, split inside; see :func:`ringspan.flex_attention`.
+
+        The mask is ``block_mask`` or ``mask``; without either, everybody sees everything.
+        """
+        request = asked_for(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
+        lengths = (query.shape[-2], key.shape[-2])
+        if block_mask is not None:
+            if mask is not None:
+                raise InputError("block_mask= and mask= both say who sees whom: give one of the two")
+            mask = mask_of(block_mask, lengths)
+        plans = self.plans(full(*lengths) if mask is None else mask, strategy=strategy, layout=layout)
+        return request.of(self.run(plans, query, key, value, scale=scale, backend=backend, score_mod=score_mod))
 
     def plans(
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None

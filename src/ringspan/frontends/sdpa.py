@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.errors import InputError, UnplannedAttention
+from ringspan.flex_door import Answer, door, flex_attention, without_modes
 from ringspan.masks import Mask
-from ringspan.masks.table import HI
 
 # Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
 OTHER_DOORS = {
     "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
     "_native_multi_head_attention": "project q, k and v yourself and call F.scaled_dot_product_attention",
     "_transformer_encoder_layer_fwd": "project q, k and v yourself and call F.scaled_dot_product_attention",
-    "flex_attention": "give the mask to ContextParallel as a ringspan mask and call F.scaled_dot_product_attention",
-    "flex_attention_backward": "give the mask to ContextParallel as a ringspan mask and call F.scaled_dot_product_attention",
+    "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
+    "flex_attention_backward": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
     "_varlen_attn": "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
 }
 
@@ -52,9 +53,20 @@ class local_attention(TorchFunctionMode):  # noqa: N801 (used as `with local_att
 class AttentionCatcher(TorchFunctionMode):
     """Hands every call of attention in the block to :meth:`caught`, but those within ``local_attention()``.
 
-    Compilers trace this as they trace the model, as long as entering and leaving are left as they are: the mode that is on top
+    Compilers trace this as they trace the model, as long as entering and leaving are plain to them: the mode that is on top
     counts. What a compiler asks of the code here is said where it is not plain.
     """
+
+    def __enter__(self) -> Self:
+        if not torch.compiler.is_compiling():
+            door.open(_who_answers)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if not torch.compiler.is_compiling():
+            door.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,19 +82,29 @@ class AttentionCatcher(TorchFunctionMode):
 
 
 class AttentionMode(AttentionCatcher):
-    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, once the plan's mask is surely what is meant."""
+    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, once the plan's mask is surely what is meant.
+
+    And ``flex_attention``, with all that it is given, to :meth:`flex_attention`.
+    """
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
-        self._mask_name = mask.name
-        # Bands are tight: there is a pair on the last diagonal of each.
-        self._mask_is_causal = bool((mask.table[:, HI] <= 0).all())
+        self._mask, self._mask_name, self._is_settled = mask, mask.name, mask.settler is not None
+        # A function is asked only when a call wants to know: it takes a look at every pair.
+        self._mask_is_causal = None if self._is_settled else mask.is_causal
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """Attention under the plan's mask, of q, k and v (batch, heads, tokens, dim)."""
 
+    @abstractmethod
+    def flex_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """FlexAttention under the call's mask or, if it has none, the plan's."""
+
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is flex_attention:
+            _refuse_reentrant_checkpoint()
+            return self.flex_attention(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         name = _name(func)
@@ -100,12 +122,7 @@ class AttentionMode(AttentionCatcher):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        # A compiler computes again what it traced, and not the function.
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _inside_reentrant_checkpoint():
-            raise UnplannedAttention(
-                "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
-                "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
-            )
+        _refuse_reentrant_checkpoint()
         if attn_mask is not None:
             raise UnplannedAttention(
                 f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
@@ -116,6 +133,8 @@ class AttentionMode(AttentionCatcher):
             raise UnplannedAttention(
                 f"this call has dropout_p={dropout_p}; the ranks cannot drop the same pairs as one process would. Set it to 0"
             )
+        if is_causal and self._mask_is_causal is None:
+            self._mask_is_causal = self._mask.is_causal
         if is_causal and not self._mask_is_causal:
             raise UnplannedAttention(
                 f"this call says is_causal=True, but the plan's mask {self._mask_name} lets queries see later keys. "
@@ -149,6 +168,30 @@ def _name(func: Any) -> str:
 def _is_attention(func: Any) -> bool:
     name = _name(func)
     return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))
+
+
+def _who_answers() -> Answer | None:
+    """A call of flex_attention in this thread: for the block that is on top, if there is one."""
+    stack = overrides._get_current_function_mode_stack()
+    blocks = [mode for mode in stack if isinstance(mode, (AttentionCatcher, local_attention))]
+    return partial(_answer, blocks[-1]) if blocks else None
+
+
+def _answer(block: AttentionCatcher | local_attention, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(block, local_attention):
+        with without_modes():
+            return flex_attention(*args, **kwargs)
+    with without_modes(down_to=block):
+        return block.caught(flex_attention, args, kwargs)
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    # A compiler computes again what it traced, and not the function.
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _inside_reentrant_checkpoint():
+        raise UnplannedAttention(
+            "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
+            "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
+        )
 
 
 def _inside_reentrant_checkpoint() -> bool:

@@ -9,17 +9,17 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, overrides
+from torch import Tensor
 from torch.fx.experimental import _config as shapes
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 from torch.utils.dlpack import from_dlpack
 
+from ringspan.flex_door import flex_attention, without_modes
 from ringspan.kernels.blocks import BLOCK, blocks
 from ringspan.kernels.intervals import Layer, layers
 from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
@@ -112,20 +112,12 @@ def _run(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, launch: Launch, scal
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         # The scale is a constant of the program.
         compiler.patch(recompile_limit=MOST_PROGRAMS, specialize_float=True),
-        _unseen_by_modes(),
+        # Backward may run inside a block that catches attention. This attention is that of the block.
+        without_modes(),
     ):
         # Queries that have travelled are wide.
         q_BHSD = q_BHSD.to(k_BGTD.dtype)
         return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale))
-
-
-@contextmanager
-def _unseen_by_modes() -> Iterator[None]:
-    """Backward may run inside a block that catches attention. This attention is that of the block, and not for it to catch."""
-    with ExitStack() as stack:
-        while torch._C._len_torch_function_stack():
-            stack.enter_context(overrides._pop_mode_temporarily())
-        yield
 
 
 @lru_cache(maxsize=1)

@@ -1,12 +1,28 @@
 """Masks as sets of bands: who sees whom, in O(bands) whatever the length."""
 
 from ringspan.masks.band import Band
+from ringspan.masks.block_mask import block_mask
 from ringspan.masks.causal import causal
 from ringspan.masks.chunked import chunked
 from ringspan.masks.documents import documents
 from ringspan.masks.full import full
 from ringspan.masks.mask import MAX_LENGTH, Mask
+from ringspan.masks.mask_mod import mask_mod
 from ringspan.masks.prefix import prefix
+from ringspan.masks.settler import Settler
 from ringspan.masks.window import window
 
-__all__ = ["MAX_LENGTH", "Band", "Mask", "causal", "chunked", "documents", "full", "prefix", "window"]
+__all__ = [
+    "MAX_LENGTH",
+    "Band",
+    "Mask",
+    "Settler",
+    "block_mask",
+    "causal",
+    "chunked",
+    "documents",
+    "full",
+    "mask_mod",
+    "prefix",
+    "window",
+]

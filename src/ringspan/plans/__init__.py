@@ -13,6 +13,7 @@ from ringspan.layouts import Layout, LayoutLike, make_layout, named_layout
 from ringspan.masks import Mask
 from ringspan.plans.auto import auto
 from ringspan.plans.choose import Candidate, Choice, choose, layouts_for, strategies_for
+from ringspan.plans.contents import slot_contents
 from ringspan.plans.cost import Cost, cost
 from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
 from ringspan.plans.exchange import Exchange
@@ -55,7 +56,7 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
     if not is_dataclass(strategy):
         raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is none")
     STRATEGIES[name] = strategy
-    plan_rank.forget()  # plans of another strategy that had this name
+    _plan_rank.forget()  # plans of another strategy that had this name
 
 
 def plan(
@@ -131,9 +132,15 @@ def best_on(
     return choose(mask, layouts, strategies, machine, shape, plans_of)
 
 
-@remember(512)
 def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
     """The plan of one rank with everything chosen. A repeated call is a dictionary look-up."""
+    made = _plan_rank(mask, q_layout, kv_layout, strategy, rank, notes)
+    # Of masks that say the same one is as good as another, but not their functions: these have tensors, on a device, of today.
+    return made if mask.settler is None or made.mask is mask else replace(made, mask=mask)
+
+
+@remember(512)
+def _plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...]) -> Plan:
     scene = Scene(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank)
     program = parse_strategy(strategy)(scene)
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
@@ -141,7 +148,7 @@ def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, ra
 
 def forget() -> None:
     """Empty all caches of planning, for those who measure it."""
-    for cache in (plan_rank, needed_rows, named_layout):
+    for cache in (_plan_rank, needed_rows, named_layout, slot_contents):
         cache.forget()
 
 

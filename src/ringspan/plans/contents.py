@@ -42,11 +42,12 @@ def held(plan: Plan, phase: Phase) -> Held:
     >>> [contents.tokens.tolist() for contents in held(ring, "forward")[0].values()]
     [[0, 1], [0, 1]]
     """
-    return _held(plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank)[phase]
+    return slot_contents(plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank)[phase]
 
 
 @remember(32)
-def _held(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> dict[Phase, Held]:
+def slot_contents(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> dict[Phase, Held]:
+    """:func:`held` of both phases, of what a plan follows from."""
     from ringspan.plans import plan_rank
 
     plans = [plan_rank(mask, q_layout, kv_layout, strategy, r) for r in range(q_layout.world)]

@@ -22,6 +22,11 @@ MOST_HEADS = 2**16  # so that whatever a file says, its proof fits in memory
 
 def to_json(plan: Plan) -> str:
     """The whole plan of one rank, with the mask and layouts it follows from."""
+    if plan.mask.settler is not None:
+        raise PlanError(
+            f"{plan.mask.name} is settled by a function, and functions are not put into files: "
+            "save the plan of a mask of bands, or plan anew from the function"
+        )
     return json.dumps(
         {
             "ringspan_plan": VERSION,

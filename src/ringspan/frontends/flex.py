@@ -1,0 +1,119 @@
+"""FlexAttention over a process group: any score_mod, any mask_mod, with global indices.
+
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
+
+from ringspan.captured import captured_by
+from ringspan.errors import InputError
+from ringspan.frontends.attention import Group, attention
+from ringspan.kernels import Partial, ScoreMod
+from ringspan.masks import Mask
+from ringspan.masks import block_mask as as_mask
+from ringspan.plans import Plan
+from ringspan.plans import plan as make_plan
+
+# What FlexAttention returns: out; out and lse; or out and what was asked for beside it.
+Answer = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    plan: Plan,
+    group: Group = None,
+    backend: str = "auto",
+) -> Answer:
+    """``torch.nn.attention.flex_attention.flex_attention`` of a sequence that is split over the ranks of a group.
+
+    Tensors, ``plan`` and ``group`` are those of :func:`ringspan.attention`; everything else is FlexAttention's. ``score_mod``
+    and the ``mask_mod`` of a BlockMask always see global indices. ``block_mask`` is of the whole sequence, and takes the place
+    of the plan's mask on the plan's layout; without one it is the plan's mask. Tensors that the functions capture are the same
+    on every rank, and what they learn gets a part of its gradient on each, to be summed as for all parameters that ranks share.
+    ``kernel_options`` tune kernels that are not used here and change no result: they are not looked at.
+    """
+    request = asked_for(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
+    if block_mask is not None:
+        plan = make_plan(
+            mask_of(block_mask, plan.mask.lengths),
+            world=plan.world,
+            rank=plan.rank,
+            strategy=plan.strategy,
+            layout=plan.q_layout,
+            kv_layout=plan.kv_layout,
+        )
+    result = attention(
+        query, key, value, plan=plan, group=group, scale=scale, score_mod=score_mod, return_lse=True, backend=backend
+    )
+    return request.of(result)
+
+
+class Request(NamedTuple):
+    """What is to be returned beside out."""
+
+    return_lse: bool
+    return_aux: AuxRequest | None
+
+    def of(self, result: Partial) -> Answer:
+        if self.return_aux is not None:
+            return result.out, AuxOutput(lse=result.lse if self.return_aux.lse else None, max_scores=None)
+        return (result.out, result.lse) if self.return_lse else result.out
+
+
+def asked_for(query: Tensor, key: Tensor, *, enable_gqa: bool, return_lse: bool, return_aux: AuxRequest | None) -> Request:
+    """What FlexAttention would refuse, and what only FlexAttention can do."""
+    if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        raise InputError(f"{query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True to share key heads")
+    if return_lse and return_aux is not None:
+        raise InputError("return_lse=True and return_aux= ask for the same thing twice: give return_aux=AuxRequest(lse=True)")
+    if return_aux is not None and return_aux.max_scores:
+        raise InputError("max_scores is not kept where keys come in parts: ask for AuxRequest(lse=True)")
+    return Request(return_lse, return_aux)
+
+
+class _Known(NamedTuple):
+    state: Any
+    mask: Mask
+
+
+_known: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
+
+
+def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
+    """A BlockMask of the whole sequence as a mask. It is looked at once, unless it has changed since."""
+    if not isinstance(given, BlockMask):
+        raise InputError(f"block_mask must be a BlockMask of FlexAttention, not {type(given).__name__}")
+    if tuple(given.shape[-2:]) != lengths:
+        raise InputError(
+            f"this block_mask is over {given.shape[-2]} × {given.shape[-1]} (queries × keys), but the whole sequence is "
+            f"{lengths[0]} × {lengths[1]}: make it with create_block_mask(…, Q_LEN={lengths[0]}, KV_LEN={lengths[1]}), "
+            "and do not shard it"
+        )
+    state = _state(given)
+    known = _known.get(given)
+    if known is None or known.state != state:
+        known = _known[given] = _Known(state, as_mask(given))
+    return known.mask
+
+
+def _state(given: BlockMask) -> list[tuple[int, int]]:
+    """Which tensors it is made of, and how often each was changed in place."""
+    zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
+    tensors = [given.kv_num_blocks, given.kv_indices, *captured_by(given.mask_mod, zero, zero, zero, zero)]
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]

@@ -1,0 +1,54 @@
+"""From rows to bands: what a function says of every row, said in bands again where it is that simple.
+
+The n-th run of a row continues that of the row above if each end stays where it is or moves by one. As long as the ends go on
+as they began, that is one band::
+
+    x x . . .      ends: 0 2      one band: both ends move by one
+    . x x . .            1 3
+    . . x x .            2 4
+    x . . . .            0 1      another: the start went back
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ringspan.masks import table as tables
+from ringspan.masks.mask import MAX_LENGTH
+from ringspan.masks.table import Ints, Table
+
+
+class Runs(NamedTuple):
+    """Query ``q`` sees the keys from start to stop; ordered by query, then start."""
+
+    q: Ints
+    start: Ints
+    stop: Ints
+
+
+def bands_of(runs: Runs) -> Table:
+    """The runs as bands, joined into few.
+
+    >>> bands_of(Runs(np.arange(4), np.array([0, 0, 0, 1]), np.arange(4) + 1)).tolist()
+    [[0, 4, 0, 4, -2, 0]]
+    """
+    if not len(runs.q):
+        return tables.EMPTY
+    nth = np.arange(len(runs.q)) - np.searchsorted(runs.q, runs.q)
+    order = np.lexsort((runs.q, nth))
+    nth, q, start, stop = nth[order], runs.q[order], runs.start[order], runs.stop[order]
+    start_moves, stop_moves = np.diff(start), np.diff(stop)
+    goes_on = (np.diff(nth) == 0) & (np.diff(q) == 1) & (start_moves >> 1 == 0) & (stop_moves >> 1 == 0)
+    # How both ends move, as one number; -1 where no run goes on.
+    how = np.where(goes_on, 2 * start_moves + stop_moves, -1)
+    before = np.concatenate([[-1], how[:-1]])
+    cut = np.flatnonzero((how == -1) | ((before != -1) & (how != before)))
+    first, last = np.concatenate([[0], cut + 1]), np.concatenate([cut, [len(q) - 1]])
+    # Of a band of a single row it does not matter.
+    moves = np.append(how, -1)[first]
+    lo = np.where(moves >> 1 == 1, start[first] - q[first], -MAX_LENGTH)
+    hi = np.where(moves & 1 == 1, stop[first] - 1 - q[first], MAX_LENGTH)
+    lo, hi = np.where(last > first, lo, -MAX_LENGTH), np.where(last > first, hi, MAX_LENGTH)
+    return tables.coalesce(tables.tighten(np.stack([q[first], q[last] + 1, start[first], stop[last], lo, hi], axis=1)))

@@ -1,0 +1,336 @@
+"""FlexAttention under context parallelism: out, lse and gradients against the same functions on dense float64."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import ringspan as rs
+from tests.conftest import Pools
+from tests.flex_truth import dense_flex
+
+N, B, H, G, D = 256, 2, 4, 2, 16
+DOCUMENTS = 28
+LAYOUTS = ("contiguous", "zigzag", "per_document", "round_robin", "balanced")
+STRATEGIES = ("ring", "gather", "exchange", "pass_q", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)")
+
+
+def document_ids() -> Tensor:
+    """28 documents in each member of the batch, cut at other places in each."""
+    source = torch.Generator().manual_seed(1)
+    cuts = torch.stack([torch.randperm(N - 1, generator=source)[: DOCUMENTS - 1] + 1 for _ in range(B)])
+    return (torch.arange(N) >= cuts.sort().values[:, :, None]).sum(1)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k <= q
+
+
+def in_documents() -> Callable[..., Tensor]:
+    ids = document_ids()
+    return lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (k <= q)
+
+
+class Given(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias_HR: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+    def score_mod(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """A learned bias for each head and distance."""
+        return score + self.bias_HR[h, (q - k).clamp(-7, 7) + 7]
+
+    @property
+    def learned(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, self.bias_HR]
+
+
+def given(dtype: torch.dtype = torch.float32) -> Given:
+    source = torch.Generator().manual_seed(0)
+    shapes = [(B, H, N, D), (B, G, N, D), (B, G, N, D), (H, 15), (B, H, N, D), (B, H, N)]
+    tensors = [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
+    return Given(*(x.requires_grad_(i < 4) for i, x in enumerate(tensors)))
+
+
+def truth(mask_mod: Callable[..., Tensor], *, biased: bool) -> list[Tensor]:
+    """out, lse, dq, dk, dv and, if it is used, the gradient of the bias."""
+    x = given(torch.float64)
+    want = dense_flex(x.q, x.k, x.v, mask_mod, x.score_mod if biased else None)
+    grads = torch.autograd.grad(want, x.learned if biased else x.learned[:3], (x.dout, x.dlse))
+    return [*(y.detach() for y in want), *grads]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor]) -> None:
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    for name, mine, exact in zip(names, got, want, strict=False):
+        tolerance = 2e-6 if name in ("out", "lse") else 1e-5
+        error = (mine.double() - exact).abs().max().item() / max(1.0, exact.abs().max().item())
+        assert error <= tolerance, (name, error)
+
+
+MASK_MODS = {"causal": lambda: (causal, None), "documents": lambda: (in_documents(), B)}
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_and_strategies(name: str, layout: str) -> None:
+    mask_mod, batch = MASK_MODS[name]()
+    block_mask = create_block_mask(mask_mod, batch, None, N, N, device="cpu", BLOCK_SIZE=16)
+    want = {biased: truth(mask_mod, biased=biased) for biased in (False, True)}
+    for i, strategy in enumerate(STRATEGIES):
+        x, biased = given(), i % 2 == 0
+        out, aux = rs.LocalWorld(4).flex_attention(
+            x.q,
+            x.k,
+            x.v,
+            x.score_mod if biased else None,
+            block_mask,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+            layout=layout,
+            strategy=strategy,
+        )
+        assert isinstance(aux, tuple)
+        grads = torch.autograd.grad((out, aux.lse), x.learned if biased else x.learned[:3], (x.dout, x.dlse))
+        assert_close([out, aux.lse, *grads], want[biased])
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def split_flex(rank: int, name: str, layout: str, strategy: str, biased: bool, in_block: bool) -> list[Tensor]:
+    """What this rank gets, put together again: the same on every rank."""
+    mask_mod, batch = MASK_MODS[name]()
+    block_mask = create_block_mask(mask_mod, batch, None, N, N, device="cpu", BLOCK_SIZE=16)
+    mask = rs.block_mask(block_mask) if in_block else rs.causal(N)
+    cp = rs.ContextParallel(None, mask, layout=layout, strategy=strategy)
+    x = given()
+    q, k, v, dout, dlse = cp.shard(x.q.detach(), x.k.detach(), x.v.detach(), x.dout, x.dlse, dim=2)
+    leaves = [y.requires_grad_() for y in (q, k, v)]
+    with cp:
+        # The mask is that of the block, or the call brings one of its own.
+        out, lse = flex_attention(
+            *leaves, x.score_mod if biased else None, None if in_block else block_mask, enable_gqa=True, return_lse=True
+        )
+    torch.autograd.backward((out, lse), (dout, dlse))
+    if biased:
+        cp.sum_gradients([x.bias_HR])
+    whole = [cp.unshard(y, dim=2).detach() for y in (out, lse, *(leaf.grad for leaf in leaves))]
+    return [*whole, *([x.bias_HR.grad] if biased else [])]
+
+
+PROCESSES = [
+    (2, "causal", "zigzag", "ring", True, True),
+    (2, "documents", "contiguous", "exchange", False, False),
+    (2, "documents", "round_robin", "gather", True, True),
+    (4, "causal", "per_document", "hierarchical(per_node=2)", False, False),
+    (4, "documents", "balanced", "auto", True, False),
+    (4, "documents", "zigzag", "ulysses", True, True),
+    (4, "documents", "per_document", "pass_q", False, True),
+    (4, "causal", "round_robin", "hybrid(per_node=2)", True, False),
+]
+
+
+@pytest.mark.parametrize(("world", "name", "layout", "strategy", "biased", "in_block"), PROCESSES)
+def test_over_processes(pools: Pools, world: int, name: str, layout: str, strategy: str, biased: bool, in_block: bool) -> None:
+    want = truth(MASK_MODS[name]()[0], biased=biased)
+    for got in pools(world).run(split_flex, name, layout, strategy, biased, in_block):
+        assert_close(got, want)
+
+
+# -- the block ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q * 3 + k * k) % 7 < 4
+
+
+def small(n: int = 40) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 2, n, 8, dtype=torch.float64) for _ in range(3)]
+
+
+def blocks(function: Callable[..., Tensor] = ragged, n: int = 40) -> BlockMask:
+    return create_block_mask(function, None, None, n, n, device="cpu", BLOCK_SIZE=16)
+
+
+REFUSED: dict[str, tuple[Callable[[list[Tensor]], Any], type[Exception], str]] = {
+    "another length": (
+        lambda x: flex_attention(*x, block_mask=blocks(n=24)),
+        rs.InputError,
+        r"over 24 × 24 .*whole sequence is 40 × 40: make it with create_block_mask\(…, Q_LEN=40, KV_LEN=40\)",
+    ),
+    "no BlockMask": (lambda x: flex_attention(*x, block_mask=torch.ones(40, 40)), rs.InputError, "not Tensor"),  # type: ignore[arg-type]
+    "shared heads": (lambda x: flex_attention(x[0], x[1][:, :1], x[2][:, :1]), rs.InputError, "enable_gqa=True"),
+    "max_scores": (
+        lambda x: flex_attention(*x, return_aux=AuxRequest(max_scores=True)),
+        rs.InputError,
+        "max_scores is not kept",
+    ),
+    "twice": (
+        lambda x: flex_attention(*x, return_lse=True, return_aux=AuxRequest(lse=True)),
+        rs.InputError,
+        "the same thing twice",
+    ),
+    "three dims": (lambda x: flex_attention(*(y[0] for y in x)), rs.InputError, r"must be \(batch, heads, tokens, dim\)"),
+}
+
+
+@pytest.mark.usefixtures("world_of_one")
+class TestBlock:
+    def test_a_mask_that_a_function_settles_serves_plain_attention(self) -> None:
+        with rs.ContextParallel(None, rs.mask_mod(ragged, 40) & rs.causal()):
+            out = F.scaled_dot_product_attention(*small(), is_causal=True)
+        want = dense_flex(*small(), lambda b, h, q, k: ragged(b, h, q, k) & (k <= q)).out
+        torch.testing.assert_close(out, want)
+
+    def test_is_causal_where_the_function_is_not(self) -> None:
+        with (
+            rs.ContextParallel(None, rs.mask_mod(ragged, 40)),
+            pytest.raises(rs.UnplannedAttention, match="lets queries see later keys"),
+        ):
+            F.scaled_dot_product_attention(*small(), is_causal=True)
+
+    @pytest.mark.parametrize("call", [flex_attention, torch.compile(flex_attention)], ids=["eager", "compiled"])
+    def test_without_a_block_mask_the_mask_is_that_of_the_block(self, call: Callable[..., Any]) -> None:
+        with rs.ContextParallel(None, rs.causal(40)):
+            out = call(*small(), lambda score, b, h, q, k: score * 2)
+        torch.testing.assert_close(out, dense_flex(*small(), causal, lambda score, *_: score * 2).out)
+
+    def test_a_block_mask_is_looked_at_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked: list[object] = []
+        real = rs.block_mask
+        monkeypatch.setattr("ringspan.frontends.flex.as_mask", lambda given: looked.append(given) or real(given))
+        hidden = torch.zeros(40, dtype=torch.bool)
+
+        def not_hidden(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return ragged(b, h, q, k) & ~hidden[k]
+
+        made = blocks(not_hidden)
+        with rs.ContextParallel(None, rs.full(40)):
+            first, second = (flex_attention(*small(), block_mask=made) for _ in range(2))
+            assert len(looked) == 1
+            hidden[7] = True
+            third = flex_attention(*small(), block_mask=made)
+        assert len(looked) == 2
+        torch.testing.assert_close(first, dense_flex(*small(), ragged).out)
+        torch.testing.assert_close(second, first)
+        torch.testing.assert_close(third, dense_flex(*small(), not_hidden).out)
+
+    def test_activation_checkpointing(self) -> None:
+        cp = rs.ContextParallel(None, rs.full(40))
+        q, k, v = (x.requires_grad_() for x in small())
+        made = blocks()
+        with cp:
+            out = checkpoint(
+                lambda *x: flex_attention(*x, block_mask=made), q, k, v, use_reentrant=False, context_fn=cp.checkpoint_context
+            )
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        want = torch.autograd.grad(dense_flex(q, k, v, ragged).out.sum(), (q, k, v))
+        torch.testing.assert_close(grads, want)
+        with cp, pytest.raises(rs.UnplannedAttention, match="use_reentrant=False"):
+            checkpoint(lambda *x: flex_attention(*x, block_mask=made), q, k, v, use_reentrant=True)
+
+    def test_other_threads_and_local_attention_are_as_ever(self) -> None:
+        q, k, v = (x.float() for x in small())
+        want = dense_flex(q, k, v, ragged).out.float()
+        seen: list[Tensor] = []
+        with rs.ContextParallel(None, rs.causal(40)):
+            thread = threading.Thread(target=lambda: seen.append(flex_attention(q, k, v, block_mask=blocks())))
+            thread.start()
+            thread.join()
+            with rs.local_attention():
+                seen.append(flex_attention(q, k, v, block_mask=blocks()))
+        for out in seen:
+            torch.testing.assert_close(out, want)
+
+    def test_the_function_is_itself_again_however_the_block_is_left(self) -> None:
+        code = flex_attention.__code__
+        with rs.ContextParallel(None, rs.causal(40)) as cp, cp:
+            assert flex_attention.__code__ is not code
+        assert flex_attention.__code__ is code
+        with pytest.raises(ZeroDivisionError), rs.ContextParallel(None, rs.causal(40)):
+            _ = 1 / 0
+        assert flex_attention.__code__ is code
+
+    @pytest.mark.parametrize(("call", "kind", "message"), REFUSED.values(), ids=REFUSED)
+    def test_what_cannot_be_is_refused(self, call: Callable[..., Any], kind: type[Exception], message: str) -> None:
+        with rs.ContextParallel(None, rs.full(40)), pytest.raises(kind, match=message):
+            call(small())
+
+
+# -- what is returned, and what is wrong -------------------------------------------------------------------------------
+
+
+def test_returns_what_flex_attention_returns() -> None:
+    q, k, v = (x.float() for x in small())
+    world, made = rs.LocalWorld(3), blocks()
+    plain, with_aux = (
+        flex_attention(q, k, v, block_mask=made),
+        flex_attention(q, k, v, block_mask=made, return_aux=AuxRequest(lse=True)),
+    )
+    torch.testing.assert_close(world.flex_attention(q, k, v, block_mask=made), plain)
+    torch.testing.assert_close(world.flex_attention(q, k, v, None, made, return_lse=True), (plain, with_aux[1].lse))
+    out, aux = world.flex_attention(q, k, v, None, made, return_aux=AuxRequest(lse=True))
+    assert type(aux) is type(with_aux[1])
+    torch.testing.assert_close((out, aux.lse), (plain, with_aux[1].lse))
+    assert world.flex_attention(q, k, v, None, made, return_aux=AuxRequest())[1].lse is None
+
+
+def test_a_tensor_that_changed_since_the_mask_was_made() -> None:
+    ids = torch.randint(3, (2, 40))
+    mask = rs.mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k], 40, batch=2)
+    rs.LocalWorld(2).attention(*small(), mask=mask)
+    ids[0, 0] += 1
+    with pytest.raises(rs.InputError, match=r"changed in place after the mask was made.*make the mask again"):
+        rs.LocalWorld(2).attention(*small(), mask=mask)
+
+
+def test_a_tensor_that_changes_between_forward_and_backward() -> None:
+    q, k, v = (x.requires_grad_() for x in small())
+    slope = torch.ones(2, dtype=torch.float64)
+    out = rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(40), score_mod=lambda score, b, h, q, k: score * slope[h])
+    slope.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(("what", "count"), [("batch", 3), ("heads", 5)])
+def test_a_mask_for_other_tensors(what: str, count: int) -> None:
+    mask = rs.mask_mod(lambda b, h, q, k: (q + k + b + 2 * h) % 3 == 0, 40, **{"batch": 2, "heads": 2, what: count})
+    with pytest.raises(rs.InputError, match=f"is for {what}={count}, but q has 2: make it for these tensors"):
+        rs.LocalWorld(2).attention(*small(), mask=mask)
+
+
+def test_two_masks_at_once() -> None:
+    with pytest.raises(rs.InputError, match="give one of the two"):
+        rs.LocalWorld(2).flex_attention(*small(), block_mask=blocks(), mask=rs.causal(40))
+
+
+def test_empty_blocks_of_rows_are_not_exchanged() -> None:
+    """Four blocks on the diagonal, one for each rank: nobody needs anything of anybody."""
+    world = rs.LocalWorld(4)
+    made = create_block_mask(
+        lambda b, h, q, k: (q // 16 == k // 16) & ((q + k) % 3 > 0), None, None, 64, 64, device="cpu", BLOCK_SIZE=16
+    )
+    world.flex_attention(*small(64), block_mask=made, strategy="exchange", layout="contiguous")
+    assert [traffic.sent for traffic in world.traffic] == [0] * 4
