@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
@@ -119,6 +121,46 @@ class Dense:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_over_processes(pools: Pools, layout: str) -> None:
     assert max(pools(2).run(over_processes, layout)) < 1e-12
+
+
+# -- functions that run functions: they are traced with the mode off ---------------------------------------------------
+
+
+def save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op == torch.ops.ringspan.attend.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def seldom(block: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 1e9, lambda x: block(x) * 2, lambda x: block(x) * 3, (x,)) / 3
+
+
+BODIES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "selective": lambda block, x: checkpoint(
+        block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_attention)
+    ),
+    "cond": seldom,
+}
+
+
+@pytest.mark.parametrize("near", [None, NEAR], ids=["one mask", "two masks"])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_attention_in_the_body_of_another_function(body: Callable[..., Tensor], near: rs.Mask | None) -> None:
+    torch.manual_seed(0)
+    block = Block(None if near is None else rs.ContextParallel(None, near)).double()
+    x = torch.randn(2, N, 16, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambda x: body(block, x), backend="aot_eager", fullgraph=True)
+    with rs.ContextParallel(None, rs.documents([5, 7])):
+        got, want = (values_and_gradients(f, list(block.parameters()), x) for f in (compiled, block))
+    assert largest_difference(got, want) < 1e-12
+
+
+def test_branches_in_eager_code() -> None:
+    torch.manual_seed(0)
+    block, x = Block().double(), torch.randn(2, N, 16, dtype=torch.float64)
+    with torch.no_grad(), rs.ContextParallel(None, NEAR):
+        assert torch.allclose(seldom(block, x), block(x), atol=1e-12)
 
 
 # -- without a block ---------------------------------------------------------------------------------------------------

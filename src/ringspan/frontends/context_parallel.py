@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
@@ -217,12 +218,15 @@ class ContextParallel(AttentionMode):
             backend=self.backend,
         )
 
-    def checkpoint_context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.
 
         The backward pass computes ``f`` again, outside any block that was open when it ran first; this opens ours again.
+        For selective checkpointing, ``context_fn=partial(cp.checkpoint_context, policy)``: a policy that saves
+        ``torch.ops.ringspan.attend.default`` spares attention, and what it sends, the second time.
         """
-        return nullcontext(), self
+        first, again = (nullcontext(), nullcontext()) if policy is None else create_selective_checkpoint_contexts(policy)
+        return first, _both(self, again)
 
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
@@ -283,3 +287,9 @@ def _wide(x: Tensor) -> Tensor:
     if isinstance(x, DTensor):
         raise InputError(f"these are the values of a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

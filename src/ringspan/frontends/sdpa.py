@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, overrides
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -72,9 +74,22 @@ class AttentionCatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if _is_attention(func):
             return self.caught(func, args, kwargs)
+        if _has_bodies(func):
+            with self:
+                pass  # a body that is traced may open the mode only if it has been open before
+            args = tuple(self._inside(x) if callable(x) else x for x in args)
         if func is Tensor.unflatten:
             func = torch.unflatten  # the method calls super(), which cannot be traced where a mode is on
         return func(*args, **kwargs)
+
+    def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as it is to be run by a function that the mode has caught, while which the mode is off."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return inside
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,6 +207,12 @@ def _refuse_reentrant_checkpoint() -> None:
             "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
             "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
         )
+
+
+@torch.compiler.assume_constant_result
+def _has_bodies(func: Any) -> bool:
+    """Whether it runs functions that it is given: ``torch.cond``, and ``checkpoint`` where it is compiled."""
+    return isinstance(func, HigherOrderOperator)
 
 
 def _inside_reentrant_checkpoint() -> bool:
