@@ -1,6 +1,6 @@
 """The street goes one way.
 
-    masks → layouts → plans → engine → frontends → integrations → cli
+    masks → layouts → plans → engine → frontends → compat → integrations → cli
                          ↘ kernels ↗  ↖ transports
 
 Every file's imports are read from its source (nothing is run), lazy ones and those for type checkers included, and compared
@@ -28,8 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transports": set(),
     "engine": {"masks", "layouts", "plans", "kernels", "transports"},
     "frontends": {"masks", "layouts", "plans", "kernels", "transports", "engine"},
-    "integrations": {"masks", "layouts", "plans", "kernels", "transports", "engine", "frontends"},
-    "cli": {"masks", "layouts", "plans", "kernels", "transports", "engine", "frontends", "integrations"},
+    "compat": {"masks", "layouts", "plans", "kernels", "transports", "engine", "frontends"},
+    "integrations": {"masks", "layouts", "plans", "kernels", "transports", "engine", "frontends", "compat"},
+    "cli": {"masks", "layouts", "plans", "kernels", "transports", "engine", "frontends", "compat", "integrations"},
 }
 
 # package -> what it must not use of the outside: planning runs anywhere, kernels know of no ranks

@@ -1,0 +1,50 @@
+"""What jobs on workers share: the mesh of all of them, sequences that are alike everywhere, one process's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringspan.compat import _cp_options, set_rotate_method
+
+FORWARD = {"atol": 2e-6, "rtol": 1e-5}
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def qkv(tokens: int, *, batch: int = 2, heads: int = 4, dim: int = 8, keys: int | None = None) -> list[torch.Tensor]:
+    """q, k and v of a whole sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(batch, heads, n, dim, generator=generator) for n in (tokens, keys or tokens, keys or tokens)]
+
+
+def alone(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """One process's out in float64, and its gradients of the sum of squares."""
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*wide, is_causal=is_causal)
+    grads = torch.autograd.grad(out.square().sum(), wide)
+    return out.detach(), grads
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """As near as torch's own tests ask of float32."""
+    torch.testing.assert_close(got.double(), want, **FORWARD)
+
+
+@contextmanager
+def options(*, balance: bool = True, rotation: str = "allgather") -> Iterator[None]:
+    """Settings for a while: workers live on."""
+    before = dict(vars(_cp_options))
+    _cp_options.enable_load_balance = balance
+    set_rotate_method(rotation)
+    yield
+    vars(_cp_options).update(before)

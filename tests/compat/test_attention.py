@@ -1,0 +1,196 @@
+"""Attention in the block of ``context_parallel``, over real processes: exact, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ringspan as rs
+from ringspan.compat import context_parallel, context_parallel_unshard
+from tests.compat.jobs import alone, assert_near, mesh_of_all, options, qkv
+from tests.conftest import Pools
+
+sdpa = F.scaled_dot_product_attention
+
+
+def in_a_block(rank: int, tokens: int, is_causal: bool, balance: bool, rotation: str, backend: str) -> None:
+    """Forward and backward as torch's own test has it: buffers in place, gradients in the block, unsharding after it."""
+    mesh, whole = mesh_of_all(), qkv(tokens)
+    want, want_grads = alone(*whole, is_causal=is_causal)
+    q, k, v = (x.clone() for x in whole)
+    with options(balance=balance, rotation=rotation):
+        with context_parallel(mesh, buffers=(q, k, v), buffer_seq_dims=(2, 2, 2)), sdpa_kernel(getattr(SDPBackend, backend)):
+            for x in (q, k, v):
+                x.requires_grad = True
+            out = sdpa(q, k, v, is_causal=is_causal)
+            out.square().sum().backward()
+            grads = [q.grad, k.grad, v.grad]
+            for x in (q, k, v):
+                x.requires_grad = False
+            with torch.no_grad():
+                assert torch.equal(sdpa(q, k, v, is_causal=is_causal), out)
+        assert all(torch.equal(x, was) for x, was in zip((q, k, v), whole, strict=True))
+        (got,) = context_parallel_unshard(mesh, [out], [2])
+        got_grads = context_parallel_unshard(mesh, grads, [2, 2, -2])
+    assert_near(got, want)
+    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
+        assert_near(got_grad, want_grad)
+
+
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("balance", [True, False], ids=["balanced", "contiguous"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("world", "tokens"), [(2, 64), (4, 64), (2, 37), (4, 37), (4, 3)])
+def test_attention_in_a_block(pools: Pools, world: int, tokens: int, is_causal: bool, balance: bool, rotation: str) -> None:
+    """Lengths that divide nothing, and ranks without a token, included."""
+    pools(world).run(in_a_block, tokens, is_causal, balance, rotation, "MATH")
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
+def test_which_back_end_is_asked_for_does_not_matter(pools: Pools, backend: str) -> None:
+    pools(2).run(in_a_block, 16, True, True, "allgather", backend)
+
+
+# -- lengths, nesting, other arguments ------------------------------------------------------------------------------
+
+
+def no_buffers(rank: int) -> None:
+    """Tokens that nobody rearranged lie in order, in shares of any size."""
+    mesh, whole = mesh_of_all(), qkv(9)
+    for is_causal in (True, False):
+        q, k, v = (x.tensor_split([1 + 2 * r for r in range(mesh.size() - 1)], dim=2)[rank] for x in whole)
+        with context_parallel(mesh):
+            out = sdpa(q, k, v, is_causal=is_causal)
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*whole, is_causal=is_causal)[0])
+
+
+def two_lengths(rank: int) -> None:
+    """Cross-attention in a block that has both sequences; on some ranks the two shares are of one size."""
+    mesh, (q, k, v) = mesh_of_all(), qkv(9, keys=10)
+    want = [alone(q, k, v, is_causal=is_causal)[0] for is_causal in (True, False)]
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        crossed = [sdpa(q, k, v, is_causal=is_causal) for is_causal in (True, False)]
+    for got, expected in zip(context_parallel_unshard(mesh, crossed, [2, 2]), want, strict=True):
+        assert_near(got, expected)
+
+
+def nested(rank: int) -> None:
+    mesh, (q, k, v), (a, b, c) = mesh_of_all(), qkv(12), qkv(7)
+    want = alone(q, k, v, is_causal=True)[0], alone(a, b, c, is_causal=False)[0]
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        first = sdpa(q, k, v, is_causal=True)
+        with options(balance=False), context_parallel(mesh, buffers=[a, b, c], buffer_seq_dims=[2] * 3):
+            inner = sdpa(a, b, c)
+        with context_parallel(mesh):
+            again = sdpa(q, k, v, is_causal=True)
+        with rs.local_attention():
+            assert sdpa(q, k, v).shape == q.shape
+        last = sdpa(q, k, v, is_causal=True)
+        assert torch.equal(first, again)
+        assert torch.equal(first, last)
+        assert_near(context_parallel_unshard(mesh, [first], [2])[0], want[0])
+        assert_near(context_parallel_unshard(mesh, [inner], [2])[0], want[1])
+    assert q.shape[2] == 12
+
+
+def grouped_heads_and_scale(rank: int) -> None:
+    mesh, (q, k, v) = mesh_of_all(), qkv(10)
+    k, v = k[:, :2].clone(), v[:, :2].clone()
+    want = sdpa(q.double(), k.double(), v.double(), is_causal=True, scale=0.2, enable_gqa=True)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        out = sdpa(query=q, key=k, value=v, is_causal=True, scale=0.2, enable_gqa=True)
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], want)
+
+
+JOBS = [
+    no_buffers,
+    two_lengths,
+    nested,
+    grouped_heads_and_scale,
+]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("job", JOBS, ids=[job.__name__ for job in JOBS])
+def test_attention(pools: Pools, job: Callable[..., None], world: int) -> None:
+    pools(world).run(job)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception], str]] = {
+    "attn_mask": (
+        lambda mesh, x: sdpa(*x, attn_mask=torch.ones(4, 4).bool()),
+        rs.UnplannedAttention,
+        "attn_mask of shape.*Give the mask to ContextParallel",
+    ),
+    "dropout": (lambda mesh, x: sdpa(*x, dropout_p=0.1), rs.UnplannedAttention, "dropout_p=0.1"),
+    "MultiheadAttention": (
+        lambda mesh, x: nn.MultiheadAttention(8, 2)(*[torch.randn(1, 4, 8)] * 3),
+        rs.UnplannedAttention,
+        "project q, k and v yourself",
+    ),
+    "another length": (lambda mesh, x: sdpa(*qkv(9)), rs.PeerMismatch, "came with 9 queries where the plan says 4"),
+    "unsharding another length": (
+        lambda mesh, x: context_parallel_unshard(mesh, [torch.ones(501)], [0]),
+        ValueError,
+        "together hold 1002 tokens, but what was sharded over this mesh has",
+    ),
+}
+
+
+def refused(rank: int, name: str) -> None:
+    call, kind, message = CALLS[name]
+    mesh, x = mesh_of_all(), qkv(8)
+    before = [one.clone() for one in x]
+    with context_parallel(mesh, buffers=x, buffer_seq_dims=[2] * 3), pytest.raises(kind, match=message):
+        call(mesh, x)
+    assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_not_exact_raises(pools: Pools, name: str) -> None:
+    pools(2).run(refused, name)
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+def counted(rank: int, rotation: str) -> None:
+    """torch counts collectives; told of messages too, it counts those that the plan has, forward and backward."""
+    mesh, (q, k, v) = mesh_of_all(), qkv(32)
+    plan = rs.plan(
+        rs.causal(32),
+        world=mesh.size(),
+        rank=rank,
+        layout="zigzag",
+        strategy={"allgather": "gather", "alltoall": "ring"}[rotation],
+    )
+    c10d = torch.ops.c10d
+    with options(rotation=rotation), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        for x in (q, k, v):
+            x.requires_grad = True
+        sdpa(q, k, v, is_causal=True)  # shakes hands
+        for part, steps in (("forward", plan.program.forward), ("backward", plan.program.backward)):
+            with CommDebugMode() as seen:
+                seen.comm_registry |= {c10d.send, c10d.recv_}
+                if part == "forward":
+                    out = sdpa(q, k, v, is_causal=True)
+                else:
+                    out.sum().backward()
+            sends = sum(len(step.sends) for step in steps)
+            recvs = sum(len(step.recvs) for step in steps)
+            assert dict(seen.get_comm_counts()) == {c10d.send: sends, c10d.recv_: recvs}, (part, seen.get_comm_counts())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+def test_what_torch_counts_is_what_the_plan_says(pools: Pools, rotation: str, world: int) -> None:
+    pools(world).run(counted, rotation)

@@ -1,0 +1,134 @@
+"""Load balancers: beside torch's own where that is right, and by what they are for where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import ringspan as rs
+from ringspan import compat
+from ringspan.compat.balancers import layouts_of
+
+CPU = torch.device("cpu")
+
+
+def documents_mask(lengths: list[list[int]], block: int = 128) -> BlockMask:
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    n = ids.shape[1]
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (ids[b, q] == ids[b, k]) & (q >= k)
+
+    return create_block_mask(mask_mod, len(lengths), None, n, n, device="cpu", BLOCK_SIZE=block)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize(("length", "world"), [(8, 1), (8, 2), (32, 4), (48, 3), (1024, 8)])
+def test_head_tail_indices_are_torchs(length: int, world: int, restore: bool) -> None:
+    ours = compat._HeadTailLoadBalancer(length, world, CPU)._generate_indices(restore=restore)
+    torchs = theirs._HeadTailLoadBalancer(length, world, CPU)._generate_indices(restore=restore)
+    assert ours.dtype == torchs.dtype
+    assert torch.equal(ours, torchs)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_round_robin_indices_are_torchs(world: int, restore: bool) -> None:
+    mask = documents_mask([[300, 84, 640], [900, 120, 4]])
+    ours = compat._PTRRLoadBalancer(mask, world)._generate_indices(restore=restore)
+    assert torch.equal(ours, theirs._PTRRLoadBalancer(mask, world)._generate_indices(restore=restore))
+
+
+BALANCERS: dict[str, Callable[[int], Any]] = {
+    "head-tail": lambda world: compat._HeadTailLoadBalancer(331, world, CPU),
+    "per document": lambda world: compat._PerDocumentHeadTailLoadBalancer([[300, 30, 1], [1, 329, 1]], world, CPU),
+    "round robin": lambda world: compat._PTRRLoadBalancer(documents_mask([[200, 131]], block=16), world),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("make", BALANCERS.values(), ids=BALANCERS)
+def test_any_length_and_world_goes_there_and_back(make: Callable[[int], Any], world: int) -> None:
+    balancer = make(world)
+    for there, back in zip(balancer._generate_indices(), balancer._generate_indices(restore=True), strict=True):
+        assert torch.equal(there.sort().values.long(), torch.arange(331))
+        assert torch.equal(there[back].long(), torch.arange(331))
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(1, 6))
+def test_per_document_balances_work_and_tokens(lengths: list[int], world: int) -> None:
+    """By counting: what each token sees, summed over the tokens that each rank owns. A document's two chunks of a rank see
+    what any other rank's do, but for chunks that are a token longer: at most two lengths of the document more."""
+    balancer = compat._PerDocumentHeadTailLoadBalancer([lengths], world, CPU)
+    sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
+    (layout,) = balancer.layouts
+    work = [int(sees[layout.positions(rank)].sum()) for rank in range(world)]
+    assert max(layout.counts) - min(layout.counts) <= 2
+    assert max(work) - min(work) <= 2 * sum(lengths)
+    whole_chunks = all(n % (2 * world) == 0 for n in lengths)
+    assert not whole_chunks or max(work) == min(work)
+
+
+def test_torchs_per_document_indices_do_not_balance() -> None:
+    """Why ours are others: cut into shares, torch's give the first rank the first document."""
+    lengths = [32, 8, 8, 8, 8]
+    sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
+
+    def work(balancer: Any) -> list[int]:
+        return [int(sees[share].sum()) for share in balancer._generate_indices()[0].numpy().reshape(2, 32)]
+
+    assert work(theirs._PerDocumentHeadTailLoadBalancer([lengths], 2, CPU)) == [528, 144]
+    assert work(compat._PerDocumentHeadTailLoadBalancer([lengths], 2, CPU)) == [336, 336]
+
+
+class Backwards(compat._LoadBalancer):
+    """A balancer of a user."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor | None:
+        return torch.arange(self.n).flip(0)[None] if self.n else None
+
+
+def test_a_balancer_of_ones_own_is_cut_into_equal_shares() -> None:
+    (layout,) = layouts_of(Backwards(7), 7, 3)
+    assert layout.counts == (2, 2, 3)
+    assert layout.order().tolist() == [6, 5, 4, 3, 2, 1, 0]
+    (layout,) = layouts_of(Backwards(0), 7, 3)
+    assert layout.order().tolist() == list(range(7))
+
+
+def test_without_a_balancer_shares_are_contiguous() -> None:
+    (layout,) = layouts_of(None, 10, 4)
+    ends = np.cumsum((0, *layout.counts)).tolist()
+    assert [layout.positions(r).tolist() for r in range(4)] == [list(range(a, b)) for a, b in pairwise(ends)]
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "another length": (
+        lambda: layouts_of(compat._HeadTailLoadBalancer(8, 2, CPU), 9, 2),
+        "for 8 tokens.*these are 9",
+    ),
+    "another world": (lambda: layouts_of(compat._HeadTailLoadBalancer(8, 2, CPU), 8, 4), "tokens over 4: make it for those"),
+    "no permutation": (lambda: layouts_of(Backwards(7), 8, 2), "for 7 tokens"),
+    "ragged rows": (
+        lambda: layouts_of(compat._PTRRLoadBalancer(documents_mask([[40], [32, 8]], block=16), 2), 40, 2),
+        "which is no tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_balancers_that_do_not_fit(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(rs.LayoutError, match=message):
+        call()
