@@ -1,0 +1,45 @@
+"""``flex_cp_allgather``: an operator in good standing, with the gradient of what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+import ringspan as rs
+from ringspan.compat import flex_cp_allgather
+from tests.compat.jobs import mesh_of_all
+from tests.conftest import Pools
+
+
+def in_good_standing(rank: int) -> None:
+    name = c10d._get_process_group_name(mesh_of_all().get_group())
+    for grad in (False, True):
+        for dim in (2, -1):
+            k, v = torch.randn(2, 3, 4, 5, requires_grad=grad), torch.randn(2, 3, 4, 5, requires_grad=grad)
+            torch.library.opcheck(flex_cp_allgather, (k, v, dim, name))
+
+
+def gathers_and_sums(rank: int) -> None:
+    mesh = mesh_of_all()
+    name, world = c10d._get_process_group_name(mesh.get_group()), mesh.size()
+    k, v = (torch.full((1, 2, 3, d), float(rank)).requires_grad_() for d in (4, 6))
+    whole_k, whole_v = flex_cp_allgather(k, v, 2, name)
+    assert whole_k.shape == (1, 2, 3 * world, 4)
+    assert whole_v.shape == (1, 2, 3 * world, 6)
+    assert whole_k[0, 0, :, 0].tolist() == [float(r) for r in range(world) for _ in range(3)]
+    weight = torch.arange(3.0 * world)[:, None] * (rank + 1)
+    (whole_k * weight).sum().backward()
+    assert k.grad is not None
+    assert torch.equal(k.grad[0, 1, :, 2], torch.arange(3.0 * rank, 3.0 * rank + 3) * sum(range(1, world + 1)))
+    with pytest.raises(rs.InputError, match="only equal shares can be gathered"):
+        flex_cp_allgather(*[torch.zeros(1, 1, 2 + rank % 2, 4)] * 2, 2, name)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathers_and_sums(pools: Pools, world: int) -> None:
+    pools(world).run(gathers_and_sums)
+
+
+def test_passes_opcheck(pools: Pools) -> None:
+    pools(2).run(in_good_standing)

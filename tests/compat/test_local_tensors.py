@@ -1,0 +1,75 @@
+"""Sharding and the style where torch simulates all ranks in one process, with a tensor for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ringspan.compat import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    context_parallel_unshard,
+)
+
+WORLD = 4
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    with LocalTensorMode(WORLD):
+        yield init_device_mesh("cpu", (WORLD,), mesh_dim_names=("cp",))
+    dist.destroy_process_group()
+
+
+def of_ranks(x: torch.Tensor) -> list[torch.Tensor]:
+    assert isinstance(x, LocalTensor)
+    return [x._local_tensors[rank] for rank in range(WORLD)]
+
+
+HEAD_TAIL = _HeadTailLoadBalancer(32, WORLD, "cpu")
+PER_DOCUMENT = _PerDocumentHeadTailLoadBalancer([[8, 24], [16, 16]], WORLD, "cpu")
+
+# A balancer, and the order of the tokens of each row, rank after rank.
+CASES: dict[str, tuple[_LoadBalancer | None, list[list[int]]]] = {
+    "none": (None, [list(range(32))] * 2),
+    "head-tail": (HEAD_TAIL, HEAD_TAIL._generate_indices().tolist() * 2),
+    "per document and row": (PER_DOCUMENT, PER_DOCUMENT._generate_indices().tolist()),
+}
+
+
+@pytest.mark.parametrize(("balancer", "order"), CASES.values(), ids=CASES)
+def test_all_ranks_shards_and_back(mesh: DeviceMesh, balancer: _LoadBalancer | None, order: list[list[int]]) -> None:
+    x, positions = torch.randn(2, 32, 3), torch.arange(32).expand(2, 32)
+    mine, here = _context_parallel_shard(mesh, [x, positions], [1, -1], balancer)
+    assert torch.cat(of_ranks(here), dim=1).tolist() == order
+    for share, at in zip(of_ranks(mine), of_ranks(here), strict=True):
+        assert torch.equal(share, torch.stack([row[i] for row, i in zip(of_ranks(x)[0], at, strict=True)]))
+    whole, *_ = context_parallel_unshard(mesh, [mine + 0], [1])
+    assert all(torch.equal(every, of_ranks(x)[0]) for every in of_ranks(whole))
+
+
+class Echo(nn.Module):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return args, kwargs
+
+
+@pytest.mark.parametrize("kind", _ContextParallel.AttentionType)
+def test_the_style_passes_arguments_on(mesh: DeviceMesh, kind: _ContextParallel.AttentionType) -> None:
+    module = parallelize_module(Echo(), mesh, _ContextParallel(2, kind))
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    args, kwargs = module(q, k, value=v, is_causal=True)
+    assert [x is y for x, y in zip(args, (q, k), strict=True)] == [True, True]
+    assert kwargs["value"] is v
+    assert kwargs["is_causal"] is True

@@ -1,0 +1,159 @@
+"""Sharding out of place and back, over real processes: pytrees, balancers, dims, and what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringspan as rs
+from ringspan.compat import (
+    _context_parallel_shard,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    context_parallel,
+    context_parallel_unshard,
+)
+from tests.compat.jobs import alone, assert_near, mesh_of_all, qkv
+from tests.compat.test_balancers import documents_mask
+from tests.conftest import Pools
+
+sdpa = F.scaled_dot_product_attention
+N = 64
+
+
+class Strided(_LoadBalancer):
+    """A balancer of a user: every other token first."""
+
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor:
+        order = torch.cat([torch.arange(0, N, 2), torch.arange(1, N, 2)])[None]
+        return order.argsort(dim=1) if restore else order
+
+
+BALANCERS: dict[str, Callable[[int], _LoadBalancer | None]] = {
+    "none": lambda world: None,
+    "head-tail": lambda world: _HeadTailLoadBalancer(N, world, "cpu"),
+    "per document": lambda world: _PerDocumentHeadTailLoadBalancer([[8, 24, 32]], world, "cpu"),
+    "per document and row": lambda world: _PerDocumentHeadTailLoadBalancer([[8, 24, 32], [40, 24]], world, "cpu"),
+    "round robin": lambda world: _PTRRLoadBalancer(documents_mask([[8, 24, 32], [40, 24]], block=8), world),
+    "a user's": lambda world: Strided(),
+}
+
+
+def there_and_back(rank: int, name: str) -> None:
+    """With positions, as torch's test has it: the share of the positions says what every other share must be."""
+    mesh = mesh_of_all()
+    balancer = BALANCERS[name](mesh.size())
+    positions = torch.arange(N).expand(2, N)
+    x = torch.randn(2, 3, N, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    tree = {"positions": positions, "more": [x, x.detach()[..., 0]]}
+    got = _context_parallel_shard(mesh, tree, {"positions": 1, "more": [2, -1]}, balancer)
+    here = got["positions"]
+    assert here.shape == (2, N // mesh.size())
+    for b in range(2):
+        assert torch.equal(got["more"][0][b], x[b][:, here[b]])
+        assert torch.equal(got["more"][1][b], x.detach()[b, :, here[b], 0])
+    if balancer is not None:
+        order = balancer._generate_indices().expand(2, N).long()
+        assert torch.equal(here, positions.gather(1, order).chunk(mesh.size(), dim=1)[rank])
+    got["more"][0].sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.sum(dim=(1, 3)) > 0, torch.zeros(2, N).scatter(1, here, 1.0) > 0)
+    derived = [got["more"][0] * 2, got["positions"] + 0]
+    for given in (None, balancer):
+        whole = context_parallel_unshard(mesh, [got["more"][0], here, *derived], [2, 1, -2, 1], given)
+        for back, was in zip(whole, [x.detach(), positions, x.detach() * 2, positions], strict=True):
+            assert torch.equal(back, was)
+            assert not back.requires_grad
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", BALANCERS)
+def test_there_and_back(pools: Pools, name: str, world: int) -> None:
+    pools(world).run(there_and_back, name)
+
+
+def attention_over_shards(rank: int, name: str) -> None:
+    """In a block without buffers, the shards say how they lie; each row of the batch may lie otherwise."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    shards = _context_parallel_shard(mesh, whole, [2] * 3, BALANCERS[name](mesh.size()))
+    for is_causal in (True, False):
+        with context_parallel(mesh):
+            out = sdpa(*(2 * x for x in shards), is_causal=is_causal)
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*(2 * x for x in whole), is_causal=is_causal)[0])
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_attention_over_shards_of_any_balancer(pools: Pools, name: str) -> None:
+    pools(2).run(attention_over_shards, name)
+
+
+def two_ways_at_once(rank: int) -> None:
+    """The shards themselves are known. What was computed from them is not, until one way is gone."""
+    mesh, x = mesh_of_all(), torch.arange(N)
+    balancer = _HeadTailLoadBalancer(N, mesh.size(), "cpu")
+    (zigzag,) = _context_parallel_shard(mesh, [x], [0], balancer)
+    (plain,) = _context_parallel_shard(mesh, [x], [0])
+    for back in context_parallel_unshard(mesh, [zigzag, plain], [0, 0]):
+        assert torch.equal(back, x)
+    with pytest.raises(rs.InputError, match=r"several ways \(contiguous and zigzag\).*load_balancer="):
+        context_parallel_unshard(mesh, [zigzag + 0], [0])
+    assert torch.equal(context_parallel_unshard(mesh, [zigzag + 0], [0], balancer)[0], x)
+    computed = plain + 0
+    del zigzag
+    assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
+    del plain
+    assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
+
+
+def one_axis_of_a_mesh(rank: int) -> None:
+    """Two sequences over two ranks each; the mesh of an axis is another object every time."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    x = torch.arange(10) + 100 * mesh["dp"].get_local_rank()
+    (mine,) = _context_parallel_shard(mesh["cp"], [x], [0], _HeadTailLoadBalancer(10, 2, "cpu"))
+    assert torch.equal(context_parallel_unshard(mesh["cp"], [mine * 2], [0])[0], x * 2)
+    with pytest.raises(rs.InputError, match="a mesh of one axis is needed"):
+        _context_parallel_shard(mesh, [x], [0])
+
+
+def test_shards_of_one_length_in_two_ways(pools: Pools) -> None:
+    pools(2).run(two_ways_at_once)
+
+
+def test_an_axis_of_a_larger_mesh(pools: Pools) -> None:
+    pools(4).run(one_axis_of_a_mesh)
+
+
+WRONG: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "dims that are missing": (lambda mesh, x: _context_parallel_shard(mesh, [x, x], [0]), "2 buffers and 1 seq_dims"),
+    "another structure": (lambda mesh, x: _context_parallel_shard(mesh, [[x, x], x], [0, 0]), "3 buffers and 2 seq_dims"),
+    "not a tensor": (lambda mesh, x: _context_parallel_shard(mesh, ["x"], [0]), "tensors and BlockMasks, not str"),
+    "no rows": (
+        lambda mesh, x: _context_parallel_shard(
+            mesh, [x], [0], _PerDocumentHeadTailLoadBalancer([[N], [8, N - 8]], mesh.size(), "cpu")
+        ),
+        "put the batch on dim 0",
+    ),
+    "unequal lists": (lambda mesh, x: context_parallel_unshard(mesh, [x], [0, 0]), "1 buffers and 2 seq_dims"),
+    "another share": (
+        lambda mesh, x: context_parallel_unshard(mesh, [x], [0], _HeadTailLoadBalancer(N, mesh.size(), "cpu")),
+        "make it for those",
+    ),
+}
+
+
+def refused(rank: int, name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call(mesh_of_all(), torch.arange(N))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_sharded(pools: Pools, name: str) -> None:
+    pools(2).run(refused, name)
