@@ -123,6 +123,33 @@ def test_attention(pools: Pools, job: Callable[..., None], world: int) -> None:
     pools(world).run(job)
 
 
+def compiled(rank: int) -> None:
+    """In one graph, forward and backward, where the block says what length it is for; never silently on this rank alone."""
+    mesh, whole = mesh_of_all(), qkv(10)
+
+    def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sdpa(q * 2, k, v, is_causal=True) * 1.0
+
+    want, want_grads = alone(whole[0] * 2, *whole[1:], is_causal=True)
+    q, k, v = (x.clone() for x in whole)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        for x in (q, k, v):
+            x.requires_grad = True
+        out = torch.compile(twice, backend="aot_eager", fullgraph=True)(q, k, v)
+        out.square().sum().backward()
+        assert q.grad is not None
+        dq, lengths_unknown = q.grad / 2, [x.detach().clone() for x in (q, k, v)]
+        with context_parallel(mesh, buffers=[torch.zeros(3), torch.zeros(10)], buffer_seq_dims=[0, 0]):
+            by_parts = torch.compile(twice, backend="eager")(*lengths_unknown)
+    got = context_parallel_unshard(mesh, [out, by_parts, dq], [2] * 3)
+    for one, expected in zip(got, [want, want, want_grads[0]], strict=True):
+        assert_near(one, expected)
+
+
+def test_compiled_attention(pools: Pools) -> None:
+    pools(2).run(compiled)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception], str]] = {

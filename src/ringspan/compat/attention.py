@@ -14,16 +14,18 @@ from ringspan.compat.balancers import Layouts
 from ringspan.compat.memory import memory_of, the_one
 from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import in_order
-from ringspan.errors import InputError
+from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.sdpa import AttentionCatcher
 from ringspan.layouts import Layout
 from ringspan.masks import causal, full
 from ringspan.transports import ProcessGroup
 
+SDPA = F.scaled_dot_product_attention
+
 
 class SdpaCall(NamedTuple):
-    """The arguments of ``F.scaled_dot_product_attention``, however they were passed."""
+    """The arguments of SDPA, however they were passed."""
 
     query: Tensor
     key: Tensor
@@ -40,39 +42,54 @@ class SdpaCall(NamedTuple):
 
 
 class MaskFromTheCall(AttentionCatcher):
-    """Opens, for each call, the block of a :class:`ContextParallel` that has the call's mask; that does the rest.
+    """Hands each call to a :class:`ContextParallel` that has the call's mask, which does the rest.
 
     ``layouts`` are those of the block's own buffers, by the lengths of their sequences. Without any, they are those of the
     shards that are in use on the mesh. Where there are none of these either, the ranks' tokens are taken to lie in order.
+    The rotate method is the one that was set when the block was opened.
     """
 
     def __init__(self, mesh: DeviceMesh, layouts: Mapping[int, Layouts]) -> None:
         super().__init__()
-        self._group, self._memory = ProcessGroup(mesh), memory_of(mesh)
+        self._group, self._memory, self._strategy = ProcessGroup(mesh), memory_of(mesh), _cp_options.strategy
         self._own = {length: {own} for length, own in layouts.items()}
+        # Made beforehand where it is clear what they will be: a compiler follows a call into a context, not the making of one.
+        self._ready: list[ContextParallel] = []
+        if len(layouts) == 1:
+            ((layout,),) = layouts.values()
+            self._ready = [self._context(layout, layout, is_causal) for is_causal in (False, True)]
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            with ContextParallel(self._group, full(0)):  # the block of any mask refuses other ways to attention by name
-                return func(*args, **kwargs)
+        if func is not SDPA:
+            return ContextParallel(self._group, full(0)).caught(func, args, kwargs)  # refuses other ways to attention by name
         call = SdpaCall(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if not self._ready:
+                raise UnplannedAttention(
+                    "only a block whose buffers are of one length can be traced: give it those, or do not compile"
+                )
+            return self._ready[call.is_causal].caught(func, args, kwargs)
+        return self._planned(call)
+
+    @torch.compiler.disable  # a compiler that gave the caller up would try its luck with planning
+    def _planned(self, call: SdpaCall) -> Tensor:
         layouts, kv_layouts = self._layouts(call.query, call.key)
         rows = max(len(layouts), len(kv_layouts))
         if rows == 1:
-            return self._attend(call, layouts[0], kv_layouts[0])
+            return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(SDPA, (), call._asdict())
         if call.query.ndim != 4 or call.query.shape[0] != rows:
             raise InputError(
                 f"the balancer has rearranged each of {rows} rows of the batch in its own way, but the queries have shape "
                 f"{tuple(call.query.shape)}: call attention with (batch, heads, tokens, dim) of the whole batch"
             )
         pairs = zip(layouts * (rows // len(layouts)), kv_layouts * (rows // len(kv_layouts)), strict=True)
-        return torch.cat([self._attend(call.row(b), *pair) for b, pair in enumerate(pairs)])
+        contexts = [self._context(*pair, call.is_causal) for pair in pairs]
+        return torch.cat([context.caught(SDPA, (), call.row(b)._asdict()) for b, context in enumerate(contexts)])
 
-    def _attend(self, call: SdpaCall, layout: Layout, kv_layout: Layout) -> Tensor:
+    def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
         lengths = layout.length, kv_layout.length
-        mask = causal(*lengths, align="start") if call.is_causal else full(*lengths)
-        with ContextParallel(self._group, mask, strategy=_cp_options.strategy, layout=layout, kv_layout=kv_layout):
-            return F.scaled_dot_product_attention(**call._asdict())
+        mask = causal(*lengths, align="start") if is_causal else full(*lengths)
+        return ContextParallel(self._group, mask, strategy=self._strategy, layout=layout, kv_layout=kv_layout)
 
     def _layouts(self, query: Tensor, key: Tensor) -> tuple[Layouts, Layouts]:
         itself = self._memory.shard(query), self._memory.shard(key)
@@ -85,8 +102,8 @@ class MaskFromTheCall(AttentionCatcher):
         # The ranks' tokens together tell which sequence it is. One rank's alone may not, where lengths differ by little.
         counts = self._group.gather_numbers([query.shape[-2], key.shape[-2]], query.device)
         q_counts, kv_counts = zip(*counts, strict=True)
-        if not known:
-            found = in_order(q_counts), in_order(kv_counts)
-            self._memory.keep({layouts[0].length: layouts for layouts in found})
-            return found
-        return the_one(known, sum(q_counts)), the_one(known, sum(kv_counts))
+        if known:
+            return the_one(known, sum(q_counts)), the_one(known, sum(kv_counts))
+        found = in_order(q_counts), in_order(kv_counts)
+        self._memory.keep({layouts[0].length: layouts for layouts in found})
+        return found

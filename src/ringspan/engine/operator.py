@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
 from ringspan.engine.walk import Call, backward
@@ -86,8 +87,13 @@ def _seat_of(ticket: Tensor) -> Seat:
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at operators. Nobody does in plain eager code, where the operator would only cost time."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether somebody looks at operators. Nobody does in plain eager code, where the operator would only cost time; nor does
+    torch's CommDebugMode, which counts messages, and would find none if they were hidden in an operator."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(type(mode).__name__ != "CommDebugMode" for mode in _get_current_dispatch_mode_stack())
 
 
 def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Tensor, scale: float) -> Partial:
