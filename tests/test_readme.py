@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import ringspan as rs
+from tests.torchrun import torchrun
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -53,12 +51,8 @@ def test_the_block_for_a_gpu() -> None:
 def test_the_training_script_gives_the_same_losses_on_any_number_of_processes(tmp_path: Path, processes: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(DISTRIBUTED[0], encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(script)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    # gloo's own threads now and then abort a process that has already said and done everything, ours or not.
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
-    losses = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    printed = torchrun(script, processes)
+    losses = [float(line.rsplit(" ", 1)[1]) for line in printed.splitlines() if line.startswith("step")]
     assert losses == pytest.approx(without_ringspan(), abs=2e-4)
 
 
