@@ -1,16 +1,17 @@
-"""Attention whose mask is what the call says: ``is_causal``, or everything."""
+"""Attention whose mask is what the call says: ``is_causal``, a ``block_mask``, or everything."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from ringspan.compat.balancers import Layouts
+from ringspan.compat.calls import Call, read
 from ringspan.compat.memory import memory_of, the_one
 from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import in_order
@@ -20,25 +21,6 @@ from ringspan.frontends.sdpa import AttentionCatcher
 from ringspan.layouts import Layout
 from ringspan.masks import causal, full
 from ringspan.transports import ProcessGroup
-
-SDPA = F.scaled_dot_product_attention
-
-
-class SdpaCall(NamedTuple):
-    """The arguments of SDPA, however they were passed."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def row(self, b: int) -> SdpaCall:
-        """One row of the batch."""
-        return self._replace(query=self.query[b : b + 1], key=self.key[b : b + 1], value=self.value[b : b + 1])
 
 
 class MaskFromTheCall(AttentionCatcher):
@@ -60,23 +42,23 @@ class MaskFromTheCall(AttentionCatcher):
             self._ready = [self._context(layout, layout, is_causal) for is_causal in (False, True)]
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not SDPA:
+        call = read(func, args, kwargs)
+        if call is None:
             return ContextParallel(self._group, full(0)).caught(func, args, kwargs)  # refuses other ways to attention by name
-        call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling():
             if not self._ready:
                 raise UnplannedAttention(
                     "only a block whose buffers are of one length can be traced: give it those, or do not compile"
                 )
             return self._ready[call.is_causal].caught(func, args, kwargs)
-        return self._planned(call)
+        return self._planned(func, call)
 
     @torch.compiler.disable  # a compiler that gave the caller up would try its luck with planning
-    def _planned(self, call: SdpaCall) -> Tensor:
+    def _planned(self, func: Any, call: Call) -> Any:
         layouts, kv_layouts = self._layouts(call.query, call.key)
         rows = max(len(layouts), len(kv_layouts))
         if rows == 1:
-            return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(SDPA, (), call._asdict())
+            return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(func, (), call.arguments())
         if call.query.ndim != 4 or call.query.shape[0] != rows:
             raise InputError(
                 f"the balancer has rearranged each of {rows} rows of the batch in its own way, but the queries have shape "
@@ -84,7 +66,8 @@ class MaskFromTheCall(AttentionCatcher):
             )
         pairs = zip(layouts * (rows // len(layouts)), kv_layouts * (rows // len(kv_layouts)), strict=True)
         contexts = [self._context(*pair, call.is_causal) for pair in pairs]
-        return torch.cat([context.caught(SDPA, (), call.row(b)._asdict()) for b, context in enumerate(contexts)])
+        results = [context.caught(func, (), call.row(b).arguments()) for b, context in enumerate(contexts)]
+        return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *results)
 
     def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
         lengths = layout.length, kv_layout.length

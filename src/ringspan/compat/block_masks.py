@@ -1,6 +1,6 @@
 """A BlockMask for one rank's queries over all keys, in the order in which the ranks hold them.
 
-The blocks are looked up, not computed again: a block of the share is skipped where all blocks that it takes tokens from
+The blocks are looked up, not computed again: a block of the share is hidden where all blocks that it takes tokens from
 are, full where they all are full, and asks cell by cell otherwise. No cell is looked at here, so it costs what blocks cost.
 
 Legend: B batch, H heads, Q and K blocks of queries and keys of the whole, I and J those of the share.
@@ -8,7 +8,6 @@ Legend: B batch, H heads, Q and K blocks of queries and keys of the whole, I and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,10 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ringspan.compat.balancers import Layouts
 from ringspan.errors import InputError
-
-SKIPPED, PARTIAL, FULL = range(3)
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from ringspan.masks.block_mask import FULL, HIDDEN, PARTIAL, kinds
+from ringspan.masks.settler import MaskMod
 
 # What a share was cut from, by its mask_mod, which it keeps through BlockMask.to() and the like.
 _wholes: WeakKeyDictionary[MaskMod, BlockMask] = WeakKeyDictionary()
@@ -33,10 +30,35 @@ def whole_of(block_mask: BlockMask) -> BlockMask:
     return _wholes.get(block_mask.mask_mod, block_mask)
 
 
+_rows: WeakKeyDictionary[BlockMask, dict[int, BlockMask]] = WeakKeyDictionary()
+
+
+def row_of(block_mask: BlockMask, row: int) -> BlockMask:
+    """The mask of one row of the batch, as a batch of its own; the same object every time, so that it is planned once."""
+    rows = _rows.setdefault(block_mask, {})
+    if row not in rows:
+        ask, own = block_mask.mask_mod, slice(row, row + 1) if block_mask.kv_num_blocks.shape[0] > 1 else slice(None)
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return ask(b + row, h, q_idx, kv_idx)
+
+        full_counts, full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        rows[row] = BlockMask.from_kv_blocks(
+            block_mask.kv_num_blocks[own],
+            block_mask.kv_indices[own],
+            None if full_counts is None else full_counts[own],
+            None if full is None else full[own],
+            BLOCK_SIZE=block_mask.BLOCK_SIZE,
+            mask_mod=mask_mod,
+            seq_lengths=block_mask.seq_lengths,
+        )
+    return rows[row]
+
+
 def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int) -> BlockMask:
     """This rank's queries over all keys, rank after rank."""
     q_len, kv_len = whole.seq_lengths
-    kinds_BHQK = _kinds(whole)
+    kinds_BHQK = kinds(whole)
     rows = kinds_BHQK.shape[0]
     if q_len != kv_len:
         raise InputError(f"a BlockMask of {q_len} queries and {kv_len} keys is not of one sequence: only such can be sharded")
@@ -65,18 +87,6 @@ def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int) -> BlockMask
     )
 
 
-def _kinds(mask: BlockMask) -> Tensor:
-    """Whether each block is skipped, partial or full, as a table."""
-    blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
-    kinds_BHQK = mask.kv_indices.new_full((*mask.kv_indices.shape[:3], blocks + 1), SKIPPED, dtype=torch.int8)
-    lists = [(mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)]
-    for counts, indices, kind in lists:
-        if counts is not None and indices is not None:
-            listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-            kinds_BHQK.scatter_(-1, indices.where(listed, blocks).long(), kind)
-    return kinds_BHQK[..., :blocks]
-
-
 def _in_blocks(tokens: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Tokens in rows of one block each; the last is filled up with its own last token, which no kernel will ask about."""
     padding = (0, -len(tokens) % size)
@@ -90,9 +100,9 @@ def _takes(tokens_by_block: NDArray[np.int64], size: int, blocks: int) -> Tensor
 
 
 def _of_share(kinds_BHQK: Tensor, takes_IQ: Tensor, takes_JK: Tensor) -> Tensor:
-    seen_BHIJ = takes_IQ @ (kinds_BHQK != SKIPPED).float() @ takes_JK.T > 0
+    seen_BHIJ = takes_IQ @ (kinds_BHQK != HIDDEN).float() @ takes_JK.T > 0
     lacks_BHIJ = takes_IQ @ (kinds_BHQK != FULL).float() @ takes_JK.T > 0
-    return torch.where(lacks_BHIJ, torch.where(seen_BHIJ, PARTIAL, SKIPPED), FULL)
+    return torch.where(lacks_BHIJ, torch.where(seen_BHIJ, PARTIAL, HIDDEN), FULL)
 
 
 def _listed(there_BHIJ: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,19 +48,19 @@ def block_mask(mask: BlockMask) -> Mask:
 
 def _sees(mask: BlockMask, batch: int, heads: int) -> MaskMod:
     """Blocks and mask_mod as one function of a pair."""
-    kind_BHQK, inner, (q_block, k_block) = _kinds(mask), mask.mask_mod, mask.BLOCK_SIZE
+    kind_BHQK, inner, (q_block, k_block) = kinds(mask), mask.mask_mod, mask.BLOCK_SIZE
     told_apart = [n > 1 for n in (batch, heads)]
-    kinds = kind_BHQK[tuple(slice(None) if apart else 0 for apart in told_apart)]
+    told = kind_BHQK[tuple(slice(None) if apart else 0 for apart in told_apart)]
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         member = [index for index, apart in zip((b, h), told_apart, strict=True) if apart]
-        kind = kinds[(*member, q // q_block, k // k_block)]
+        kind = told[(*member, q // q_block, k // k_block)]
         return (kind == FULL) | ((kind == PARTIAL) & inner(b, h, q, k))
 
     return sees
 
 
-def _kinds(mask: BlockMask) -> Tensor:
+def kinds(mask: BlockMask) -> Tensor:
     """What each block is."""
     import torch
 

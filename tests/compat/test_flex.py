@@ -1,0 +1,113 @@
+"""FlexAttention through torch's names: blocks and modules, every balancer, out, lse and gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from ringspan.compat import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    context_parallel,
+    context_parallel_unshard,
+)
+from tests.compat.jobs import assert_near, mesh_of_all, qkv
+from tests.compat.test_balancers import documents_mask
+from tests.conftest import Pools
+
+N, BLOCK = 160, 16
+
+
+def lengths_of_documents(count: int, seed: int) -> list[int]:
+    cuts = sorted(random.Random(seed).sample(range(1, N), count - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, N], strict=True)]
+
+
+DOCUMENTS = [lengths_of_documents(28, seed) for seed in (1, 2)]
+
+MASKS: dict[str, Callable[[], BlockMask]] = {
+    "causal": lambda: create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu", BLOCK_SIZE=BLOCK),
+    "28 documents a row": lambda: documents_mask(DOCUMENTS, block=BLOCK),
+}
+
+BALANCERS: dict[str, Callable[[BlockMask, int], _LoadBalancer | None]] = {
+    "none": lambda mask, world: None,
+    "head-tail": lambda mask, world: _HeadTailLoadBalancer(N, world, "cpu"),
+    "per document": lambda mask, world: _PerDocumentHeadTailLoadBalancer(DOCUMENTS, world, "cpu"),
+    "round robin": lambda mask, world: _PTRRLoadBalancer(mask, world),
+}
+
+
+class Flex(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+
+def bias(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Tells rows, heads and places apart."""
+    return score + 0.01 * (q - k) * (h + 1) - 0.1 * b
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> list[torch.Tensor]:
+    """Out, lse and the gradients of the sum of their squares, cell by cell in float64."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    index = [torch.arange(n) for n in (q.shape[0], q.shape[1], N, N)]
+    b, h, i, j = (x.reshape([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
+    scores = bias(q @ k.mT * q.shape[-1] ** -0.5, b, h, i, j)
+    scores = scores.masked_fill(~mask.mask_mod(b, h, i, j), float("-inf"))
+    out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    grads = torch.autograd.grad(out.square().sum() + lse.square().sum(), (q, k, v))
+    return [x.detach() for x in (out, lse, *grads)]
+
+
+def flex(rank: int, mask_name: str, balancer_name: str) -> None:
+    mesh, whole, mask = mesh_of_all(), qkv(N, heads=2), MASKS[mask_name]()
+    want = dense(*whole, mask)
+    balancer = BALANCERS[balancer_name](mask, mesh.size())
+    style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
+    attention = parallelize_module(Flex(), mesh, style)
+    *shares, share = _context_parallel_shard(mesh, [*whole, mask], [2, 2, 2, 0], balancer)
+    q, k, v = (x.requires_grad_() for x in shares)
+    out, aux = attention(q, key=k, value=v, score_mod=bias, block_mask=share, return_aux=AuxRequest(lse=True))
+    (out.square().sum() + aux.lse.square().sum()).backward()
+    got = context_parallel_unshard(mesh, [out, aux.lse, q.grad, k.grad, v.grad], [2] * 5, balancer)
+    for one, expected in zip(got, want, strict=True):
+        assert_near(one, expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_flex_attention_in_a_module(pools: Pools, mask: str, balancer: str, world: int) -> None:
+    if mask == "causal" and balancer == "per document":
+        pytest.skip("documents of a mask that has none")
+    pools(world).run(flex, mask, balancer)
+
+
+def in_a_block(rank: int, tokens: int) -> None:
+    """Sequences shorter than a block too; the mask is of the whole, since a block has nothing to shard it with."""
+    mesh, (q, k, v) = mesh_of_all(), qkv(tokens)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device="cpu")
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    everything = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        out, full = flex_attention(q, k, v, block_mask=mask), flex_attention(q, k, v)
+    got = context_parallel_unshard(mesh, [out, full], [2, 2])
+    assert_near(got[0], want)
+    assert_near(got[1], everything)
+
+
+@pytest.mark.parametrize("tokens", [9, 200])
+def test_flex_attention_in_a_block(pools: Pools, tokens: int) -> None:
+    pools(2).run(in_a_block, tokens)
