@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -27,7 +28,7 @@ def seated(mask: rs.Mask = MASK, name: str = "test") -> Seat:
     def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Plan, Call]:
         return plan, Call(kernel=cpu, scale=scale, head_dim=q.shape[-1])
 
-    return take_seat(name, prepare, InProcess(1).run, (0,))
+    return take_seat(name, Seat(prepare=prepare, run=InProcess(1).run, processes=(0,)))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,25 @@ def test_who_takes_a_seat_again_has_it() -> None:
     assert torch.equal(*found)
 
 
+def test_a_seat_is_found_again_when_a_later_one_of_its_name_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "_latest", OrderedDict())
+    q, k, v, *_ = case(MASK)
+    first = seated(MASK)
+    later = seated(rs.full(10))
+    found = attend_by_ticket(q, k, v, first.ticket, 0.3).out
+    operator._latest.clear()
+    del later
+    gc.collect()
+    assert not torch.equal(found, attend_by_ticket(q, k, v, first.ticket, 0.3).out)
+
+
 def test_seats_that_are_held_stay_and_others_go_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "MOST", 3)
+    monkeypatch.setattr(operator, "_latest", OrderedDict())
     q, k, v, *_ = case(MASK)
     held, dropped = seated(name="held"), seated(name="dropped").ticket
     attend_by_ticket(q, k, v, dropped, 0.3)
-    for i in range(len(operator._latest)):
+    for i in range(operator.MOST):
         seated(name=f"later {i}")
     gc.collect()
     attend_by_ticket(q, k, v, held.ticket, 0.3)

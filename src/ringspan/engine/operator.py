@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +32,10 @@ from ringspan.plans import Plan
 Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]
 
 
+# The seats of one ticket, by when they were taken. It is held by them alone, and goes with the last.
+Row: TypeAlias = "WeakValueDictionary[int, Seat]"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Seat:
     """A rank's place at a plan: how its calls are prepared, who moves its bytes, and between which processes.
@@ -41,7 +46,8 @@ class Seat:
     prepare: Prepare
     run: Run
     processes: tuple[int, ...]
-    ticket: Tensor | None
+    ticket: Tensor | None = None
+    row: Row | None = None
 
     def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float | None) -> Partial:
         """Attention of this rank, differentiable; as an operator where somebody looks."""
@@ -55,29 +61,32 @@ class Seat:
 
 
 # A seat lives as long as whoever took it (a ContextParallel), and the latest ones longer: a backward pass may come afterwards.
-_seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_rows: WeakValueDictionary[int, Row] = WeakValueDictionary()
 _latest: OrderedDict[int, Seat] = OrderedDict()
+_clock = count()
 MOST = 256
 
 
-def take_seat(name: str, prepare: Prepare, run: Run, processes: tuple[int, ...]) -> Seat:
-    """A seat whose ticket is a number that follows from ``name`` alone, in every process that takes it.
+def take_seat(name: str, place: Seat) -> Seat:
+    """The seat with a ticket, a number that follows from ``name`` alone, in every process that takes it.
 
-    Who takes a seat of the same name later takes the place of the first: after ``destroy_process_group`` a new group may well
-    have an old one's name.
+    Of several seats of one name the one that was taken last is found: after ``destroy_process_group`` a new group may well have
+    an old one's name.
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    ticket = torch.tensor(number, dtype=torch.int64, device="cpu")
-    seat = Seat(prepare=prepare, run=run, processes=processes, ticket=ticket)
+    row = _rows.setdefault(number, WeakValueDictionary())
+    seat = replace(place, ticket=torch.tensor(number, dtype=torch.int64, device="cpu"), row=row)
+    row[next(_clock)] = seat
     _latest.pop(number, None)
-    _seats[number] = _latest[number] = seat
+    _latest[number] = seat
     if len(_latest) > MOST:
         _latest.popitem(last=False)
     return seat
 
 
 def _seat_of(ticket: Tensor) -> Seat:
-    seat = _seats.get(int(ticket))
+    row = _rows.get(int(ticket))
+    seat = row[max(row)] if row else None
     if seat is None:
         raise InputError(
             f"no seat has ticket {int(ticket)}: the ContextParallel that this program was compiled or exported with is gone, "

@@ -5,7 +5,6 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Literal, overload
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringspan.engine import Call, Seat, shape_of, take_seat
+from ringspan.engine import Call, Seat, is_watched, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.shards import on_shards
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, mods_of, pick
@@ -78,10 +77,10 @@ def attention(
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
     """
     refuse_shards(plan.mask, score_mod, q)
-    place = seat(plan, group, backend)
-    if score_mod is not None:
-        # Nobody else can find this seat: a function has no name by which another process could.
-        place = replace(place, prepare=partial(place.prepare, score_mod=score_mod), ticket=None)
+    if is_watched() and score_mod is None:
+        place = seat(plan, group, backend)
+    else:  # nobody looks for it, or nobody could find it: a function has no name that other processes know
+        place = unnumbered(plan, as_process_group(group), backend, score_mod)
     result = attention_at(place, q, k, v, scale)
     return result if return_lse else result.out
 
@@ -105,7 +104,13 @@ def seat(plan: Plan, group: Group, backend: str) -> Seat:
     """Where the operator finds the plan. Compilers take the seat as they find it, and do not look into plans."""
     ranks = as_process_group(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
-    return take_seat(name, partial(prepared, plan, ranks, backend), ranks.run, tuple(ranks.ranks))
+    return take_seat(name, unnumbered(plan, ranks, backend))
+
+
+def unnumbered(plan: Plan, ranks: ProcessGroup, backend: str, score_mod: ScoreMod | None = None) -> Seat:
+    """A seat without a ticket."""
+    prepare = partial(prepared, plan, ranks, backend, score_mod=score_mod)
+    return Seat(prepare=prepare, run=ranks.run, processes=tuple(ranks.ranks))
 
 
 def prepared(
