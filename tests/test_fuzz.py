@@ -17,6 +17,7 @@ import torch
 import ringspan as rs
 from ringspan import plans
 from ringspan.cli import check, fuzz
+from ringspan.cli.mask_text import mask_of
 from ringspan.cli.trial import EXACT, Figure, Outcome, Results, compare, run_local, tensors, torch_alone
 from ringspan.engine import slots
 from ringspan.kernels import cpu, partial
@@ -96,7 +97,7 @@ def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
 
 
 def test_the_corners_are_among_them(cases: list[fuzz.Case]) -> None:
-    masks = [fuzz.mask_of(case.mask) for case in cases]
+    masks = [mask_of(case.mask) for case in cases]
     lengths = [n for mask in masks for n in mask.lengths]
     assert min(lengths) == 1
     assert 290 < max(lengths) <= 300
@@ -128,15 +129,6 @@ def test_a_case_comes_back_from_json(index: int) -> None:
 def test_what_is_not_a_case(text: str) -> None:
     with pytest.raises(rs.InputError, match="a case is a JSON object with seed"):
         fuzz.Case.from_json(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "causal(", "3", "nosuch(3)", "rs.causal(3)", "causal(3) and full(3)", "causal(*x)", "causal(open('x'))", "full(-1)"],
-)
-def test_what_is_not_a_mask(text: str) -> None:
-    with pytest.raises(rs.MaskError):
-        fuzz.mask_of(text)
 
 
 def test_only_one_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +179,7 @@ def test_how_far_off(is_: list[float], should: list[float], error: float) -> Non
 
 def test_torch_alone_has_no_nan_where_a_query_sees_nothing() -> None:
     case = dataclasses.replace(fuzz.draw(SEED, 0), mask="from_bands([(2, 4, 0, 3, -9, 9)], 6, 5)", dtype="bfloat16", lse=True)
-    mask = fuzz.mask_of(case.mask)
+    mask = mask_of(case.mask)
     alone = torch_alone(tensors(case, mask), torch.from_numpy(mask.dense()), case.scale)
     assert not any(x.isnan().any() for x in alone)
     assert alone.lse.isneginf()[0, 0].tolist() == [True, True, False, False, True, True]

@@ -6,16 +6,15 @@ and its tensors follow from its seed and index.
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
 
-import ringspan as rs
-from ringspan.errors import InputError, MaskError
+from ringspan.cli.mask_text import mask_of
+from ringspan.errors import InputError
 
 MAX_LENGTH = 300
 MAX_WORLD = 8
@@ -70,49 +69,6 @@ class Case:
             f"{layout(self.layout)}{keys}, {self.world} ranks | batch {self.batch}, {self.heads}/{self.kv_heads} heads, "
             f"{self.head_dim}/{self.v_dim} wide, {self.dtype}{scale}{', loss of lse too' if self.lse else ''}"
         )
-
-
-# -- masks as text -----------------------------------------------------------------------------------------------------
-
-_CALLS: dict[str, Callable[..., rs.Mask]] = {
-    "full": rs.full,
-    "causal": rs.causal,
-    "window": rs.window,
-    "documents": rs.documents,
-    "prefix": rs.prefix,
-    "chunked": rs.chunked,
-    "from_bands": rs.Mask.from_bands,
-}
-
-
-def mask_of(text: str) -> rs.Mask:
-    """The mask that an expression means. Nothing else is evaluated: calls of the constructors with plain values, ``& | - ~``.
-
-    >>> mask_of("causal(6) & ~window(left=2)")
-    <Mask causal(6) & ~window(left=2): 6 × 6, area 6, 1 band>
-    """
-
-    def build(node: ast.expr) -> rs.Mask:
-        match node:
-            case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-                return build(left) & build(right)
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return build(left) | build(right)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return build(left) - build(right)
-            case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                return ~build(operand)
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _CALLS:
-                named = {str(word.arg): ast.literal_eval(word.value) for word in words}
-                return _CALLS[name](*map(ast.literal_eval, args), **named)
-        raise MaskError(f"not a mask: {ast.unparse(node)!r} in {text!r}; there are {', '.join(_CALLS)} and & | - ~")
-
-    try:
-        return build(ast.parse(text, mode="eval").body)
-    except MaskError:
-        raise
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise MaskError(f"not a mask: {text!r} ({error})") from None
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.cli.fuzz import Case, mask_of
+from ringspan.cli.fuzz import Case
+from ringspan.cli.mask_text import mask_of
 from ringspan.kernels import wide
 from ringspan.kernels.reference import dense_attention
 from ringspan.plans import bytes_moved
