@@ -146,3 +146,14 @@ def test_a_plan_knows_its_cost() -> None:
     plan = rs.plan(rs.causal(64), world=4, rank=3, strategy="ring", layout="zigzag")
     assert plan.cost(SLOW, TINY).seconds == cost(plans(rs.causal(64), 4, "ring", "zigzag"), SLOW, TINY).seconds
     assert plan.cost("h200x8").peak_bytes > 0
+
+
+def test_a_sample_of_ranks_tells_what_they_do_and_says_that_it_is_one() -> None:
+    """Ranks of a zigzag causal mask do alike, so that half of them cost what all of them cost."""
+    everybody = plans(rs.causal(64), 8, "gather", "zigzag")
+    whole, some = cost(everybody, SLOW, TINY), cost(everybody[::3], SLOW, TINY)
+    assert (whole.is_exact, whole.ranks) == (True, tuple(range(8)))
+    assert (some.is_exact, some.ranks, some.world) == (False, (0, 3, 6), 8)
+    assert some.forward.end.shape[0] == 3
+    np.testing.assert_allclose(some.forward.end, whole.forward.end[::3])
+    np.testing.assert_allclose(some.backward.end, whole.backward.end[::3])

@@ -6,6 +6,8 @@ there::
 
     rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
              |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  the dots are exposed
+
+Where there are too many ranks to plan them all, a sample walks: a peer that is not in it keeps pace with the nearest that is.
 """
 
 from __future__ import annotations
@@ -46,11 +48,18 @@ class Timeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds and bytes of the slowest rank."""
+    """Seconds and bytes of the slowest rank. Rows of the timelines belong to ``ranks``: to all of the world, or to a sample."""
 
     forward: Timeline
     backward: Timeline
     peak_bytes: int
+    ranks: tuple[int, ...]
+    world: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every rank was walked, so that nothing but the model of the machine is an estimate."""
+        return len(self.ranks) == self.world
 
     @property
     def seconds(self) -> float:
@@ -63,33 +72,49 @@ class Cost:
 
 
 def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> Cost:
-    """What the plans of all ranks cost together."""
+    """What the plans of all ranks cost together, or what those of some ranks, in order, tell about it."""
     fitted = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
     forward, backward = (_walk(fitted, machine, shape, phase) for phase in PHASES)
     peak = max(peak_bytes(plan, shape, phase) for plan in fitted for phase in PHASES)
-    return Cost(forward=forward, backward=backward, peak_bytes=peak)
+    ranks = tuple(plan.rank for plan in fitted)
+    return Cost(forward=forward, backward=backward, peak_bytes=peak, ranks=ranks, world=fitted[0].world)
 
 
 def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) -> Timeline:
-    world, steps = len(plans), max(len(plan.program.steps(phase)) for plan in plans)
-    begin, computed, end = (np.zeros((world, steps)) for _ in range(3))
-    now = np.zeros(world)
+    steps = max(len(plan.program.steps(phase)) for plan in plans)
+    begin, computed, end = (np.zeros((len(plans), steps)) for _ in range(3))
+    now = np.zeros(len(plans))
+    row_of = _nearest(np.array([plan.rank for plan in plans]), plans[0].world)
     for n in range(steps):
         arrived = now.copy()
         begin[:, n] = now
-        for rank, plan in enumerate(plans):
+        for row, plan in enumerate(plans):
             mine = plan.program.steps(phase)
             if n >= len(mine):
                 continue
-            computed[rank, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in mine[n].tasks)
+            computed[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in mine[n].tasks)
             wire = _wire_seconds(plan, mine[n], machine, shape, phase)
             if wire:
-                peers = {t.peer for t in (*mine[n].sends, *mine[n].recvs)} | {rank}
-                arrived[rank] = max(now[peer] for peer in peers) + wire
+                peers = {row_of[t.peer] for t in (*mine[n].sends, *mine[n].recvs)} | {row}
+                arrived[row] = max(now[peer] for peer in peers) + wire
         computed[:, n] += now
         now = np.maximum(computed[:, n], arrived)
         end[:, n] = now
     return Timeline(begin, computed, end)
+
+
+def _nearest(ranks: NDArray[np.int64], world: int) -> list[int]:
+    """For each rank of the world, which of the given ones, in order, is nearest: itself, if it is among them.
+
+    >>> _nearest(np.array([0, 4, 5]), 6)
+    [0, 0, 0, 1, 1, 2]
+    """
+    everybody = np.arange(world)
+    after = np.minimum(np.searchsorted(ranks, everybody), len(ranks) - 1)
+    before = np.maximum(after - 1, 0)
+    is_nearer = np.abs(everybody - ranks[before]) <= np.abs(ranks[after] - everybody)
+    found: list[int] = np.where(is_nearer, before, after).tolist()
+    return found
 
 
 def _wire_seconds(plan: Plan, step: Step, machine: Hardware, shape: Shape, phase: Phase) -> float:
