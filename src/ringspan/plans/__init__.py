@@ -24,7 +24,7 @@ from ringspan.plans.hardware import hardware as named_hardware
 from ringspan.plans.hierarchical import Hierarchical
 from ringspan.plans.hybrid import Hybrid
 from ringspan.plans.pass_q import PassQ
-from ringspan.plans.ring import Ring
+from ringspan.plans.ring import Ring, block_reach
 from ringspan.plans.scene import Scene, needed_rows
 from ringspan.plans.shape import Shape, bytes_moved, peak_bytes
 from ringspan.plans.ulysses import Ulysses
@@ -148,7 +148,7 @@ def _plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, r
 
 def forget() -> None:
     """Empty all caches of planning, for those who measure it."""
-    for cache in (_plan_rank, needed_rows, named_layout, slot_contents):
+    for cache in (_plan_rank, needed_rows, block_reach, named_layout, slot_contents):
         cache.forget()
 
 

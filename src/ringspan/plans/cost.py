@@ -123,10 +123,10 @@ def _wire_seconds(plan: Plan, step: Step, machine: Hardware, shape: Shape, phase
     longest = 0.0
     for link, is_here in ((machine.within, True), (machine.between, False)):
         sizes = [
-            sum(
-                shape.transfer_bytes(t, phase, plan.program)
-                for t in ways
-                if t.peer != plan.rank and (t.peer // machine.per_node == node) == is_here
+            shape.total_bytes(
+                (t for t in ways if t.peer != plan.rank and (t.peer // machine.per_node == node) == is_here),
+                phase,
+                plan.program,
             )
             for ways in (step.sends, step.recvs)
         ]

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringspan.layouts import Layout
+from ringspan.masks import Mask
 from ringspan.plans.data import Program, Slot, Step, Task, Transfer
-from ringspan.plans.scene import Scene, bands_by_group, needed_rows
+from ringspan.plans.scene import Scene, bands_by_group, seen_ranks
+from ringspan.remember import remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Ring:
     def __call__(self, scene: Scene) -> Program:
         world, rank = scene.world, scene.rank
         rows = scene.kv_layout.counts
-        reach = _reach(scene)
+        reach = block_reach(scene.mask, scene.q_layout, scene.kv_layout)
         tiles = scene.seen()
         bands = bands_by_group(tiles.bands, tiles.k_rank)
         hops = max(reach)
@@ -82,11 +85,12 @@ class Ring:
         )
 
 
-def _reach(scene: Scene) -> list[int]:
+@remember(64)
+def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
     """For each block, how many steps the furthest rank that sees any of it is away."""
-    sees = needed_rows(scene.mask, scene.q_layout, scene.kv_layout) > 0
-    ranks = np.arange(scene.world)
-    distance = (ranks[:, None] - ranks[None, :]) % scene.world
+    sees = seen_ranks(mask, q_layout, kv_layout)
+    ranks = np.arange(q_layout.world)
+    distance = (ranks[:, None] - ranks[None, :]) % q_layout.world
     return [int(x) for x in np.where(sees, distance, 0).max(axis=0)]
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
-from ringspan.masks.table import K0, K1, Table
+from ringspan.masks.table import K0, K1, Q0, Q1, Table
 from ringspan.remember import remember
 
 Rows = tuple[tuple[int, int], ...]
@@ -56,6 +56,30 @@ def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.i
     np.add.at(total, pair, stop - start)
     total.setflags(write=False)
     return total.reshape(q_layout.world, q_layout.world)
+
+
+def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bool_]:
+    """A matrix: whether the queries of rank ``row`` see any key of rank ``column``.
+
+    What a run of queries sees through a tight band is a run of keys without gaps, and so a run of the keys' pieces: no tile is
+    needed for each two of thousands of ranks.
+    """
+    queries, keys = q_layout.pieces, kv_layout.pieces
+    if (queries.step[queries.size > 1] > 1).any() or (keys.step[keys.size > 1] > 1).any():
+        return needed_rows(mask, q_layout, kv_layout) > 0
+    i, j = tables.overlapping(queries.start, queries.start + queries.size, mask.table[:, Q0], mask.table[:, Q1])
+    band = mask.table[j]
+    band[:, Q0] = np.maximum(band[:, Q0], queries.start[i])
+    band[:, Q1] = np.minimum(band[:, Q1], (queries.start + queries.size)[i])
+    band, kept = tables.tighten_indexed(band)
+    order = np.argsort(keys.start)
+    owner, start = keys.owner[order], keys.start[order]
+    first = np.searchsorted(start, band[:, K0], side="right") - 1
+    last = np.searchsorted(start, band[:, K1], side="left")
+    sees = np.zeros((q_layout.world, kv_layout.world), dtype=np.bool_)
+    for rank, a, b in zip(queries.owner[i[kept]].tolist(), first.tolist(), last.tolist(), strict=True):
+        sees[rank, owner[a:b]] = True
+    return sees
 
 
 def union(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:

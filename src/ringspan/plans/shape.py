@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from ringspan.errors import InputError
 from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Transfer, What, side
 
 # What kernels ask of rows that they read where they lie.
 ROW_ALIGNMENT = 16
+
+WAYS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -51,9 +55,20 @@ class Shape:
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Bytes of a message: of the heads it names, or of all that its slot has."""
-        slots = program.kv_slots if side(transfer.what) == "kv" else program.q_slots
-        heads = slots[transfer.slot].heads if transfer.heads is None else transfer.heads[1] - transfer.heads[0]
-        return transfer.count * self.row_bytes(transfer.what, phase, heads)
+        return self.total_bytes((transfer,), phase, program)
+
+    def total_bytes(self, transfers: Iterable[Transfer], phase: Phase, program: Program) -> int:
+        """Bytes of many messages. Rows of one kind are counted first: a rank may have a message for each of thousands."""
+        rows: dict[tuple[What, int, tuple[int, int] | None], int] = {}
+        for t in transfers:
+            kind = t.what, t.slot, t.heads
+            rows[kind] = rows.get(kind, 0) + t.count
+        total = 0
+        for (what, slot, named), count in rows.items():
+            slots = program.kv_slots if side(what) == "kv" else program.q_slots
+            heads = slots[slot].heads if named is None else named[1] - named[0]
+            total += count * self.row_bytes(what, phase, heads)
+        return total
 
     def slot_bytes(self, slot: Slot, what: What, phase: Phase) -> int:
         return slot.rows * self.row_bytes(what, phase, slot.heads)
@@ -72,9 +87,8 @@ def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
 def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
     """What this rank sends and what it receives in a phase."""
     plan = plan.for_heads(shape.heads, shape.kv_heads)
-    sent = sum(shape.transfer_bytes(t, phase, plan.program) for t in plan.transfers(phase, "sends") if t.peer != plan.rank)
-    received = sum(shape.transfer_bytes(t, phase, plan.program) for t in plan.transfers(phase, "recvs") if t.peer != plan.rank)
-    return sent, received
+    sends, recvs = ([t for t in plan.transfers(phase, way) if t.peer != plan.rank] for way in WAYS)
+    return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
 
 
 def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
@@ -99,7 +113,7 @@ def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
     def messages(step: Step) -> int:
         apart = [t for t in step.sends if is_packed(t)]
         apart += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
-        return sum(shape.transfer_bytes(t, phase, program) for t in apart)
+        return shape.total_bytes(apart, phase, program)
 
     return [held + messages(step) for step in program.steps(phase)]
 
