@@ -13,6 +13,7 @@ from ringspan.errors import RingspanError
 # word -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 COMMANDS = {
     "demo": ("ringspan.cli.demo", "train a small language model on a sequence split over 4 processes, beside one process"),
+    "plan": ("ringspan.cli.plan", "which layout and strategy a mask should have on a machine, what it costs, and a report"),
     "check": ("ringspan.cli.check", "random masks, layouts and strategies against dense float64 attention"),
     "doctor": ("ringspan.cli.doctor", "what this machine has, and which kernel would serve which tensors"),
     "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `bench plan`, `bench rank`, `bench layouts`"),

@@ -62,7 +62,7 @@ def choose(
     for layout, strategy in product(sorted(layouts, key=lambda x: most_pairs[x.digest]), strategies):
         bound = _least_seconds(most_pairs[layout.digest], machine, shape)
         if bound >= fastest and not strategy.startswith(SPLIT_HEADS):
-            why = f"its busiest rank computes for {bound * 1e3:.3g} ms at best"
+            why = f"its busiest rank computes for {bound:.3g} s at best"
             found.append(Candidate(layout=layout, strategy=strategy, rejected=why))
             continue
         figures = cost(plans_of(layout, strategy), machine, shape)

@@ -1,0 +1,116 @@
+"""``ringspan plan``: which layout and strategy a mask should have on a machine, what that costs, and a report to look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ringspan.cli.mask_text import mask_at
+from ringspan.cli.plan.facts import facts
+from ringspan.cli.plan.page import page
+from ringspan.cli.plan.png import check_drawable, draw
+from ringspan.cli.plan.study import Question, Study, study
+from ringspan.cli.plan.text import shortened, text
+from ringspan.errors import InputError, PlanError
+from ringspan.plans import Shape, named_hardware
+from ringspan.plans.shape import ITEM_BYTES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = """examples
+  ringspan plan --mask "causal()" --seq-len 1048576 --world 64
+  ringspan plan --mask "documents(file=lengths.txt) & window(4096)" --world 16 --hardware h100x8 --html report.html
+  ringspan plan --mask "causal() & window(4096)" --seq-len 131072 --world 8 --layout contiguous --strategy exchange --rank 3
+
+No GPU, no tensors and no other processes are needed: the machine is a model, and a plan is data."""
+    what = parser.add_argument_group("what to attend to")
+    what.add_argument(
+        "--mask",
+        required=True,
+        metavar="TEXT",
+        help="as in Python: causal(), full(), window(LEFT), documents([700, 324]), documents(file=lengths.txt), "
+        "prefix(N, P), chunked(N, C), joined by & | - ~ and brackets",
+    )
+    what.add_argument("--seq-len", type=int, metavar="N", help="tokens, for masks that have no length of their own")
+    what.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
+    what.add_argument("--kv-heads", type=int, default=8, help="key heads (default 8)")
+    what.add_argument("--head-dim", type=int, default=128, help="how wide a head is (default 128)")
+    what.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
+    what.add_argument("--dtype", choices=[*ITEM_BYTES], default="bfloat16", help="of the tensors (default bfloat16)")
+    where = parser.add_argument_group("where to compute it")
+    where.add_argument("--world", type=int, required=True, metavar="P", help="ranks, one for each GPU")
+    where.add_argument(
+        "--hardware",
+        default="h200x8",
+        metavar="NAME",
+        help="a100, h100, h200 or b200, with the GPUs of a node behind an x, or a .json file of your own (default h200x8)",
+    )
+    where.add_argument("--layout", default="auto", help="who owns which tokens, if you know already (default: the fastest)")
+    where.add_argument("--strategy", default="auto", help="what travels, if you know already (default: the fastest)")
+    where.add_argument(
+        "--cost-ranks",
+        type=int,
+        metavar="N",
+        help="plan and cost this many ranks of each candidate (default: all up to 256, fewer beyond, and the report says so)",
+    )
+    show = parser.add_argument_group("what to show")
+    show.add_argument("--rank", type=int, default=0, metavar="R", help="whose steps to print (default 0)")
+    show.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    show.add_argument("--html", type=Path, metavar="FILE", help="also write a report to open in a browser; needs no network")
+    show.add_argument("--png", type=Path, metavar="FILE", help="also draw the mask and the timeline (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    asked, notes = _question(args)
+    if not 0 <= args.rank < asked.world:
+        raise PlanError(f"--rank must be one of 0 … {asked.world - 1}, not {args.rank}")
+    for path in (args.html, args.png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"cannot write {path}: there is no directory {path.absolute().parent}. Make it first")
+    if args.png is not None:
+        check_drawable(args.png)
+    found = study(asked)
+    told = facts(found)
+    told["notes"] = [*notes, *told["notes"]]
+    if args.html is not None:
+        args.html.write_text(page(found, told), encoding="utf-8")
+    if args.png is not None:
+        draw(args.png, found)
+    print(json.dumps(told) if args.json else _text(found, told, args))
+    return 0
+
+
+def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
+    for name in ("heads", "kv_heads", "head_dim", "batch", "world"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.heads % args.kv_heads:
+        raise InputError(f"--heads {args.heads} cannot share --kv-heads {args.kv_heads}: give a multiple of the key heads")
+    meant = mask_at(args.mask, args.seq_len)
+    if not meant.mask.area:
+        raise InputError(f"{args.mask!r} shows no query any key: there is nothing to plan")
+    shape = Shape(heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim, batch=args.batch, dtype=args.dtype)
+    question = Question(
+        mask=meant.mask,
+        world=args.world,
+        machine=named_hardware(args.hardware),
+        shape=shape,
+        layout=args.layout,
+        strategy=args.strategy,
+        most_ranks=args.cost_ranks,
+    )
+    return question, meant.notes
+
+
+def _text(found: Study, told: dict[str, object], args: argparse.Namespace) -> str:
+    written = [str(path) for path in (args.html, args.png) if path is not None]
+    return "\n".join(
+        [
+            text(told),
+            "",
+            shortened(found.plans[0].at(args.rank).explain(found.question.shape)),
+            *(f"\nwritten: {path}" for path in written),
+        ]
+    )

@@ -1,0 +1,93 @@
+"""What the page draws, as numbers: the mask, who sends what to whom, and what the ranks do when."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.cli.plan.picture import picture
+from ringspan.cli.plan.study import Study
+from ringspan.layouts import areas
+from ringspan.masks import table as tables
+from ringspan.plans.cost import Timeline
+from ringspan.plans.data import PHASES
+
+# The most ranks along a side of a drawing, and the most steps of a rank and phase. More of them are drawn together.
+MOST_RANKS = 64
+MOST_STEPS = 200
+
+
+def drawings(study: Study) -> dict[str, Any]:
+    plan = study.plans[0]
+    drawn = picture(study.question.mask, plan.q_layout, plan.kv_layout)
+    used, band = np.unique(drawn.runs.band, return_inverse=True)
+    rows = slowest_of_groups(study)
+    return {
+        "picture": {
+            **{name: getattr(drawn, name).tolist() for name in ("query", "key", "q_owner", "k_owner")},
+            "runs": np.stack([drawn.runs.row, drawn.runs.start, drawn.runs.stop, band], axis=1).tolist(),
+            "bands": [
+                [*row, area, int(number)]
+                for row, area, number in zip(
+                    study.question.mask.table[used].tolist(),
+                    tables.area(study.question.mask.table[used]).tolist(),
+                    used,
+                    strict=True,
+                )
+            ],
+            "areas": areas(study.question.mask, plan.q_layout).tolist(),
+        },
+        "traffic": traffic(study),
+        "timeline": {
+            "rows": rows,
+            "of_ranks": len(study.plans),
+            "forward": _segments(study.cost.forward, rows),
+            "backward": _segments(study.cost.backward, rows),
+        },
+    }
+
+
+def slowest_of_groups(study: Study) -> list[int]:
+    """Which of the costed ranks are drawn: all, or of each group of neighbours the one that is done last."""
+    done = study.cost.forward.end[:, -1] + study.cost.backward.end[:, -1]
+    groups = np.array_split(np.arange(len(done)), min(MOST_RANKS, len(done)))
+    return [int(group[np.argmax(done[group])]) for group in groups]
+
+
+def traffic(study: Study) -> dict[str, Any]:
+    """Bytes of both phases. Senders are all ranks, in groups if there are too many; or a sample of them, each by itself."""
+    world = study.question.world
+    to = _groups(world)
+    senders = _groups(world) if study.cost.is_exact else [(plan.rank, plan.rank + 1) for plan in study.plans]
+    group_of = np.repeat(np.arange(len(to)), [stop - start for start, stop in to]).tolist()
+    row_of = {plan.rank: group_of[plan.rank] if study.cost.is_exact else n for n, plan in enumerate(study.plans)}
+    total = np.zeros((len(senders), len(to)), dtype=np.int64)
+    for plan in study.plans:
+        for phase in PHASES:
+            parts: dict[int, list[Any]] = {}
+            for t in plan.transfers(phase, "sends"):
+                if t.peer != plan.rank:
+                    parts.setdefault(group_of[t.peer], []).append(t)
+            for group, transfers in parts.items():
+                total[row_of[plan.rank], group] += study.question.shape.total_bytes(transfers, phase, plan.program)
+    return {"from": senders, "to": to, "bytes": total.tolist()}
+
+
+def _groups(world: int) -> list[tuple[int, int]]:
+    """At most so many runs of neighbouring ranks."""
+    cuts = np.linspace(0, world, min(MOST_RANKS, world) + 1).round().astype(int).tolist()
+    return list(pairwise(cuts))
+
+
+def _segments(line: Timeline, rows: list[int]) -> list[list[list[float]]]:
+    """For each row its steps as (begin, computed, end); too many are drawn as fewer that compute and then wait."""
+    steps = line.begin.shape[1]
+    cuts = np.linspace(0, steps, min(MOST_STEPS, steps) + 1).round().astype(int)
+    begin = line.begin[rows][:, cuts[:-1]]
+    computing: NDArray[np.float64] = np.add.reduceat((line.computed - line.begin)[rows], cuts[:-1], axis=1)
+    end = line.end[rows][:, cuts[1:] - 1]
+    found: list[list[list[float]]] = np.stack([begin, begin + computing, end], axis=2).tolist()
+    return found

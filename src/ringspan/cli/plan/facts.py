@@ -1,0 +1,86 @@
+"""What a study found, as one plain object: the JSON for machines, and what text and page are written from."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+import ringspan as rs
+from ringspan.cli.plan.study import Study
+from ringspan.layouts import balance
+from ringspan.plans import Candidate, bytes_moved, peak_bytes
+from ringspan.plans.data import PHASES
+
+
+def facts(study: Study) -> dict[str, Any]:
+    """Seconds are those of the slowest rank that was costed; ``exact`` says whether all were."""
+    asked, cost, plan = study.question, study.cost, study.plans[0]
+    return {
+        "ringspan": rs.__version__,
+        "python": platform.python_version(),
+        "mask": {
+            "name": asked.mask.name,
+            "queries": asked.mask.lengths[0],
+            "keys": asked.mask.lengths[1],
+            "area": asked.mask.area,
+            "bands": len(asked.mask),
+            "share": asked.mask.area / max(1, asked.mask.lengths[0] * asked.mask.lengths[1]),
+        },
+        "world": asked.world,
+        "hardware": asdict(asked.machine),
+        "shape": asdict(asked.shape),
+        "chosen": {
+            **_candidate(study.best),
+            "digest": plan.digest,
+            "balance": balance(asked.mask, plan.q_layout),
+        },
+        "exact": cost.is_exact,
+        "costed_ranks": list(cost.ranks),
+        "candidates": [_candidate(candidate) for candidate in study.choice.candidates],
+        "ranks": _ranks(study),
+        "notes": list(study.notes),
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    """None where a candidate was rejected before it was costed."""
+    cost = candidate.cost
+    return {
+        "strategy": candidate.strategy,
+        "layout": candidate.layout.name,
+        "seconds": cost and cost.seconds,
+        "forward_s": cost and cost.forward.seconds,
+        "backward_s": cost and cost.backward.seconds,
+        "exposed_s": cost and cost.exposed_s,
+        "peak_bytes": cost and cost.peak_bytes,
+        "exact": cost and cost.is_exact,
+        "rejected": candidate.rejected,
+    }
+
+
+def _ranks(study: Study) -> list[dict[str, Any]]:
+    """Of each rank that was costed: what it owns, computes (over the mean of all ranks) and moves, and what it waits for."""
+    shape, lines = study.question.shape, (study.cost.forward, study.cost.backward)
+    computing = [(line.computed - line.begin).sum(axis=1) for line in lines]
+    exposed = np.sum([line.exposed for line in lines], axis=0)
+    rows = []
+    for row, plan in enumerate(study.plans):
+        moved = np.sum([bytes_moved(plan, shape, phase) for phase in PHASES], axis=0)
+        rows.append(
+            {
+                "rank": plan.rank,
+                "queries": plan.q_rows,
+                "keys": plan.kv_rows,
+                "work": plan.work,
+                "forward_computing_s": float(computing[0][row]),
+                "backward_computing_s": float(computing[1][row]),
+                "exposed_s": float(exposed[row]),
+                "sent_bytes": int(moved[0]),
+                "received_bytes": int(moved[1]),
+                "peak_bytes": max(peak_bytes(plan, shape, phase) for phase in PHASES),
+            }
+        )
+    return rows

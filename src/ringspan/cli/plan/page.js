@@ -1,0 +1,328 @@
+"use strict";
+// Draws the report from the JSON beside it. Every drawing takes its colours from the style sheet and is drawn anew when the
+// window or the scheme changes; all words go into the page as text, never as HTML.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const LABEL = "12px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
+const byId = (id) => document.getElementById(id);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const whole = (n) => n.toLocaleString("en-US");
+
+function short(x) { return x >= 100 ? whole(Math.round(x)) : String(Number(x.toPrecision(3))); }
+function seconds(x) {
+  for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) if (x >= size) return short(x / size) + " " + unit;
+  return x ? (x / 1e-6).toPrecision(2) + " µs" : "0 s";
+}
+function bytes(x) {
+  for (const [unit, power] of [["TiB", 40], ["GiB", 30], ["MiB", 20], ["KiB", 10]])
+    if (x >= 2 ** power) return short(x / 2 ** power) + " " + unit;
+  return x + " B";
+}
+function ranks([start, stop]) { return stop - start === 1 ? "rank " + start : "ranks " + start + "–" + (stop - 1); }
+
+// -- words and tables ---------------------------------------------------------------------------------------------------
+
+function put(parent, tag, text, kind) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (kind) made.className = kind;
+  parent.append(made);
+  return made;
+}
+
+function summary() {
+  const { chosen, mask, shape, hardware } = data;
+  byId("title").textContent = `${chosen.strategy} on ${chosen.layout}`;
+  byId("basis").textContent = "Figures are " + data.basis + ".";
+  const facts = [
+    ["forward and backward", seconds(chosen.seconds)],
+    ["of it waiting for the wire", seconds(chosen.exposed_s)],
+    ["buffers, fullest rank", bytes(chosen.peak_bytes)],
+    ["balance, busiest ÷ mean", chosen.balance.toFixed(3)],
+    ["ranks", `${whole(data.world)} × ${hardware.name}, ${hardware.per_node} a node`, "words"],
+    ["tokens", mask.queries === mask.keys ? whole(mask.queries) : `${whole(mask.queries)} × ${whole(mask.keys)}`],
+    ["mask", mask.name, "words"],
+    ["tensors", `${shape.heads} heads, ${shape.kv_heads} key heads, ${shape.head_dim} wide, ${shape.dtype}`, "words"],
+  ];
+  for (const [name, value, kind] of facts) {
+    const box = put(byId("summary"), "div");
+    put(box, "dt", name);
+    put(box, "dd", value, kind);
+  }
+  for (const note of data.notes) put(byId("notes"), "li", note);
+  byId("made").textContent = `ringspan ${data.ringspan}, plan ${chosen.digest}. The machine: ${hardware.source}.`;
+}
+
+function table(id, columns, rows, kindOf) {
+  const head = put(put(byId(id), "thead"), "tr");
+  for (const [name, , kind] of columns) put(head, "th", name, kind);
+  const body = put(byId(id), "tbody");
+  for (const row of rows) {
+    const line = put(body, "tr", undefined, kindOf(row));
+    for (const [, value, kind] of columns) put(line, "td", value(row), kind);
+  }
+}
+
+function tables() {
+  const known = (show, key) => (row) => (row[key] === null ? "–" : show(row[key]));
+  table("candidates", [
+    ["strategy", (c) => c.strategy, "words"], ["layout", (c) => c.layout, "words"],
+    ["forward", known(seconds, "forward_s")], ["backward", known(seconds, "backward_s")],
+    ["wire shows", known(seconds, "exposed_s")], ["buffers", known(bytes, "peak_bytes")],
+    ["figures", (c) => (c.exact === null ? "–" : c.exact ? "exact" : "sampled")],
+    ["why not", (c) => c.rejected || "", "words reason"],
+  ], data.candidates, (c) => (c === data.candidates[0] ? "chosen" : c.rejected ? "rejected" : ""));
+  table("ranks", [
+    ["rank", (r) => r.rank], ["queries", (r) => whole(r.queries)], ["keys", (r) => whole(r.keys)],
+    ["work ÷ mean", (r) => r.work.toFixed(3)],
+    ["computing", (r) => seconds(r.forward_computing_s + r.backward_computing_s)],
+    ["waiting", (r) => seconds(r.exposed_s)],
+    ["sent", (r) => bytes(r.sent_bytes)], ["received", (r) => bytes(r.received_bytes)], ["buffers", (r) => bytes(r.peak_bytes)],
+  ], data.ranks, () => "");
+}
+
+// -- drawing ------------------------------------------------------------------------------------------------------------
+
+function canvas(id, heightFor) {
+  const element = byId(id), width = Math.max(280, element.clientWidth), height = heightFor(width);
+  const ratio = window.devicePixelRatio || 1;
+  element.width = Math.round(width * ratio);
+  element.height = Math.round(height * ratio);
+  element.style.height = height + "px";
+  const pen = element.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.font = LABEL;
+  pen.textBaseline = "middle";
+  return { element, pen, width, height };
+}
+
+function hover(element, words) {
+  const tip = byId("tip");
+  element.onmousemove = (event) => {
+    const box = element.getBoundingClientRect();
+    const said = words(event.clientX - box.left, event.clientY - box.top);
+    tip.hidden = !said;
+    if (!said) return;
+    tip.textContent = said;
+    tip.style.left = Math.max(4, Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8)) + "px";
+    tip.style.top = Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 8) + "px";
+  };
+  element.onmouseleave = () => { tip.hidden = true; };
+}
+
+function label(pen, text, x, y, align, name) {
+  pen.fillStyle = colour(name || "quiet");
+  pen.textAlign = align;
+  pen.fillText(text, x, y);
+}
+
+// Told apart by most eyes; more ranks take turns round the colour wheel, light and dark by turns.
+const BRIGHT = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377"];
+function rankColour(rank) {
+  return data.world <= BRIGHT.length ? BRIGHT[rank] : `hsl(${(360 * rank) / data.world} 60% ${42 + 16 * (rank % 2)}%)`;
+}
+
+// A drawing of so many cells, each as large as a pixel, brought to its size: without seams, whatever the two sizes are.
+function stretch(pen, columns, rows, x, y, width, height, draw) {
+  if (!columns || !rows) return;
+  const small = document.createElement("canvas");
+  small.width = columns;
+  small.height = rows;
+  draw(small.getContext("2d"));
+  const grows = columns * 2 < width || rows * 2 < height;
+  pen.imageSmoothingEnabled = !grows;
+  pen.drawImage(small, x, y, width, height);
+}
+
+function rounded(n) { return n >= 1e6 ? short(n / 2 ** 20) + "Mi" : n >= 1e4 ? short(n / 2 ** 10) + "Ki" : whole(n); }
+
+function drawMask() {
+  const { query, key, q_owner, k_owner, runs, bands, areas } = data.drawings.picture;
+  const left = 56, top = 24, right = 14, strip = 8;
+  const { element, pen, width } = canvas("mask", (w) => w - left - right + top + 14);
+  const side = width - left - right, cellW = side / key.length, cellH = side / query.length;
+  pen.fillStyle = colour("paper");
+  pen.fillRect(left, top, side, side);
+  const seen = new Map();
+  let cells = 0;
+  for (const [row, start, stop, band] of runs) {
+    cells += stop - start;
+    if (!seen.has(row)) seen.set(row, []);
+    seen.get(row).push([start, stop, band]);
+  }
+  stretch(pen, key.length, query.length, left, top, side, side, (cell) => {
+    for (const [row, start, stop] of runs) {
+      cell.fillStyle = rankColour(q_owner[row]);
+      for (let a = start, b; a < stop; a = b) {
+        const own = k_owner[a] === q_owner[row];
+        for (b = a + 1; b < stop && (k_owner[b] === q_owner[row]) === own;) b += 1;
+        cell.globalAlpha = own ? 1 : 0.42;
+        cell.fillRect(a, row, b - a, 1);
+      }
+    }
+  });
+  const paint = (cell, owner, place) => owner.forEach((rank, n) => { cell.fillStyle = rankColour(rank); cell.fillRect(...place(n), 1, 1); });
+  stretch(pen, 1, query.length, left - strip - 2, top, strip, side, (cell) => paint(cell, q_owner, (n) => [0, n]));
+  stretch(pen, key.length, 1, left, top - strip - 2, side, strip, (cell) => paint(cell, k_owner, (n) => [n, 0]));
+  pen.strokeStyle = colour("line");
+  pen.strokeRect(left - 0.5, top - 0.5, side + 1, side + 1);
+  for (const part of [0, 0.25, 0.5, 0.75, 1]) {
+    label(pen, rounded(Math.round(part * data.mask.queries)), left - strip - 6, top + part * side, "right");
+    const at = part === 0 ? "left" : part === 1 ? "right" : "center";
+    label(pen, rounded(Math.round(part * data.mask.keys)), left + part * side, 6, at);
+  }
+  hover(element, (x, y) => {
+    const row = Math.floor((y - top) / cellH), column = Math.floor((x - left) / cellW);
+    if (!(row in q_owner) || !(column in k_owner)) return null;
+    const rank = q_owner[row], share = areas[rank] / data.mask.area;
+    const words = [`query ${whole(query[row])} of rank ${rank}, key ${whole(key[column])} of rank ${k_owner[column]}`];
+    const hit = (seen.get(row) || []).find(([start, stop]) => start <= column && column < stop);
+    if (hit) {
+      const [q0, q1, k0, k1, lo, hi, area, number] = bands[hit[2]];
+      words.push(`band ${number}: queries ${whole(q0)}–${whole(q1 - 1)}, keys ${whole(k0)}–${whole(k1 - 1)}, ` +
+        `${whole(lo)} ≤ key − query ≤ ${whole(hi)}, area ${whole(area)}`);
+    } else words.push("not visible");
+    words.push(`rank ${rank}: ${whole(areas[rank])} pairs, ${(100 * share).toPrecision(3)}% of all`);
+    return words.join("\n");
+  });
+  return cells;
+}
+
+function drawTraffic() {
+  const { from, to, bytes: sent } = data.drawings.traffic;
+  const most = Math.max(1, ...sent.flat());
+  const grouped = to[0][1] - to[0][0] > 1;
+  byId("traffic-words").textContent = "Forward and backward together; a row sends to a column. " +
+    (data.exact ? (grouped ? "Neighbouring ranks are drawn together. " : "") : "Rows are the ranks of the sample, columns all ranks. ") +
+    (data.exact ? "Exact. " : "Exact for these rows. ") + `Darkest: ${bytes(most)}.`;
+  const left = 56, top = 24, right = 14;
+  const { element, pen, width } = canvas("traffic", (w) => w - left - right + top + 14);
+  const side = width - left - right, cellW = side / to.length, cellH = side / from.length;
+  pen.fillStyle = colour("paper");
+  pen.fillRect(left, top, side, side);
+  let cells = 0;
+  sent.forEach((row, i) => row.forEach((value, j) => {
+    if (!value) return;
+    cells += 1;
+    pen.fillStyle = `rgba(${colour("traffic")}, ${0.12 + 0.88 * Math.sqrt(value / most)})`;
+    const gap = cellW > 6 ? 1 : 0;
+    pen.fillRect(left + j * cellW, top + i * cellH, cellW - gap, cellH - gap);
+  }));
+  pen.strokeStyle = colour("line");
+  pen.strokeRect(left - 0.5, top - 0.5, side + 1, side + 1);
+  every(from.length, side).forEach((i) => label(pen, String(from[i][0]), left - 6, top + (i + 0.5) * cellH, "right"));
+  every(to.length, side, 36).forEach((j) => label(pen, String(to[j][0]), left + (j + 0.5) * cellW, 12, "center"));
+  hover(element, (x, y) => {
+    const i = Math.floor((y - top) / cellH), j = Math.floor((x - left) / cellW);
+    return i in from && j in to ? `${ranks(from[i])} → ${ranks(to[j])}: ${bytes(sent[i][j])}` : null;
+  });
+  return cells;
+}
+
+// Which of so many rows or columns have room for a label.
+function every(count, room, least = 16) {
+  const step = Math.max(1, Math.ceil((count * least) / room));
+  return Array.from({ length: Math.ceil(count / step) }, (_, n) => n * step);
+}
+
+function rowsOf() {
+  const { rows, of_ranks } = data.drawings.timeline;
+  const chosen = rows.map((row) => data.ranks[row]);
+  const words = rows.length < of_ranks ? `Of every ${Math.round(of_ranks / rows.length)} neighbours, the one that is done last. ` : "";
+  return { chosen, words: words + (data.exact ? "" : "Ranks of the sample only. ") };
+}
+
+function timeAxis(pen, left, side, y, total) {
+  pen.strokeStyle = colour("line");
+  const rough = total / 6, size = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * size).find((n) => n >= rough);
+  for (let t = 0; t <= total * 1.0001; t += step) {
+    const x = left + (t / total) * side;
+    label(pen, seconds(Number(t.toPrecision(6))), x, y + 12, x > left + side - 30 ? "right" : "center");
+    pen.beginPath(); pen.moveTo(x, y); pen.lineTo(x, y + 4); pen.stroke();
+  }
+}
+
+function drawLoad() {
+  const { chosen, words } = rowsOf();
+  const total = data.chosen.seconds, left = 62, tall = chosen.length > 32 ? 9 : 16, right = 14;
+  byId("load-words").textContent = words + "One bar for each rank, as long as the slowest takes.";
+  const { element, pen, width } = canvas("load", () => chosen.length * tall + 30);
+  const side = width - left - right;
+  chosen.forEach((rank, n) => {
+    let x = left;
+    const part = (name, value) => {
+      const size = (value / total) * side;
+      pen.fillStyle = colour(name);
+      pen.fillRect(x, n * tall + 1, size, tall - 2);
+      x += size;
+    };
+    part("forward", rank.forward_computing_s);
+    part("backward", rank.backward_computing_s);
+    part("exposed", rank.exposed_s);
+    part("idle", Math.max(0, ((left + side - x) / side) * total));
+  });
+  every(chosen.length, chosen.length * tall).forEach((n) =>
+    label(pen, "rank " + chosen[n].rank, left - 6, (n + 0.5) * tall, "right"));
+  timeAxis(pen, left, side, chosen.length * tall + 2, total);
+  hover(element, (x, y) => {
+    const rank = chosen[Math.floor(y / tall)];
+    return rank ? `rank ${rank.rank}\ncomputing ${seconds(rank.forward_computing_s)} forward, ` +
+      `${seconds(rank.backward_computing_s)} backward\nwaiting for the wire ${seconds(rank.exposed_s)}\n` +
+      `sent ${bytes(rank.sent_bytes)}, received ${bytes(rank.received_bytes)}` : null;
+  });
+  return chosen.length;
+}
+
+function drawTimeline() {
+  const { forward, backward } = data.drawings.timeline, { chosen } = rowsOf();
+  const total = data.chosen.seconds, left = 62, right = 14, tall = chosen.length > 32 ? 9 : 18;
+  const { element, pen, width } = canvas("timeline", () => chosen.length * tall + 30);
+  const side = width - left - right, at = (t) => left + (t / total) * side;
+  const phases = [["forward", forward, 0], ["backward", backward, data.chosen.forward_s]];
+  let steps = 0;
+  for (const [name, rows, from] of phases) {
+    rows.forEach((segments, n) => segments.forEach(([begin, computed, end]) => {
+      if (end <= begin) return;
+      steps += 1;
+      pen.fillStyle = colour(name);
+      const x = at(from + begin), middle = at(from + computed), gap = at(from + end) - x > 4 ? 1 : 0;
+      pen.fillRect(x, n * tall + 1, Math.max(0, middle - x - gap), tall - 2);
+      pen.fillStyle = colour("exposed");
+      pen.fillRect(middle - gap, n * tall + 1, at(from + end) - middle, tall - 2);
+    }));
+  }
+  pen.strokeStyle = colour("ink");
+  pen.setLineDash([4, 3]);
+  pen.beginPath(); pen.moveTo(at(data.chosen.forward_s), 0); pen.lineTo(at(data.chosen.forward_s), chosen.length * tall); pen.stroke();
+  pen.setLineDash([]);
+  every(chosen.length, chosen.length * tall).forEach((n) =>
+    label(pen, "rank " + chosen[n].rank, left - 6, (n + 0.5) * tall, "right"));
+  timeAxis(pen, left, side, chosen.length * tall + 2, total);
+  hover(element, (x, y) => {
+    const n = Math.floor(y / tall), t = ((x - left) / side) * total;
+    if (!chosen[n] || t < 0) return null;
+    for (const [name, rows, from] of phases) {
+      const step = rows[n].findIndex(([begin, , end]) => from + begin <= t && t < from + end);
+      if (step < 0) continue;
+      const [begin, computed, end] = rows[n][step];
+      return `rank ${chosen[n].rank}, ${name}, part ${step + 1} of ${rows[n].length}\nfrom ${seconds(from + begin)}: computing ` +
+        `${seconds(computed - begin)}, then waiting for the wire ${seconds(end - computed)}`;
+    }
+    return `rank ${chosen[n].rank} is done`;
+  });
+  return steps;
+}
+
+// What was drawn is written where tests, and people who wonder, can read it.
+function drawAll() {
+  const drawn = { mask: drawMask(), traffic: drawTraffic(), load: drawLoad(), timeline: drawTimeline() };
+  for (const [name, count] of Object.entries(drawn)) byId(name).dataset.drawn = count;
+}
+
+summary();
+tables();
+drawAll();
+let waiting;
+window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 100); });
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

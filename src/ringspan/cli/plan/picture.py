@@ -1,0 +1,84 @@
+"""A mask as a small picture, read off its bands: every row of it is what one query sees, so that no length is too long."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ringspan as rs
+from ringspan.layouts import Layout
+from ringspan.masks import table as tables
+from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1
+
+Ints = NDArray[np.int64]
+
+# The most cells along a side. A longer sequence is thinned: a cell then stands for the token in its middle.
+MOST_CELLS = 640
+
+
+class Runs(NamedTuple):
+    """Cells ``[start, stop)`` of a row that are seen through a band, a column each."""
+
+    row: Ints
+    start: Ints
+    stop: Ints
+    band: Ints
+
+
+class Picture(NamedTuple):
+    """The tokens that the rows and columns of a picture stand for, who owns them, and what is seen."""
+
+    query: Ints
+    key: Ints
+    q_owner: Ints
+    k_owner: Ints
+    runs: Runs
+
+    def seen(self) -> NDArray[np.bool_]:
+        """The picture cell by cell."""
+        edges = np.zeros((len(self.query), len(self.key) + 1), dtype=np.int64)
+        np.add.at(edges, (self.runs.row, self.runs.start), 1)
+        np.add.at(edges, (self.runs.row, self.runs.stop), -1)
+        cells: NDArray[np.bool_] = np.cumsum(edges, axis=1)[:, :-1] > 0
+        return cells
+
+
+def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MOST_CELLS) -> Picture:
+    """A run too thin for a cell still gets one: a narrow window is a line, not nothing.
+
+    >>> layout = rs.Layout([[(0, 2)], [(2, 4)]])
+    >>> picture(rs.causal(4), layout, layout).seen().astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    q_len, k_len = mask.lengths
+    query, key = _middles(q_len, most), _middles(k_len, most)
+    row, band = tables.overlapping(query, query + 1, mask.table[:, Q0], mask.table[:, Q1])
+    _, _, k0, k1, lo, hi = mask.table[band][:, [Q0, Q1, K0, K1, LO, HI]].T
+    first, last = np.maximum(k0, query[row] + lo), np.minimum(k1 - 1, query[row] + hi)
+    columns = max(1, len(key))
+    start = first * columns // max(1, k_len)
+    stop = np.maximum(-(-(last + 1) * columns // max(1, k_len)), start + 1)
+    seen = last >= first
+    found = np.unique(np.stack([row, start, stop, band], axis=1)[seen], axis=0)
+    # Of runs that cover the same cells, as those of crowds of tiny documents do, one is enough.
+    _, kept = np.unique(found[:, :3], axis=0, return_index=True)
+    return Picture(query, key, owners_of(q_layout, query), owners_of(kv_layout, key), Runs(*found[kept].T))
+
+
+def owners_of(layout: Layout, token: Ints) -> Ints:
+    """The rank that owns each of these tokens."""
+    p = layout.pieces
+    if (p.step[p.size > 1] > 1).any():
+        behind = token[:, None] - p.start[None, :]
+        held = (behind >= 0) & (behind % p.step == 0) & (behind < p.size * p.step)
+        return p.owner[held.argmax(axis=1)]
+    order = np.argsort(p.start)
+    return p.owner[order[np.searchsorted(p.start[order], token, side="right") - 1]]
+
+
+def _middles(length: int, most: int) -> Ints:
+    """The token in the middle of each of at most so many equal parts."""
+    cells = min(length, most)
+    return (2 * np.arange(cells, dtype=np.int64) + 1) * length // (2 * max(1, cells))

@@ -1,0 +1,237 @@
+"""``ringspan plan``: text, JSON, page and picture tell what the cost model says; questions that cannot be are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringspan as rs
+from ringspan.cli.main import main
+from ringspan.cli.plan import drawings, png
+from ringspan.cli.plan.study import MANY_RANKS, Question, Study, sample, study
+from ringspan.layouts import LAYOUTS, areas, named_layout
+from ringspan.plans import HARDWARE, best_on, bytes_moved
+from ringspan.plans.data import PHASES
+from tests.cli.plan import browser
+
+SHAPE = rs.Shape(heads=8, kv_heads=2, head_dim=64)
+TENSORS = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64")
+
+
+def question(mask: rs.Mask, world: int, **options: Any) -> Question:
+    return Question(mask=mask, world=world, machine=HARDWARE["h200"], shape=SHAPE, **options)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_what_the_cost_model_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--mask", "documents([900, 3000, 196]) & window(700)", "--world", "4", *TENSORS)
+    mask = rs.documents([900, 3000, 196]) & rs.window(left=700)
+    choice = best_on(mask, world=4, hardware="h200x8", shape=SHAPE)
+    assert [(c["strategy"], c["layout"], c["rejected"]) for c in found["candidates"]] == [
+        (c.strategy, c.layout.name, c.rejected) for c in choice.candidates
+    ]
+    assert choice.best.cost is not None
+    assert found["chosen"]["seconds"] == choice.best.cost.seconds
+    assert (found["exact"], found["costed_ranks"]) == (True, [0, 1, 2, 3])
+    assert found["mask"]["area"] == mask.area
+    assert sum(rank["work"] for rank in found["ranks"]) == pytest.approx(4)
+    assert sum(r["sent_bytes"] for r in found["ranks"]) == sum(r["received_bytes"] for r in found["ranks"])
+
+
+def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mask", "window(100)", "--seq-len", "4096", "--world", "4", "--layout", "zigzag", "--rank", "2", *TENSORS]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert " on zigzag: " in text.splitlines()[0]
+    assert "exact: all 4 ranks" in text
+    assert "note      window(left=100) hides no later key" in text
+    assert "contiguous" not in text
+    assert "rank 2 of 4" in text
+    assert "peak buffers" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mask", "causal()"], "say at which with --seq-len"),
+        (["--mask", "causal(8)", "--seq-len", "9"], "leave --seq-len out"),
+        (["--mask", "cusal(8)"], "there are full, causal, window"),
+        (["--mask", "causal(8) & ~causal(8)"], "nothing to plan"),
+        (["--mask", "causal(8)", "--rank", "2"], r"--rank must be one of 0 … 1"),
+        (["--mask", "causal(8)", "--layout", "zagzig"], "there are contiguous"),
+        (["--mask", "causal(8)", "--strategy", "rong"], "there are ring"),
+        (["--mask", "causal(8)", "--hardware", "h300"], "there are a100"),
+        (["--mask", "causal(8)", "--heads", "12"], "multiple of the key heads"),
+        (["--mask", "causal(8)", "--head-dim", "0"], "--head-dim must be at least 1"),
+        (["--mask", "causal(8)", "--html", "/nowhere/report.html"], "no directory /nowhere"),
+        (["--mask", "causal(8)", "--cost-ranks", "0"], "--cost-ranks must be at least 1"),
+    ],
+)
+def test_a_question_that_cannot_be_is_told_what_to_do(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--world", "2", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_thousands_of_steps_are_not_printed_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mask", "causal(4096)", "--world", "64", "--layout", "zigzag", "--strategy", "ring", "--cost-ranks", "2"]
+    assert main(["plan", *words, *TENSORS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line.split()[1] for line in lines if line.startswith("step ")]
+    assert steps == ["0", "1", "2", "3", "4", "5", "6", "7", "62", "63", "0", "1", "2", "3", "4", "5", "6", "7", "63", "64"]
+    assert sum(line.startswith("… 54 more steps") for line in lines) == 1
+    assert sum(line.startswith("… 55 more steps") for line in lines) == 1
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 39, 40, 99])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_sample_has_the_size_asked_for_and_the_busiest_rank(layout: str, most: int) -> None:
+    mask = rs.documents([300, 1000, 11])
+    made, _ = named_layout(layout, mask, 40)
+    ranks = sample(mask, made, most)
+    assert len(ranks) == min(most, 40)
+    assert sorted(set(ranks)) == list(ranks)
+    assert set(ranks) <= set(range(40))
+    assert int(areas(mask, made).argmax()) in ranks
+
+
+def test_what_is_sampled_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mask", "causal(4096)", "--world", "32", "--cost-ranks", "6", *TENSORS]
+    found = told(capsys, *words)
+    assert found["exact"] is False
+    assert len(found["costed_ranks"]) == len(found["ranks"]) == 6
+    assert not any(c["exact"] for c in found["candidates"])
+    assert main(["plan", *words]) == 0
+    assert "sampled: 6 of 32 ranks" in capsys.readouterr().out
+
+
+def test_thousands_of_ranks_say_what_was_not_tried() -> None:
+    found = study(question(rs.causal(2**16), MANY_RANKS * 2, strategy="exchange(stages=1)", most_ranks=3))
+    assert [c.layout.name for c in found.choice.candidates] == ["zigzag", "contiguous"]
+    assert "balanced was not tried" in found.notes[0]
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "mask",
+    [rs.causal(23) & rs.window(left=5), rs.documents([9, 1, 13]), rs.causal(23) - rs.chunked(23, 4)],
+    ids=["window", "documents", "hole"],
+)
+def test_a_small_picture_is_the_dense_mask(mask: rs.Mask, layout: str) -> None:
+    made, _ = named_layout(layout, mask, 4)
+    drawn = drawings.picture(mask, made, made)
+    assert np.array_equal(drawn.seen(), mask.dense())
+    assert all(token in made.positions(rank) for token, rank in zip(drawn.query, drawn.q_owner, strict=True))
+
+
+def test_a_large_picture_has_every_row_that_its_query_has() -> None:
+    mask = rs.documents([5000, 3, 7000, 997]) & rs.window(left=40)
+    layout, _ = named_layout("zigzag", mask, 8)
+    drawn = drawings.picture(mask, layout, layout, most=100)
+    dense = mask.dense()[drawn.query]
+    in_cells = dense.reshape(100, 100, -1).any(axis=2)
+    assert np.array_equal(drawn.seen(), in_cells)
+
+
+@pytest.mark.parametrize(("world", "most"), [(5, None), (96, None), (96, 7)])
+def test_traffic_is_what_the_plans_send(world: int, most: int | None) -> None:
+    found = study(question(rs.causal(2048), world, layout="zigzag", strategy="exchange(stages=1)", most_ranks=most))
+    drawn = drawings.traffic(found)
+    sent = sum(bytes_moved(plan, SHAPE, phase)[0] for plan in found.plans for phase in PHASES)
+    assert np.sum(drawn["bytes"]) == sent
+    assert np.shape(drawn["bytes"]) == (len(drawn["from"]), len(drawn["to"]))
+    assert max(np.shape(drawn["bytes"])) <= 64
+    assert drawn["to"][0][0] == 0
+    assert drawn["to"][-1][1] == world
+
+
+@pytest.fixture(scope="module")
+def ring() -> Study:
+    return study(question(rs.causal(2048), 300, layout="zigzag", strategy="ring", most_ranks=80))
+
+
+def test_a_long_timeline_is_drawn_in_fewer_rows_and_steps_of_the_same_length(ring: Study) -> None:
+    drawn = drawings.drawings(ring)["timeline"]
+    assert len(drawn["rows"]) == len(drawn["forward"]) == 64
+    for name, line in (("forward", ring.cost.forward), ("backward", ring.cost.backward)):
+        segments = np.array(drawn[name])
+        assert segments.shape[1] == 200
+        np.testing.assert_allclose(segments[:, -1, 2], line.end[drawn["rows"], -1])
+        computing = (line.computed - line.begin)[drawn["rows"]].sum(axis=1)
+        np.testing.assert_allclose((segments[..., 1] - segments[..., 0]).sum(axis=1), computing)
+        assert (segments[:, 1:, 0] >= segments[:, :-1, 2] - 1e-12).all()
+
+
+def test_a_picture_can_be_drawn(ring: Study, tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    png.draw(tmp_path / "plan.png", ring)
+    assert image.imread(tmp_path / "plan.png")[..., :3].std() > 0.05
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(png, "why_not", lambda: "matplotlib is not installed")
+    assert main(["plan", "--mask", "causal(8)", "--world", "2", "--png", "plan.png"]) == 2
+    assert "matplotlib is not installed. --html draws without it" in capsys.readouterr().err
+
+
+# -- the page, in a browser --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium (apt-get install chromium) to open the page")
+@pytest.mark.parametrize("world", [2, 300], ids=["exact", "sampled"])
+def test_a_browser_shows_the_report_and_its_console_is_silent(
+    world: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    words = ["--mask", "causal(640) & window(99)", "--world", str(world), "--layout", "contiguous", "--cost-ranks", "9"]
+    found = told(capsys, *words, *TENSORS, "--html", str(page))
+    dom, console = browser.shown(page, tmp_path / "profile")
+    assert console == []
+    assert f"{found['chosen']['strategy']} on contiguous</h1>" in dom
+    assert ("all 2 ranks were planned" if world == 2 else "sampled: 9 of 300 ranks") in dom
+    body = dom.partition('id="candidates"')[2].partition("</table>")[0]
+    assert body.count("<tr") == len(found["candidates"]) + 1
+    assert body.count('class="rejected"') == sum(c["rejected"] is not None for c in found["candidates"])
+    # 640 tokens are as many cells, so that what was painted is the area of the mask.
+    assert int(browser.attribute(dom, "mask", "data-drawn")) == found["mask"]["area"]
+    assert int(browser.attribute(dom, "traffic", "data-drawn")) > 0
+    assert int(browser.attribute(dom, "load", "data-drawn")) == len(found["ranks"])
+    assert int(browser.attribute(dom, "timeline", "data-drawn")) >= 2 * len(found["ranks"])
+
+
+def test_what_a_name_holds_cannot_leave_its_place(tmp_path: Path) -> None:
+    from ringspan.cli.plan.facts import facts
+    from ringspan.cli.plan.page import page
+
+    found = study(question(rs.causal(64), 2))
+    evil = "</script><script>alert(1)</script>&<b>"
+    text = page(found, {**facts(found), "notes": [evil], "chosen": {**facts(found)["chosen"], "layout": evil}})
+    assert "alert(1)</script>" not in text
+    assert "<b>" not in text
+    assert text.count("<script") == 2
+    assert "http://" not in text
+    assert "https://" not in text
+    if browser.find() is not None:
+        (tmp_path / "evil.html").write_text(text, encoding="utf-8")
+        dom, console = browser.shown(tmp_path / "evil.html", tmp_path / "profile")
+        assert console == []
+        assert "&lt;/script&gt;&lt;script&gt;alert(1)" in dom
