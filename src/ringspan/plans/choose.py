@@ -68,7 +68,7 @@ def choose(
         figures = cost(plans_of(layout, strategy), machine, shape)
         why_not = None
         if figures.peak_bytes > machine.memory:
-            why_not = f"needs {figures.peak_bytes / 2**30:.3g} GiB for buffers, and a device has {machine.memory / 2**30:.3g}"
+            why_not = f"needs {figures.peak_bytes / 2**30:,.1f} GiB for buffers, and a device has {machine.memory / 2**30:,.1f}"
         else:
             fastest = min(fastest, figures.seconds)
         found.append(Candidate(layout=layout, strategy=strategy, cost=figures, rejected=why_not))

@@ -245,7 +245,7 @@ function timeAxis(pen, left, side, y, total) {
 
 function drawLoad() {
   const { chosen, words } = rowsOf();
-  const total = data.chosen.seconds, left = 62, tall = chosen.length > 32 ? 9 : 16, right = 14;
+  const total = data.chosen.seconds, left = 78, tall = chosen.length > 32 ? 9 : 16, right = 14;
   byId("load-words").textContent = words + "One bar for each rank, as long as the slowest takes.";
   const { element, pen, width } = canvas("load", () => chosen.length * tall + 30);
   const side = width - left - right;
@@ -276,7 +276,7 @@ function drawLoad() {
 
 function drawTimeline() {
   const { forward, backward } = data.drawings.timeline, { chosen } = rowsOf();
-  const total = data.chosen.seconds, left = 62, right = 14, tall = chosen.length > 32 ? 9 : 18;
+  const total = data.chosen.seconds, left = 78, right = 14, tall = chosen.length > 32 ? 9 : 18;
   const { element, pen, width } = canvas("timeline", () => chosen.length * tall + 30);
   const side = width - left - right, at = (t) => left + (t / total) * side;
   const phases = [["forward", forward, 0], ["backward", backward, data.chosen.forward_s]];

@@ -17,7 +17,7 @@ from ringspan.plans.choose import LAYOUTS, choose, strategies_for
 
 # A rank may have a message for every other. All ranks are costed while that makes no more messages than this for a candidate.
 MOST_MESSAGES = 2**16
-FEWEST_RANKS = 24
+FEWEST_RANKS = 16
 # With more ranks than these some candidates take minutes to make: others stand in for them, and the notes say so.
 MANY_RANKS = 1024
 
