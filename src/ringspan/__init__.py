@@ -30,13 +30,18 @@ from ringspan.frontends import (
     ContextParallel,
     LocalWorld,
     activate,
+    alibi,
+    alibi_slopes,
     attention,
     available,
     current,
     flex_attention,
     local_attention,
+    relative_bias,
     restore,
     shift_labels,
+    softcap,
+    with_sinks,
 )
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
@@ -76,6 +81,8 @@ __all__ = [
     "UnknownKernel",
     "UnplannedAttention",
     "activate",
+    "alibi",
+    "alibi_slopes",
     "attention",
     "available",
     "best_on",
@@ -91,7 +98,10 @@ __all__ = [
     "merge",
     "plan",
     "prefix",
+    "relative_bias",
     "restore",
     "shift_labels",
+    "softcap",
     "window",
+    "with_sinks",
 ]

@@ -6,17 +6,23 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.flex import flex_attention
 from ringspan.frontends.labels import shift_labels
 from ringspan.frontends.local_world import LocalWorld
+from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, softcap, with_sinks
 from ringspan.frontends.sdpa import local_attention
 
 __all__ = [
     "ContextParallel",
     "LocalWorld",
     "activate",
+    "alibi",
+    "alibi_slopes",
     "attention",
     "available",
     "current",
     "flex_attention",
     "local_attention",
+    "relative_bias",
     "restore",
     "shift_labels",
+    "softcap",
+    "with_sinks",
 ]

@@ -1,0 +1,98 @@
+"""Ready-made functions of scores, for ``flex_attention`` and ``attention``; and sinks, which are one of results.
+
+A ``score_mod(score, b, h, q, k)`` sees global indices wherever tokens lie, so that none of these knows of ranks. Tensors given
+here are used as they are: one that needs a gradient gets it, on several ranks a part of it on each (``cp.sum_gradients``).
+
+Legend: B batch, H query heads, S queries, E value dim, R distances.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringspan.errors import InputError
+from ringspan.kernels import Partial, ScoreMod
+
+
+def softcap(cap: float) -> ScoreMod:
+    """Scores stay between ``-cap`` and ``cap``: ``cap · tanh(score / cap)``.
+
+    >>> import ringspan as rs
+    >>> q = torch.full((1, 1, 4, 8), 9.0)
+    >>> out, lse = rs.LocalWorld(2).attention(q, q, q, mask=rs.causal(4), score_mod=softcap(2.0), return_lse=True)
+    >>> lse[0, 0, 0].item()  # the first query sees one key; its score would be 229
+    2.0
+    """
+    if not cap > 0:
+        raise InputError(f"a softcap is a positive number, not {cap}")
+
+    def soft_capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return soft_capped
+
+
+def alibi(slopes_H: Tensor) -> ScoreMod:
+    """A key's score falls with its distance, by one slope for each head: ALiBi. See :func:`alibi_slopes`.
+
+    >>> import ringspan as rs
+    >>> q = torch.zeros(1, 2, 4, 8)
+    >>> score_mod = alibi(torch.tensor([0.0, 1.0]))
+    >>> out, lse = rs.LocalWorld(2).attention(q, q, q, mask=rs.causal(4), score_mod=score_mod, return_lse=True)
+    >>> lse[0, :, 3].exp()  # of the last query: 1 + 1 + 1 + 1, and 1 + 1/e + 1/e² + 1/e³
+    tensor([4.0000, 1.5530])
+    """
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score - slopes_H[h] * (q - k).abs()
+
+    return biased
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """The slopes of ALiBi for this many heads: from 2^(-8/heads) to 2^-8, each that power of the one before.
+
+    >>> alibi_slopes(4)
+    tensor([0.2500, 0.0625, 0.0156, 0.0039])
+    """
+    return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
+
+
+def relative_bias(bias_HR: Tensor) -> ScoreMod:
+    """A bias, mostly a learned one, for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach + 1.
+
+    What is further away has the bias of the furthest.
+
+    >>> import ringspan as rs
+    >>> bias = torch.zeros(1, 3, requires_grad=True)
+    >>> q = torch.zeros(1, 1, 4, 8)
+    >>> out, lse = rs.LocalWorld(2).attention(q, q, q, mask=rs.causal(4), score_mod=relative_bias(bias), return_lse=True)
+    >>> lse.sum().backward()
+    >>> bias.grad  # the weights of all keys before a query, at it, and behind it
+    tensor([[1.9167, 2.0833, 0.0000]])
+    """
+    if bias_HR.ndim != 2 or bias_HR.shape[1] % 2 != 1:
+        raise InputError(f"a relative bias is (heads, 2 · reach + 1), an odd number of distances; got {tuple(bias_HR.shape)}")
+    reach = bias_HR.shape[1] // 2
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias_HR[h, (k - q).clamp(-reach, reach) + reach]
+
+    return biased
+
+
+def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
+    """Attention sinks: each head has one more key, of a score of its own and no value, that every query sees.
+
+    It is no key of any rank, so it is added to the result, and added once. Differentiable in all three.
+
+    >>> import ringspan as rs
+    >>> q, v = torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8)
+    >>> result = rs.LocalWorld(2).attention(q, q, v, mask=rs.full(3), return_lse=True)
+    >>> with_sinks(*result, torch.zeros(1)).out[0, 0, :, 0]  # of four equal shares one is the sink's
+    tensor([0.7500, 0.7500, 0.7500])
+    """
+    sink_H1 = sink_H.to(lse_BHS.dtype)[:, None]
+    share_BHS = torch.sigmoid(lse_BHS - sink_H1)
+    return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
