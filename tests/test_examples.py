@@ -15,3 +15,14 @@ def test_ring_sdpa() -> None:
     apart = [float(x) for x in re.findall(r"\d\.\de[-+]\d\d", printed)]
     assert len(apart) == 8 * 4 + 1
     assert max(apart) < 2e-5  # float32, summed over a thousand tokens
+
+
+def test_flex_cp() -> None:
+    printed = torchrun(EXAMPLES / "flex_cp.py", 4)
+    lines = dict(re.findall(r"^(\w+) over 4 ranks, relative to one device: (.*)$", printed, flags=re.MULTILINE))
+    assert set(lines) == {"causal", "documents"}
+    for figures in lines.values():
+        apart = {what: float(x) for what, x in re.findall(r"(\w+) ([\d.e+-]+)", figures)}
+        assert list(apart) == ["out", "dq", "dk", "dv", "dbias"]
+        assert apart["out"] <= 2e-6
+        assert max(apart.values()) <= 1e-5
