@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 
 import ringspan as rs
 from ringspan.frontends.sdpa import AttentionCatcher
-from ringspan.kernels import Inputs, Kernel, flex, reference
+from ringspan.kernels import Inputs, Kernel, PlacedMods, eager, flex, mods_of, reference
 from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import Accumulator, Partial
 
@@ -158,3 +158,88 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "find_spec", lambda name: None)
     reason = flex.why_not(Inputs(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64, v_dim=64))
     assert reason == "needs Triton: pip install triton"
+
+
+# -- functions of the user ---------------------------------------------------------------------------------------------
+
+
+class Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope_H = nn.Parameter(torch.linspace(0.1, 1, 9, dtype=torch.float64))
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score - self.slope_H[h] * (q - k).abs() / 50
+
+
+def placed(score_mod: Any, mask_mod: Any, mask: rs.Mask) -> PlacedMods:
+    rows, cols = mask.lengths
+    source = torch.Generator().manual_seed(3)
+    q_tokens, k_tokens = torch.randperm(400, generator=source)[:rows], torch.randperm(400, generator=source)[:cols]
+    mods = mods_of(score_mod, mask_mod, torch.zeros(1, dtype=torch.float64))
+    assert mods is not None
+    return PlacedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=3)
+
+
+IDS = torch.arange(800).remainder(7).view(2, 400)
+BIAS = torch.randn(9, 400, dtype=torch.float64, requires_grad=True)
+FUNCTIONS = {
+    "documents": (None, lambda b, h, q, k: IDS[b, q] != IDS[b, k]),
+    "of heads": (lambda score, b, h, q, k: score + 0.01 * h * (q - k), None),
+    "learned": (rs.relative_bias(BIAS[:, :21].detach().requires_grad_()), lambda b, h, q, k: (q + k + h) % 3 > 0),
+    "in a module": (Slopes(), None),
+}
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "blind rows", "two layers"])
+@pytest.mark.parametrize(("score_mod", "mask_mod"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_see_tokens_and_heads_and_learn(score_mod: Any, mask_mod: Any, name: str) -> None:
+    """As the eager kernel, which is compared with the definition."""
+    mask = MASKS[name]
+    q, k, v = inputs(mask)
+    mods = placed(score_mod, mask_mod, mask)
+    results, grads = [], []
+    for kernel in (flex, eager):
+        total = Accumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
+        with torch.no_grad():
+            for part in kernel.attend(q, k, v, mask.bands, scale=0.3, mods=mods):
+                total.add(*part)
+        results.append(Partial(*(x.movedim(0, 2) for x in total.finish())))
+    torch.testing.assert_close(*results)
+    saved = Saved(q, torch.randn(results[1].out.shape, dtype=q.dtype), *results[1])
+    for kernel in (flex, eager):
+        sums = [torch.zeros_like(x) for x in (q, k, v, *mods.mods.learned)]
+        for rows, dq, keys, dk, dv, dlearned in kernel.attend_backward(saved, k, v, mask.bands, scale=0.3, mods=mods):
+            into = (sums[0][:, :, rows], sums[1][:, :, keys], sums[2][:, :, keys], *sums[3:])
+            for total_of, grad in zip(into, (dq, dk, dv, *dlearned), strict=True):
+                total_of.add_(grad)
+        grads.append(sums)
+    torch.testing.assert_close(*grads)
+
+
+def test_another_closure_of_the_same_code_is_not_another_program() -> None:
+    mask = MASKS["causal"]
+    tensors = inputs(mask)
+
+    def once(ids: Tensor) -> None:
+        mods = placed(None, lambda b, h, q, k: ids[q] == ids[k], mask)
+        for _ in flex.attend(*tensors, mask.bands, scale=0.3, mods=mods):
+            pass
+
+    torch._dynamo.reset()
+    once(torch.randint(3, (400,)))
+    before = programs()
+    for _ in range(5):
+        once(torch.randint(3, (400,)))
+    assert programs() == before
+
+
+def test_a_tensor_that_no_compiler_can_find() -> None:
+    hidden = {"slope": torch.ones(9, dtype=torch.float64, requires_grad=True)}
+    mask = MASKS["causal"]
+    q, k, v = inputs(mask)
+    mods = placed(lambda score, b, h, q, k: score * hidden["slope"][h], None, mask)
+    out = torch.randn_like(v).repeat(1, 2, 1, 1)
+    saved = Saved(q, out, out, torch.zeros(2, 4, N).double())
+    with pytest.raises(rs.KernelError, match=r'hold it in a closure.*or use backend="eager"'):
+        list(flex.attend_backward(saved, k, v, mask.bands, scale=0.3, mods=mods))

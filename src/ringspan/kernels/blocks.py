@@ -43,8 +43,10 @@ class Blocks:
     full_by_key: Lists
 
 
-def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK) -> Blocks:
+def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False) -> Blocks:
     """The blocks of rows that each see the keys from start to stop (nothing, where they are equal).
+
+    ``all_partial``: no block counts as full, since something else has a say in its pairs, too.
 
     >>> found = blocks(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
     >>> found.full.counts.tolist(), found.partial.counts.tolist(), found.partial.indices.tolist()
@@ -55,6 +57,7 @@ def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK) -> Blocks:
     start_RN, stop_RN = (np.pad(x, (0, over)).reshape(-1, size) for x in (start, stop))
     q, k = _touched(start_RN // size, -(-stop_RN // size))
     full = (-(-start_RN.max(1) // size)[q] <= k) & (k < (stop_RN.min(1) // size)[q])
+    full &= not all_partial
     partial, full_ = _lists(q, k, full, len(start_RN))
     by_key = np.argsort(k, kind="stable")
     partial_by_key, full_by_key = _lists(k[by_key], q[by_key], full[by_key], -(-keys // size))

@@ -3,6 +3,9 @@
 The compiled program reads each query's interval from two tensors, and which blocks to visit from four lists, so that another
 mask is other numbers and not another program. It is compiled at first use, for each dtype, number of heads, head dim and scale.
 
+Functions of the user are compiled into it, behind a look-up of the tokens that stand in its rows. The tensors that they capture
+are inputs: other tensors, or another closure of the same code, are not another program.
+
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
 
@@ -19,13 +22,17 @@ from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 from torch.utils.dlpack import from_dlpack
 
+from ringspan.captured import captured_by
+from ringspan.errors import KernelError
 from ringspan.flex_door import flex_attention, without_modes
 from ringspan.kernels.blocks import BLOCK, blocks
 from ringspan.kernels.intervals import Layer, layers
 from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
+from ringspan.kernels.mods import MaskMod, PlacedMods, ScoreMod
 from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
+from ringspan.rebound import rebound
 
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
 MOST_PROGRAMS = 256
@@ -60,36 +67,57 @@ def why_not(inputs: Inputs) -> str | None:
     return None
 
 
-def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
-    for launch in launches(tuple(bands), q_BHSD.device):
+def attend(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: PlacedMods | None = None,
+) -> Iterator[Part]:
+    for launch in launches(tuple(bands), q_BHSD.device, _is_settled(mods)):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
-        yield Part(rows.start, rows.stop, _run(q, k, v, launch=launch, scale=scale))
+        here = None if mods is None else mods.of(rows, keys)
+        yield Part(rows.start, rows.stop, _run(q, k, v, launch=launch, scale=scale, mods=here))
 
 
 def attend_backward(
-    saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+    saved: Saved,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: PlacedMods | None = None,
 ) -> Iterator[Gradients]:
-    for launch in launches(tuple(bands), k_BGTD.device):
+    learned = () if mods is None else mods.mods.learned
+    for launch in launches(tuple(bands), k_BGTD.device, _is_settled(mods)):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         mine = saved.rows(rows.start, rows.stop)
         mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
         k, v = _on_its_own(k_BGTD[:, :, keys]), _on_its_own(v_BGTE[:, :, keys])
-        dq, dk, dv = gradients(partial(_run, launch=launch, scale=scale), mine, k, v)
-        yield Gradients(rows, dq, keys, dk, dv)
+        here = None if mods is None else mods.of(rows, keys)
+        dq, dk, dv, *dlearned = gradients(partial(_run, launch=launch, scale=scale, mods=here), mine, k, v, learned)
+        yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
+
+
+def _is_settled(mods: PlacedMods | None) -> bool:
+    return mods is not None and mods.mods.mask_mod is not None
 
 
 @lru_cache(maxsize=REMEMBERED)
-def launches(bands: tuple[Band, ...], device: torch.device) -> tuple[Launch, ...]:
-    """The layers of the bands, on the device."""
+def launches(bands: tuple[Band, ...], device: torch.device, settled: bool = False) -> tuple[Launch, ...]:
+    """The layers of the bands, on the device; ``settled``, if a function has the last word on every pair."""
     # They are used again in other calls: a tensor made in inference mode could never take part in a backward pass.
     with torch.inference_mode(False):
-        return tuple(_launch(layer, device) for layer in layers(bands))
+        return tuple(_launch(layer, device, settled) for layer in layers(bands))
 
 
-def _launch(layer: Layer, device: torch.device) -> Launch:
+def _launch(layer: Layer, device: torch.device, settled: bool) -> Launch:
     start_S, stop_S = (torch.from_numpy(x).to(device, torch.int32) for x in (layer.start, layer.stop))
-    found = blocks(layer.start, layer.stop, layer.k1 - layer.k0)
+    found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=settled)
     lists = {}
     named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
     for name, (counts, indices) in named.items():
@@ -104,7 +132,16 @@ def _on_its_own(x: Tensor) -> Tensor:
     return from_dlpack(x.detach())
 
 
-def _run(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, launch: Launch, scale: float) -> Partial:
+def _run(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    *learned: Tensor,
+    launch: Launch,
+    scale: float,
+    mods: PlacedMods | None = None,
+) -> Partial:
+    """One launch; ``learned``, if given, in the place of what the functions captured."""
     from torch._dynamo import config as compiler
 
     with (
@@ -117,7 +154,32 @@ def _run(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, launch: Launch, scal
     ):
         # Queries that have travelled are wide.
         q_BHSD = q_BHSD.to(k_BGTD.dtype)
-        return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale))
+        functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1])
+        return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale, *functions))
+
+
+class Functions(NamedTuple):
+    """What the compiled program is given of the functions of a call."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    heads_H: Tensor
+    q_tokens_S: Tensor
+    k_tokens_T: Tensor
+
+
+def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int) -> Functions:
+    score_mod, old = mods.mods.score_mod, mods.mods.learned[: len(learned)]
+    if score_mod is not None and old:
+        score_mod = rebound(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
+        score, index = torch.zeros((), device=learned[0].device), torch.zeros((), dtype=torch.int64, device=learned[0].device)
+        if {id(x) for x in captured_by(score_mod, score, *[index] * 4)} & {id(x) for x in old}:
+            raise KernelError(
+                'backend="flex" cannot tell how this score_mod holds a tensor that needs a gradient: hold it in a closure, a '
+                'functools.partial or a module, or use backend="eager"'
+            )
+    heads_H = torch.arange(mods.first_head, mods.first_head + heads, device=mods.q_tokens_S.device)
+    return Functions(score_mod, mods.mods.mask_mod, heads_H, *(x.clone() for x in (mods.q_tokens_S, mods.k_tokens_T)))
 
 
 @lru_cache(maxsize=1)
@@ -126,9 +188,23 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def attend_intervals(
-    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, start_S: Tensor, stop_S: Tensor, lists: dict[str, Any], scale: float
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    start_S: Tensor,
+    stop_S: Tensor,
+    lists: dict[str, Any],
+    scale: float,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    heads_H: Tensor | None = None,
+    q_tokens_S: Tensor | None = None,
+    k_tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What is compiled: attention where query i sees the keys from start to stop. Returns out and lse."""
+    """What is compiled: attention where query i sees the keys from start to stop. Returns out and lse.
+
+    Functions see the heads and tokens that these tensors say, not the rows.
+    """
 
     (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
     # Every length is a variable of its own; these are the ones that are always the same.
@@ -136,7 +212,13 @@ def attend_intervals(
         torch._check(same)
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (start_S[i] <= j) & (j < stop_S[i])
+        seen = (start_S[i] <= j) & (j < stop_S[i])
+        if mask_mod is not None:
+            seen = seen & mask_mod(b, heads_H[h], q_tokens_S[i], k_tokens_T[j])  # type: ignore[index]
+        return seen
+
+    def scores(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score_mod(score, b, heads_H[h], q_tokens_S[i], k_tokens_T[j])  # type: ignore[misc, index]
 
     # One kernel for all lengths; left to itself it takes another one for few queries.
     options: FlexKernelOptions = {"BACKEND": "TRITON"}
@@ -144,6 +226,7 @@ def attend_intervals(
         q_BHSD,
         k_BGTD,
         v_BGTE,
+        score_mod=None if score_mod is None else scores,
         block_mask=BlockMask((S, T), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees),
         scale=scale,
         enable_gqa=True,
