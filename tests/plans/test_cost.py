@@ -9,6 +9,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.plans import HARDWARE, Hardware, Link, Speed, best_on, cost, named_hardware
+from ringspan.plans.choose import layouts_for
 from ringspan.plans.shape import bytes_moved
 
 # A machine for arithmetic in the head: a pair of one head of 1 + 1 costs 4 FLOP forward and 10 backward.
@@ -51,6 +52,21 @@ def test_two_ranks_of_a_node_by_hand() -> None:
     found = cost(plans(rs.full(8), 2, "gather"), SLOW, TINY).forward
     assert found.computed.tolist() == [[pytest.approx(16.25), pytest.approx(32.5)]] * 2
     assert found.exposed.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
+def test_computing_and_sending_may_slow_each_other_down(overlap: float) -> None:
+    """The same again, where a share of the 0.82 s on the wire is not hidden behind the 16.25 s of computing."""
+    found = cost(plans(rs.full(8), 2, "gather"), replace(SLOW, overlap=overlap), TINY).forward
+    assert found.exposed.tolist() == [pytest.approx((1 - overlap) * 0.82)] * 2
+    assert found.seconds == pytest.approx(32.5 + (1 - overlap) * 0.82)
+
+
+def test_tiles_are_no_wider_than_the_band() -> None:
+    """Of 3 diagonals of 8 × 8, two of which are cut off at the corner; 3 is less than the tile of 4."""
+    mask = rs.causal(8) & rs.window(left=2)
+    found = cost(plans(mask, 1, "gather"), replace(SLOW, tile=4), TINY)
+    assert found.forward.seconds == pytest.approx(0.25 + (8 + 7 + 6 + 2 * 3 / 2 * 8) * 4 / 1)
 
 
 @pytest.mark.parametrize(("per_node", "wire"), [(2, 0.5 + 32 / 100), (1, 2.0 + 32 / 10)])
@@ -140,6 +156,20 @@ def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() ->
     assert sum(note.startswith("candidate ") for note in plan.notes) > 5
     asked = rs.plan(documents, world=4, hardware="h200x8", shape=shape, layout="zigzag")
     assert asked.q_layout.name == "zigzag"
+
+
+def test_a_layout_that_asks_for_more_is_not_looked_at() -> None:
+    """Full: all are even, and each rank fetches the keys of all others. Causal: zigzag is even, contiguous fetches less."""
+    h200, slow_in_windows = HARDWARE["h200"], replace(SLOW, forward=Speed(full=4.0, causal=4.0, window=1.0))
+    assert [layout.name for layout in layouts_for(rs.full(64), 4, h200)] == ["contiguous"]
+    assert [layout.name for layout in layouts_for(rs.causal(64), 4, h200)] == ["contiguous", "zigzag"]
+    assert [layout.name for layout in layouts_for(rs.full(64), 4, slow_in_windows)] == ["contiguous", "round_robin"]
+
+
+def test_what_only_splits_heads_is_tried_on_one_layout() -> None:
+    found = best_on(rs.causal(512), world=4, hardware="h200x8", shape=rs.Shape(heads=8, kv_heads=4, head_dim=64))
+    split = [c for c in found.candidates if c.strategy == "ulysses(heads=8, kv_heads=4)"]
+    assert [c.rejected for c in split] == [None, "it does the same on any layout"]
 
 
 def test_a_plan_knows_its_cost() -> None:

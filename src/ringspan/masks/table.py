@@ -56,7 +56,7 @@ def area(t: Table) -> Ints:
 
 
 def _staircase(x: Ints, width: Ints) -> Ints:
-    t = np.clip(x, 0, width)
+    t = np.minimum(np.maximum(x, 0), width)  # np.clip takes three times as long on tables of a few rows
     return t * (t + 1) // 2 + np.maximum(x - width, 0) * width
 
 
@@ -166,12 +166,13 @@ def _join_neighbours(t: Table, group: Ints, keys: tuple[int, ...]) -> tuple[Tabl
     """Sort, then join neighbours in the sorted order until no two neighbours join."""
     order = np.lexsort((*(t[:, key] for key in keys), group))
     t, group = t[order], group[order]
+    sizes = area(t)
     while len(t) > 1:
         a, b = t[:-1], t[1:]
         hull = np.minimum(a, b)
         hull[:, [Q1, K1, HI]] = np.maximum(a, b)[:, [Q1, K1, HI]]
-        sizes = area(t)
-        joins = (area(hull) == sizes[:-1] + sizes[1:]) & (group[:-1] == group[1:])
+        together = sizes[:-1] + sizes[1:]
+        joins = (group[:-1] == group[1:]) & (area(hull) == together)
         # Of a run of joining neighbours take every second pair, so that no band is joined twice in one pass.
         index = np.arange(len(joins))
         since = index - np.maximum.accumulate(np.where(joins, -1, index)) - 1
@@ -179,11 +180,10 @@ def _join_neighbours(t: Table, group: Ints, keys: tuple[int, ...]) -> tuple[Tabl
         if not joins.any():
             break
         first = np.flatnonzero(joins)
-        t = t.copy()
-        t[first] = hull[first]
+        t[first], sizes[first] = hull[first], together[first]
         keep = np.ones(len(t), dtype=bool)
         keep[first + 1] = False
-        t, group = t[keep], group[keep]
+        t, group, sizes = t[keep], group[keep], sizes[keep]
     return t, group
 
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout, LayoutLike, make_layout, named_layout
 from ringspan.masks import Mask
+from ringspan.plans import head_split
+from ringspan.plans import scene as scenes
 from ringspan.plans.auto import auto
 from ringspan.plans.choose import Candidate, Choice, choose, layouts_for, strategies_for
 from ringspan.plans.contents import slot_contents
@@ -122,7 +124,7 @@ def best_on(
     """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given."""
     machine = named_hardware(hardware) if isinstance(hardware, str) else hardware
     shape = shape or EXAMPLE
-    layouts = layouts_for(mask, world) if layout == "auto" else [make_layout(layout, mask, world)[0]]
+    layouts = layouts_for(mask, world, machine) if layout == "auto" else [make_layout(layout, mask, world)[0]]
     strategies = strategies_for(world, machine, shape) if strategy == "auto" else [_spec(strategy)]
 
     def plans_of(one: Layout, way: str) -> list[Plan]:
@@ -148,7 +150,7 @@ def _plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, r
 
 def forget() -> None:
     """Empty all caches of planning, for those who measure it."""
-    for cache in (_plan_rank, needed_rows, block_reach, named_layout, slot_contents):
+    for cache in (_plan_rank, block_reach, named_layout, slot_contents, *scenes.CACHES, *head_split.CACHES):
         cache.forget()
 
 

@@ -8,6 +8,9 @@ there::
              |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  the dots are exposed
 
 Where there are too many ranks to plan them all, a sample walks: a peer that is not in it keeps pace with the nearest that is.
+
+That is a machine whose ``overlap`` is 1. Where it is less, computing and sending slow each other down, and the step is longer
+by the rest of the shorter of the two.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) 
     now = np.zeros(len(plans))
     row_of = _nearest(np.array([plan.rank for plan in plans]), plans[0].world)
     for n in range(steps):
-        arrived = now.copy()
+        arrived, disturbed = now.copy(), np.zeros(len(plans))
         begin[:, n] = now
         for row, plan in enumerate(plans):
             mine = plan.program.steps(phase)
@@ -97,8 +100,9 @@ def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) 
             if wire:
                 peers = {row_of[t.peer] for t in (*mine[n].sends, *mine[n].recvs)} | {row}
                 arrived[row] = max(now[peer] for peer in peers) + wire
+                disturbed[row] = (1 - machine.overlap) * min(computed[row, n], wire)
         computed[:, n] += now
-        now = np.maximum(computed[:, n], arrived)
+        now = np.maximum(computed[:, n], arrived) + disturbed
         end[:, n] = now
     return Timeline(begin, computed, end)
 
@@ -142,12 +146,16 @@ def _on_link(link: Link, size: int) -> float:
 def task_seconds(task: Task, plan: Plan, machine: Hardware, shape: Shape, phase: Phase) -> float:
     """How long the kernel takes: a launch for each kind of band there is, and what the pairs take at its speed."""
     speed = machine.forward if phase == "forward" else machine.backward
-    kinds = _tiled_area(task.bands, machine.tile)
+    kinds = tiled_area(task.bands, machine.tile)
     heads = plan.program.q_slots[task.q_slot].heads or shape.heads
-    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
-    # Two products forward, over d and over e; five backward, three of them over d.
-    work = 2 * shape.batch * heads * (d + e if phase == "forward" else 3 * d + 2 * e)
+    work = heads * flops_per_pair(shape, phase)
     return sum(machine.launch_s + area * work / _of_kind(speed, kind) for kind, area in enumerate(kinds) if area)
+
+
+def flops_per_pair(shape: Shape, phase: Phase) -> int:
+    """Of one head, over the batch: two products forward, over d and over e; five backward, three of them over d."""
+    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
+    return 2 * shape.batch * (d + e if phase == "forward" else 3 * d + 2 * e)
 
 
 def _of_kind(speed: Speed, cuts: int) -> float:
@@ -155,10 +163,14 @@ def _of_kind(speed: Speed, cuts: int) -> float:
 
 
 @lru_cache(maxsize=65536)
-def _tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
-    """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two cut."""
+def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
+    """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two cut.
+
+    In a band that is narrower than a tile, kernels take narrower tiles.
+    """
     area = [0.0, 0.0, 0.0]
     for band in bands:
         cuts = band.cut_below + band.cut_above
-        area[cuts] += band.area + cuts * tile / 2 * min(band.rows, band.cols)
+        across = min(tile, band.hi - band.lo + 1)
+        area[cuts] += band.area + cuts * across / 2 * min(band.rows, band.cols)
     return area[0], area[1], area[2]

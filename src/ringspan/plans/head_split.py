@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ringspan.layouts import Pieces
+from ringspan.layouts import Layout, Pieces
+from ringspan.masks import Mask
 from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
 from ringspan.plans.heads import share_heads
 from ringspan.plans.nodes import Nodes, beside, by_node
 from ringspan.plans.scene import Rows, Scene
 from ringspan.plans.visitors import by_peer
+from ringspan.remember import remember
 
 RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
 
@@ -34,8 +36,7 @@ def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: 
     place = scene.rank - members.start
     shares = share_heads(heads, kv_heads, nodes.per_node)
     runs = shares[place]
-    layouts = {"q_layout": by_node(scene.q_layout, nodes), "kv_layout": by_node(scene.kv_layout, nodes)}
-    middle = between(Scene(mask=scene.mask, rank=node, **layouts))
+    middle = _middle(scene.mask, scene.q_layout, scene.kv_layout, nodes, node, between)
     here = {"q": scene.q_layout.pieces.of(scene.rank), "kv": scene.kv_layout.pieces.of(scene.rank)}
     there = {"q": beside(scene.q_layout, members), "kv": beside(scene.kv_layout, members)}
 
@@ -74,6 +75,17 @@ def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: 
         kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in middle.kv_slots)),
         heads=(heads, kv_heads),
     )
+
+
+@remember(64)
+def _middle(
+    mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Scene], Program]
+) -> Program:
+    """The same for all ranks of a node."""
+    return between(Scene(mask=mask, q_layout=by_node(q_layout, nodes), kv_layout=by_node(kv_layout, nodes), rank=node))
+
+
+CACHES = (_middle,)
 
 
 def _for_each_run(step: Step, middle: Program, runs: int, rank_on: Callable[[int], int]) -> Step:

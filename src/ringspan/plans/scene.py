@@ -40,11 +40,22 @@ class Scene:
 
     def seen(self) -> Tiles:
         """What this rank's queries see of everybody's keys."""
-        return cut(self.mask, self.q_layout.pieces.of(self.rank), self.kv_layout.pieces)
+        return _seen(self.mask, self.q_layout, self.kv_layout, self.rank)
 
     def seeing(self) -> Tiles:
         """What everybody's queries see of this rank's keys."""
-        return cut(self.mask, self.q_layout.pieces, self.kv_layout.pieces.of(self.rank))
+        return _seeing(self.mask, self.q_layout, self.kv_layout, self.rank)
+
+
+# Strategies that are compared with each other ask the same questions.
+@remember(64)
+def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
+    return cut(mask, q_layout.pieces.of(rank), kv_layout.pieces)
+
+
+@remember(64)
+def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
+    return cut(mask, q_layout.pieces, kv_layout.pieces.of(rank))
 
 
 @remember(64)
@@ -106,3 +117,7 @@ def bands_by_group(bands: Table, group: Ints) -> dict[int, tuple[Band, ...]]:
     cuts = np.flatnonzero(np.diff(group)) + 1
     parts = zip(np.split(bands, cuts), np.split(group, cuts), strict=True)
     return {int(g[0]): as_bands(b) for b, g in parts if len(g)}
+
+
+# What is emptied by those who measure planning.
+CACHES = (_seen, _seeing, needed_rows)
