@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ringspan.cli import bench_layouts
 from ringspan.cli.bench_layouts import fewest_rows, ptrr
 from ringspan.cli.main import main
 from ringspan.layouts import Layout
+from ringspan.plans import named_hardware
 
 SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
 
@@ -51,6 +53,36 @@ def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: i
     assert any(line.startswith("---") for line in lines)
     assert main(["bench", *arguments, "--json"]) == 0
     assert all(json.loads(line) for line in capsys.readouterr().out.splitlines())
+
+
+def test_calibrate_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "here.json"
+    small = ["--tokens", "64", "192", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
+    assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *small]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert len(records) == 12
+    machine = named_hardware(str(file))
+    assert machine.per_node == 2
+    assert min(machine.forward.full, machine.backward.window, machine.within.bytes_per_s) > 0
+    assert 0 <= machine.overlap <= 1
+    plan = rs.plan(rs.causal(64), world=2, hardware=str(file), shape=rs.Shape(heads=2, kv_heads=2, head_dim=8, dtype="float32"))
+    assert plan.cost(str(file)).seconds > 0
+    for wrong, said in ((["--tokens", "64"], "two lengths or more"), (["--world", "1"], "at least 2")):
+        assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_cost_holds_the_model_against_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--seq-len", "96", "--heads", "2", "4", "--head-dim", "8", "--rounds", "1", "--strategies", "ring", "pass_q"]
+    assert main(["bench", "cost", *small]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(records) == 4 * 2 * 2
+    assert all(r["ratio"] == pytest.approx(r["predicted_ms"] / r["measured_ms"], rel=0.05) for r in records)
+    chosen = [r for r in records if "choice" in r]
+    assert len(chosen) == 4 * 2
+    assert all(r["choice"] >= 1 for r in chosen)
+    assert lines[-1].split()[:3] == [str(sum(abs(r["ratio"] - 1) <= 0.15 for r in records)), "of", "16"]
 
 
 def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringspan as rs
-from ringspan.cli import bench_layouts, bench_rank
+from ringspan.cli import bench_calibrate, bench_cost, bench_layouts, bench_rank
 from ringspan.cli.workers import Pool
 from ringspan.layouts import balance
 from ringspan.plans import forget
@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_rank.add_arguments(rank)
     layouts = what.add_parser("layouts", help="how layouts share packed documents: balance, pieces, keys to fetch")
     bench_layouts.add_arguments(layouts)
-    for parser_ in (cpu, plans, rank, layouts):
+    calibrate = what.add_parser("calibrate", help="measure this machine for the cost model, and write a hardware file")
+    bench_calibrate.add_arguments(calibrate)
+    cost = what.add_parser("cost", help="what the cost model says of processes on this machine, against what they take")
+    bench_cost.add_arguments(cost)
+    for parser_ in (cpu, plans, rank, layouts, calibrate, cost):
         parser_.add_argument("--json", action="store_true", help="only the JSON lines, without the table")
 
 
@@ -53,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print()
         print(_table(cases, columns))
+        if args.what in SUMMARIES:
+            print(SUMMARIES[args.what](cases))
     return 0
 
 
@@ -193,4 +199,9 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], d
     "plan": (bench_plan, PLAN_COLUMNS),
     "rank": (bench_rank.cases, bench_rank.COLUMNS),
     "layouts": (bench_layouts.cases, bench_layouts.COLUMNS),
+    "calibrate": (bench_calibrate.cases, bench_calibrate.COLUMNS),
+    "cost": (bench_cost.cases, bench_cost.COLUMNS),
 }
+
+# One line below the table.
+SUMMARIES: dict[str, Callable[[list[dict[str, Any]]], str]] = {"cost": bench_cost.summary}

@@ -16,7 +16,7 @@ COMMANDS = {
     "plan": ("ringspan.cli.plan", "which layout and strategy a mask should have on a machine, what it costs, and a report"),
     "check": ("ringspan.cli.check", "random masks, layouts and strategies against dense float64 attention"),
     "doctor": ("ringspan.cli.doctor", "what this machine has, and which kernel would serve which tensors"),
-    "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `bench plan`, `bench rank`, `bench layouts`"),
+    "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `plan`, `rank`, `layouts`, `calibrate`, `cost`"),
 }
 
 

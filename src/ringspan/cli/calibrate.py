@@ -1,0 +1,198 @@
+"""What a :class:`~ringspan.plans.Hardware` says of a machine, timed on this one: jobs for workers, and what follows from them.
+
+A *round* times everything, on all ranks at the same time, because that is how they will work: processes on one machine share
+its caches and its memory. Of several rounds the fastest counts: what else runs on a machine can only make things slower.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.cli.fit import Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
+from ringspan.engine import attend
+from ringspan.frontends.attention import call_for
+from ringspan.plans import Hardware
+from ringspan.plans.data import PHASES
+from ringspan.transports.silent import Silent
+
+Seconds = NDArray[np.float64]
+
+# Small ones for the latency, large ones for the bandwidth.
+MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """What is timed: the kernel on each kind of band in several sizes, for tensors of this shape."""
+
+    shape: rs.Shape
+    tokens: tuple[int, ...]
+    device: str = "cpu"
+    backend: str = "auto"
+
+    @property
+    def masks(self) -> list[rs.Mask]:
+        """Each is one band: whole, cut by one diagonal, cut by two (a wide window and a narrow one)."""
+        windows = [rs.causal(n) & rs.window(left=n // part) for n in self.tokens for part in (4, 8)]
+        return [*map(rs.full, self.tokens), *map(rs.causal, self.tokens), *windows]
+
+
+class Round(NamedTuple):
+    """Seconds, by rank: of each mask and phase, of each message, and of computing, sending, and both at once."""
+
+    launches: Seconds
+    messages: Seconds
+    together: Seconds
+
+
+def time_round(rank: int, probes: Probes) -> tuple[list[Any], list[float], list[float]]:
+    """A job for all workers; also called without any, where there is one device and no wire."""
+    wired = dist.is_initialized() and dist.get_world_size() > 1
+    launches = [time_launch(probes, mask) for mask in probes.masks]
+    return (
+        launches,
+        [time_message(size) for size in MESSAGES] if wired else [],
+        time_both(probes, MESSAGES[-1]) if wired else [],
+    )
+
+
+def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
+    """Forward and backward as the engine does them, with all that it does around the kernel."""
+    # The processor's time does not count what others take from a busy machine. A worker computes in one thread.
+    clock = time.thread_time if probes.device == "cpu" else time.perf_counter
+    forward, backward = _step(probes, mask)
+    backward(forward())  # the first call takes memory and may compile
+    seconds, out = all_begin_alike(forward, probes.device, clock)
+    return seconds, all_begin_alike(lambda: backward(out), probes.device, clock)[0]
+
+
+def time_message(size: int) -> float:
+    send, wait = _exchange(size)
+    wait(send())
+    return all_begin_alike(lambda: wait(send()))[0]
+
+
+def time_both(probes: Probes, size: int) -> list[float]:
+    """Computing alone, a message alone, and computing while the message travels."""
+    forward, _ = _step(probes, rs.full(probes.tokens[-1]))
+    send, wait = _exchange(size)
+
+    def both() -> None:
+        under_way = send()
+        forward()
+        wait(under_way)
+
+    return [all_begin_alike(f)[0] for f in (forward, lambda: wait(send()), both)]
+
+
+def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+    shape = probes.shape
+    options: dict[str, Any] = {"device": probes.device, "dtype": getattr(torch, shape.dtype)}
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    q, k, v = (torch.randn(shape.batch, h, mask.lengths[0], shape.head_dim, **options).requires_grad_() for h in heads)
+    grad = torch.randn_like(q)
+    plan = rs.plan(mask, world=1, strategy="gather")
+    call = call_for(plan, q, v, None, probes.backend)
+    return lambda: attend([plan], [(q, k, v)], call, Silent().run)[0].out, lambda out: out.backward(grad)
+
+
+def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
+    """So many bytes to the next rank, and as many from the one before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8).unbind()
+
+    def send() -> list[Any]:
+        operations = [
+            dist.P2POp(dist.isend, outgoing, (rank + 1) % world),
+            dist.P2POp(dist.irecv, incoming, (rank - 1) % world),
+        ]
+        works: list[Any] = dist.batch_isend_irecv(operations)
+        return works
+
+    def wait(works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+
+    return send, wait
+
+
+def all_begin_alike(
+    f: Callable[[], Any], device: str = "cpu", clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, Any]:
+    """How long it takes when all ranks begin at the same time, and its result."""
+    if dist.is_initialized():
+        dist.barrier()
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    start = clock()
+    result = f()
+    wait()
+    return clock() - start, result
+
+
+def as_round(ranks: Sequence[tuple[list[Any], list[float], list[float]]]) -> Round:
+    return Round(*(np.array(part) for part in zip(*ranks, strict=True)))
+
+
+def kernel_of(rounds: Sequence[Round], probes: Probes) -> Kernel:
+    seconds = fastest([r.launches for r in rounds])
+    timed = [
+        Launch(phase, mask.bands, float(seconds[m, p])) for m, mask in enumerate(probes.masks) for p, phase in enumerate(PHASES)
+    ]
+    return fit_kernel(timed, probes.shape)
+
+
+def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardware:
+    """The kernels of this GPU; what one GPU cannot tell (links, overlap) as in another hardware."""
+    kernel = kernel_of(rounds, probes)
+    device, shape = torch.cuda.get_device_properties(probes.device), probes.shape
+    return replace(
+        like,
+        name="here",
+        forward=kernel.forward,
+        backward=kernel.backward,
+        launch_s=kernel.launch_s,
+        tile=kernel.tile,
+        memory=device.total_memory,
+        source=f"kernels measured on {device.name} with {shape.heads} heads of {shape.head_dim}, {shape.dtype}, off by "
+        f"{kernel.error:.1%} on average; links and overlap not measured but those of {like.name}",
+    )
+
+
+def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
+    """The processes of this machine as the ranks of one node."""
+    kernel = kernel_of(rounds, probes)
+    world = len(rounds[0].launches)
+    link = fit_link([Message(*timed) for timed in zip(MESSAGES, fastest([r.messages for r in rounds]).tolist(), strict=True)])
+    shape = probes.shape
+    return Hardware(
+        name="here",
+        per_node=world,
+        within=link,
+        between=link,
+        forward=kernel.forward,
+        backward=kernel.backward,
+        launch_s=kernel.launch_s,
+        tile=kernel.tile,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world,
+        overlap=fit_overlap(*fastest([r.together for r in rounds]).tolist()),
+        source=f"measured with {world} processes, {shape.heads} heads of {shape.head_dim}, {shape.dtype}; "
+        f"kernels are off by {kernel.error:.1%} on average; there is one machine, so no other link between nodes was seen",
+    )
+
+
+def fastest(rounds: Sequence[Seconds]) -> Seconds:
+    """Of each round what the slowest rank took (ranks are the first dim), and of these the least."""
+    least: Seconds = np.min([seconds.max(axis=0) for seconds in rounds], axis=0)
+    return least
