@@ -60,7 +60,7 @@ def test_calibrate_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path, c
     small = ["--tokens", "64", "192", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
     assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *small]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert len(records) == 12
+    assert len(records) == 13
     machine = named_hardware(str(file))
     assert machine.per_node == 2
     assert min(machine.forward.full, machine.backward.window, machine.within.bytes_per_s) > 0
@@ -79,10 +79,11 @@ def test_cost_holds_the_model_against_the_clock(capsys: pytest.CaptureFixture[st
     records = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(records) == 4 * 2 * 2
     assert all(r["ratio"] == pytest.approx(r["predicted_ms"] / r["measured_ms"], rel=0.05) for r in records)
-    chosen = [r for r in records if "choice" in r]
+    chosen = [r for r in records if "choice_busy" in r]
     assert len(chosen) == 4 * 2
-    assert all(r["choice"] >= 1 for r in chosen)
-    assert lines[-1].split()[:3] == [str(sum(abs(r["ratio"] - 1) <= 0.15 for r in records)), "of", "16"]
+    assert all(min(r["choice_measured"], r["choice_busy"]) >= 1 for r in chosen)
+    for line, ratio in zip(lines[-2:], ("ratio", "busy_ratio"), strict=True):
+        assert line.split()[1:4] == [str(sum(abs(r[ratio] - 1) <= 0.15 for r in records)), "of", "16"]
 
 
 def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

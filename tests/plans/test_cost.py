@@ -62,6 +62,13 @@ def test_computing_and_sending_may_slow_each_other_down(overlap: float) -> None:
     assert found.seconds == pytest.approx(32.5 + (1 - overlap) * 0.82)
 
 
+def test_what_does_not_travel_as_it_lies_is_copied() -> None:
+    """Results go home as 2 rows of out and lse, 8 bytes each, packed and unpacked; queries and keys travel as they lie."""
+    plan = plans(rs.full(4), 2, "pass_q(stages=1)")
+    found, free = (cost(plan, replace(SLOW, copy_bytes_per_s=rate), TINY).forward.seconds for rate in (16.0, float("inf")))
+    assert found - free == pytest.approx(2 * 2 * 8 / 16)
+
+
 def test_tiles_are_no_wider_than_the_band() -> None:
     """Of 3 diagonals of 8 × 8, two of which are cut off at the corner; 3 is less than the tile of 4."""
     mask = rs.causal(8) & rs.window(left=2)

@@ -84,4 +84,5 @@ def rows(machine: Hardware) -> Iterator[dict[str, Any]]:
     yield row("link, latency", machine.within.latency_s * 1e6, "µs")
     yield row("link, both ways at once", machine.within.bytes_per_s / 1e9, "GB/s")
     yield row("overlap", machine.overlap, "of what could be hidden")
+    yield row("copying", machine.copy_bytes_per_s / 1e9, "GB/s")
     yield row("memory", machine.memory / 2**30, "GiB for each rank")

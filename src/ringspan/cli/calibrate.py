@@ -30,6 +30,8 @@ Seconds = NDArray[np.float64]
 
 # Small ones for the latency, large ones for the bandwidth.
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
+# Bytes, of which half are copied.
+COPIED = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +51,20 @@ class Probes:
 
 
 class Round(NamedTuple):
-    """Seconds, by rank: of each mask and phase, of each message, and of computing, sending, and both at once."""
+    """Seconds, by rank: of each mask and phase, of copying, of each message, and of computing, sending, and both at once."""
 
     launches: Seconds
+    copying: Seconds
     messages: Seconds
     together: Seconds
 
 
-def time_round(rank: int, probes: Probes) -> tuple[list[Any], list[float], list[float]]:
+def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], float, list[float], list[float]]:
     """A job for all workers; also called without any, where there is one device and no wire."""
     wired = dist.is_initialized() and dist.get_world_size() > 1
-    launches = [time_launch(probes, mask) for mask in probes.masks]
     return (
-        launches,
+        [time_launch(probes, mask) for mask in probes.masks],
+        time_copy(probes),
         [time_message(size) for size in MESSAGES] if wired else [],
         time_both(probes, MESSAGES[-1]) if wired else [],
     )
@@ -69,12 +72,18 @@ def time_round(rank: int, probes: Probes) -> tuple[list[Any], list[float], list[
 
 def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
     """Forward and backward as the engine does them, with all that it does around the kernel."""
-    # The processor's time does not count what others take from a busy machine. A worker computes in one thread.
-    clock = time.thread_time if probes.device == "cpu" else time.perf_counter
+    clock = _clock(probes)
     forward, backward = _step(probes, mask)
     backward(forward())  # the first call takes memory and may compile
     seconds, out = all_begin_alike(forward, probes.device, clock)
     return seconds, all_begin_alike(lambda: backward(out), probes.device, clock)[0]
+
+
+def time_copy(probes: Probes) -> float:
+    """Half of the heads of every row, copied together as messages are: into memory that nobody has used before."""
+    rows = torch.zeros(COPIED // (8 * 64 * 4), 1, 8, 64, device=probes.device)
+    every = torch.arange(len(rows), device=probes.device)
+    return all_begin_alike(lambda: rows[:, :, :4].index_select(0, every), probes.device, _clock(probes))[0]
 
 
 def time_message(size: int) -> float:
@@ -94,6 +103,11 @@ def time_both(probes: Probes, size: int) -> list[float]:
         wait(under_way)
 
     return [all_begin_alike(f)[0] for f in (forward, lambda: wait(send()), both)]
+
+
+def _clock(probes: Probes) -> Callable[[], float]:
+    """The processor's time does not count what others take from a busy machine. A worker computes in one thread."""
+    return time.thread_time if probes.device == "cpu" else time.perf_counter
 
 
 def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
@@ -141,7 +155,7 @@ def all_begin_alike(
     return clock() - start, result
 
 
-def as_round(ranks: Sequence[tuple[list[Any], list[float], list[float]]]) -> Round:
+def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:
     return Round(*(np.array(part) for part in zip(*ranks, strict=True)))
 
 
@@ -165,8 +179,9 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
         launch_s=kernel.launch_s,
         tile=kernel.tile,
         memory=device.total_memory,
-        source=f"kernels measured on {device.name} with {shape.heads} heads of {shape.head_dim}, {shape.dtype}, off by "
-        f"{kernel.error:.1%} on average; links and overlap not measured but those of {like.name}",
+        copy_bytes_per_s=_copy_rate(rounds),
+        source=f"kernels measured on {device.name} with {shape.heads} heads of {shape.head_dim}, {shape.dtype}, "
+        f"fit to {kernel.error:.1%} but for windows; links and overlap not measured but those of {like.name}",
     )
 
 
@@ -186,10 +201,15 @@ def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
         launch_s=kernel.launch_s,
         tile=kernel.tile,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world,
+        copy_bytes_per_s=_copy_rate(rounds),
         overlap=fit_overlap(*fastest([r.together for r in rounds]).tolist()),
         source=f"measured with {world} processes, {shape.heads} heads of {shape.head_dim}, {shape.dtype}; "
-        f"kernels are off by {kernel.error:.1%} on average; there is one machine, so no other link between nodes was seen",
+        f"kernels fit to {kernel.error:.1%} but for windows; there is one machine, so no other link between nodes was seen",
     )
+
+
+def _copy_rate(rounds: Sequence[Round]) -> float:
+    return float(COPIED / 2 / fastest([r.copying for r in rounds]))
 
 
 def fastest(rounds: Sequence[Seconds]) -> Seconds:

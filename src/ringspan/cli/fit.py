@@ -1,7 +1,9 @@
 """From timings to what a machine is: the cost model (``plans/cost.py``) read backwards.
 
 What a launch takes is linear in ``launch_s`` and in one over the speed of each kind of band, once the tile is known; there are
-few sizes a tile can have, so each is tried. Every equation counts by its relative error.
+few sizes a tile can have, so each is tried. Every equation counts by its relative error. Rectangles and bands of one diagonal,
+which every kernel does in one launch, say what a launch and a tile are; the speed in windows is then what makes theirs true,
+since some kernels do them block by block.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ringspan.plans.cost import flops_per_pair, tiled_area
 from ringspan.plans.data import PHASES, Phase
 
 TILES = (1, 16, 32, 64, 128, 256, 512, 1024)
-KINDS = 3  # no diagonal, one, two
+SIMPLE = 2  # kinds of bands: no diagonal, one. The third kind has two.
 
 
 class Launch(NamedTuple):
@@ -30,7 +32,7 @@ class Launch(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What was found, and the mean relative error that is left."""
+    """What was found, and the mean relative error that is left in rectangles and bands of one diagonal."""
 
     launch_s: float
     tile: int
@@ -45,15 +47,23 @@ def fit_kernel(timed: Sequence[Launch], shape: Shape) -> Kernel:
 
 
 def _with_tile(timed: Sequence[Launch], shape: Shape, tile: int) -> Kernel:
-    """Columns: one for ``launch_s``, and for each phase one for each kind of band."""
-    flops = np.zeros((len(timed), len(PHASES), KINDS))
-    for row, launch in zip(flops, timed, strict=True):
-        phase = PHASES.index(launch.phase)
-        row[phase] = np.array(tiled_area(launch.bands, tile)) * shape.heads * flops_per_pair(shape, launch.phase)
-    columns = np.column_stack([np.ones(len(timed)), flops.reshape(len(timed), -1)])
-    found, error = _solve(columns, np.array([launch.seconds for launch in timed]))
-    forward, backward = (Speed(full=a, causal=b, window=c) for a, b, c in (1 / found[1:]).reshape(len(PHASES), KINDS).tolist())
-    return Kernel(launch_s=float(found[0]), tile=tile, forward=forward, backward=backward, error=error)
+    seconds = np.array([launch.seconds for launch in timed])
+    phase = np.array([PHASES.index(launch.phase) for launch in timed])
+    flops = np.array(
+        [np.array(tiled_area(x.bands, tile)) * shape.heads * flops_per_pair(shape, x.phase) for x in timed], dtype=np.float64
+    )
+    simple = flops[:, SIMPLE] == 0
+    # Columns: one for launch_s, and for each phase one for each simple kind of band.
+    by_phase = [np.where(phase[:, None] == p, flops[:, :SIMPLE], 0.0) for p in range(len(PHASES))]
+    columns = np.column_stack([np.ones(len(timed)), *by_phase])
+    found, error = _solve(columns[simple], seconds[simple])
+    speeds = []
+    for p, (full, causal) in enumerate((1 / found[1:]).reshape(len(PHASES), SIMPLE).tolist()):
+        windows = (phase == p) & ~simple
+        # A launch cannot be all that a window took.
+        rest = np.maximum(seconds[windows] - found[0], seconds[windows] / 10)
+        speeds.append(Speed(full=full, causal=causal, window=float(np.median(flops[windows, SIMPLE] / rest))))
+    return Kernel(launch_s=float(found[0]), tile=tile, forward=speeds[0], backward=speeds[1], error=error)
 
 
 class Message(NamedTuple):

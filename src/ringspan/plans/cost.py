@@ -7,10 +7,11 @@ there::
     rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
              |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  the dots are exposed
 
-Where there are too many ranks to plan them all, a sample walks: a peer that is not in it keeps pace with the nearest that is.
-
 That is a machine whose ``overlap`` is 1. Where it is less, computing and sending slow each other down, and the step is longer
-by the rest of the shorter of the two.
+by the rest of the shorter of the two. What has to be copied together before it travels, or apart when it has come, hides
+nowhere.
+
+Where there are too many ranks to plan them all, a sample walks: a peer that is not in it keeps pace with the nearest that is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from ringspan.masks import Band
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
 from ringspan.plans.hardware import Hardware, Link, Speed
-from ringspan.plans.shape import Shape, peak_bytes
+from ringspan.plans.shape import Shape, is_packed, peak_bytes
 
 Seconds = NDArray[np.float64]
 
@@ -89,7 +90,7 @@ def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) 
     now = np.zeros(len(plans))
     row_of = _nearest(np.array([plan.rank for plan in plans]), plans[0].world)
     for n in range(steps):
-        arrived, disturbed = now.copy(), np.zeros(len(plans))
+        arrived, longer = now.copy(), np.zeros(len(plans))
         begin[:, n] = now
         for row, plan in enumerate(plans):
             mine = plan.program.steps(phase)
@@ -98,11 +99,12 @@ def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) 
             computed[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in mine[n].tasks)
             wire = _wire_seconds(plan, mine[n], machine, shape, phase)
             if wire:
-                peers = {row_of[t.peer] for t in (*mine[n].sends, *mine[n].recvs)} | {row}
+                peers = {t.peer for t in (*mine[n].sends, *mine[n].recvs)} | {rank}
                 arrived[row] = max(now[peer] for peer in peers) + wire
-                disturbed[row] = (1 - machine.overlap) * min(computed[row, n], wire)
+                longer[row] = (1 - machine.overlap) * min(computed[row, n], wire)
+            longer[row] += _copied_bytes(plan, mine[n], shape, phase) / machine.copy_bytes_per_s
         computed[:, n] += now
-        now = np.maximum(computed[:, n], arrived) + disturbed
+        now = np.maximum(computed[:, n], arrived) + longer
         end[:, n] = now
     return Timeline(begin, computed, end)
 
@@ -137,6 +139,13 @@ def _wire_seconds(plan: Plan, step: Step, machine: Hardware, shape: Shape, phase
         if any(sizes):
             longest = max(longest, _on_link(link, max(sizes)))
     return longest
+
+
+def _copied_bytes(plan: Plan, step: Step, shape: Shape, phase: Phase) -> int:
+    """Of messages that are packed, and of gradients, which are added to what is there."""
+    packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
+    added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
+    return sum(shape.transfer_bytes(t, phase, plan.program) for t in packed + added)
 
 
 def _on_link(link: Link, size: int) -> float:

@@ -39,6 +39,7 @@ class Hardware:
     A launch takes ``launch_s`` and what its pairs take at the kernel's speed; the kernel computes in tiles of ``tile`` tokens,
     so that a diagonal costs half a tile more for every row it cuts. ``overlap`` is the share of what could be hidden that is:
     1 where computing and sending do not disturb each other, 0 where they take turns, as on a processor that does both.
+    Messages that do not travel as they lie are copied together and apart again, ``copy_bytes_per_s`` of them.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Hardware:
     memory: int
     source: str
     overlap: float = 1.0
+    copy_bytes_per_s: float = float("inf")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -85,6 +87,7 @@ def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, sour
         memory=int(memory_gb * 1e9),
         source=source,
         overlap=0.9,  # a tenth of the multiprocessors moves messages while the rest computes
+        copy_bytes_per_s=1e12,  # what is copied is read and written, 2 to 8 TB/s on these
     )
 
 
