@@ -60,9 +60,10 @@ def _with_tile(timed: Sequence[Launch], shape: Shape, tile: int) -> Kernel:
     speeds = []
     for p, (full, causal) in enumerate((1 / found[1:]).reshape(len(PHASES), SIMPLE).tolist()):
         windows = (phase == p) & ~simple
-        # A launch cannot be all that a window took.
-        rest = np.maximum(seconds[windows] - found[0], seconds[windows] / 10)
-        speeds.append(Speed(full=full, causal=causal, window=float(np.median(flops[windows, SIMPLE] / rest))))
+        relative = flops[windows, SIMPLE] / seconds[windows]
+        rest = np.maximum(1 - found[0] / seconds[windows], 1e-3)  # a launch cannot be all that a window took
+        window = float((relative**2).sum() / (relative * rest).sum())
+        speeds.append(Speed(full=full, causal=causal, window=window))
     return Kernel(launch_s=float(found[0]), tile=tile, forward=speeds[0], backward=speeds[1], error=error)
 
 
