@@ -99,7 +99,7 @@ def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) 
             computed[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in mine[n].tasks)
             wire = _wire_seconds(plan, mine[n], machine, shape, phase)
             if wire:
-                peers = {t.peer for t in (*mine[n].sends, *mine[n].recvs)} | {rank}
+                peers = {row_of[t.peer] for t in (*mine[n].sends, *mine[n].recvs)} | {row}
                 arrived[row] = max(now[peer] for peer in peers) + wire
                 longer[row] = (1 - machine.overlap) * min(computed[row, n], wire)
             longer[row] += _copied_bytes(plan, mine[n], shape, phase) / machine.copy_bytes_per_s
