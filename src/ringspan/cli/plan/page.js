@@ -286,7 +286,7 @@ function drawTimeline() {
       if (end <= begin) return;
       steps += 1;
       pen.fillStyle = colour(name);
-      const x = at(from + begin), middle = at(from + computed), gap = at(from + end) - x > 4 ? 1 : 0;
+      const x = at(from + begin), middle = at(from + computed), gap = at(from + end) - x > 12 ? 1 : 0;
       pen.fillRect(x, n * tall + 1, Math.max(0, middle - x - gap), tall - 2);
       pen.fillStyle = colour("exposed");
       pen.fillRect(middle - gap, n * tall + 1, at(from + end) - middle, tall - 2);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -17,13 +18,13 @@ def page(study: Study, told: dict[str, Any]) -> str:
     data = {**told, "basis": basis(told), "drawings": drawings(study)}
     chosen = told["chosen"]
     parts = {
-        "@@TITLE@@": html.escape(f"{chosen['strategy']} on {chosen['layout']}, {told['world']:,} ranks"),
-        "@@STYLE@@": _part("page.css"),
-        "@@SCRIPT@@": _part("page.js"),
-        "@@DATA@@": _inside_script(data),
+        "TITLE": html.escape(f"{chosen['strategy']} on {chosen['layout']}, {told['world']:,} ranks"),
+        "STYLE": _part("page.css"),
+        "SCRIPT": _part("page.js"),
+        "DATA": _inside_script(data),
     }
-    head, *pieces = _part("page.html").split("\n@@")
-    return head + "".join(f"\n{parts['@@' + name + '@@']}{rest}" for name, rest in (p.split("@@", 1) for p in pieces))
+    # In one pass, so that nothing is looked for in what was put in.
+    return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], _part("page.html"))
 
 
 def _part(name: str) -> str:
