@@ -216,6 +216,14 @@ class TestBlock:
             out = call(*small(), lambda score, b, h, q, k: score * 2)
         torch.testing.assert_close(out, dense_flex(*small(), causal, lambda score, *_: score * 2).out)
 
+    def test_autocast_chooses_the_dtype(self) -> None:
+        q, k, v = (x.float() for x in small())
+        with rs.ContextParallel(None, rs.causal(40)), torch.autocast("cpu", torch.bfloat16):
+            out = flex_attention(q, k, v)
+        assert out.dtype == torch.bfloat16
+        half = [x.bfloat16() for x in (q, k, v)]
+        torch.testing.assert_close(out.double(), dense_flex(*half, causal).out, atol=1e-2, rtol=1e-2)
+
     def test_a_block_mask_is_looked_at_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looked: list[object] = []
         real = rs.block_mask

@@ -18,7 +18,7 @@ from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
 from ringspan.frontends.flex import Answer, flex_attention, mask_of
 from ringspan.frontends.labels import positions_in
-from ringspan.frontends.sdpa import AttentionMode
+from ringspan.frontends.sdpa import AttentionMode, under_autocast
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
@@ -204,10 +204,11 @@ class ContextParallel(AttentionMode):
         block.
         """
         plan = self.plan if block_mask is None else self.with_mask(mask_of(block_mask, self.mask.lengths)).plan
+        q, k, v = under_autocast(query, key, value)
         return flex_attention(
-            query,
-            key,
-            value,
+            q,
+            k,
+            v,
             score_mod,
             scale=scale,
             enable_gqa=enable_gqa,

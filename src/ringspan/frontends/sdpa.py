@@ -1,6 +1,7 @@
-"""The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode. Nothing is patched.
+"""The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode.
 
-A mode belongs to the thread that entered it, nests, and is gone when the block is left, by whatever way.
+A mode belongs to the thread that entered it, nests, and is gone when the block is left, by whatever way. Nothing is patched but
+``flex_attention``, which no mode can catch, and which is put back (:mod:`ringspan.flex_door`).
 """
 
 from __future__ import annotations
@@ -163,9 +164,7 @@ class AttentionMode(AttentionCatcher):
             raise InputError(
                 f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads"
             )
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))
+        query, key, value = under_autocast(query, key, value)
         out = self.attention(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
         return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
@@ -183,6 +182,14 @@ def _name(func: Any) -> str:
 def _is_attention(func: Any) -> bool:
     name = _name(func)
     return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in the dtype that PyTorch's own attention would compute in."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
 
 
 def _who_answers() -> Answer | None:

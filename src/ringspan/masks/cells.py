@@ -1,6 +1,6 @@
 """The cells of a mask_mod: it is called with global indices, some rows at a time, so that memory stays small.
 
-The one file of this package that needs PyTorch, and it is imported only where there is a function to call.
+It needs PyTorch, so it is imported only where there is a function to call.
 
 Legend: R rows that are looked at together, T keys, Q and K blocks of queries and keys.
 """
