@@ -21,7 +21,8 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     assert found["sdpa_flash"]["available"] == rs.available()
     cpu = found["kernels"][0]
     assert (cpu["device"], cpu["dtype"], cpu["chosen"]) == ("cpu", "float32", "cpu")
-    assert cpu["why_not"] == dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex"), "serves CUDA devices, not cpu")
+    for_cuda = dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex"), "serves CUDA devices, not cpu")
+    assert cpu["why_not"] == {**for_cuda, "eager": "is for score_mod and mask_mod, which there are none of"}
 
 
 def test_the_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:

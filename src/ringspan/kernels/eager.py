@@ -35,7 +35,7 @@ def why_not(inputs: Inputs) -> str | None:
 
 
 def rather_not(inputs: Inputs) -> str | None:
-    return None if inputs.modded else "is for score_mod and mask_mod; the mask of this call needs neither"
+    return None if inputs.modded else "is for score_mod and mask_mod, which there are none of"
 
 
 def attend(
