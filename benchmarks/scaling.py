@@ -1,0 +1,124 @@
+"""Write docs/scaling.md: what splitting attention costs from 8 to 4,096 H200s, by the cost model.
+
+    python benchmarks/scaling.py            the whole page, some minutes
+    python benchmarks/scaling.py --most 64  only up to so many GPUs
+
+Where there are many ranks a few of them are planned and walked, evenly spread; the others are taken to keep pace with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+import ringspan as rs
+from ringspan.plans import Cost, cost, named_hardware
+from ringspan.plans.hardware import Hardware
+
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+MACHINE = "h200x8"
+SHAPE = rs.Shape(heads=64, kv_heads=8, head_dim=128)
+WORLDS = (8, 32, 128, 512, 2048, 4096)
+TOKENS = 1 << 20
+TOKENS_PER_RANK = 1 << 14
+WALKED = 5
+
+
+def documents(n: int) -> rs.Mask:
+    """Log-normal lengths of about 8,192 tokens, as packed training data has."""
+    count = max(1, n // 8192)
+    share = np.random.default_rng(0).lognormal(sigma=1.0, size=count)
+    cuts = np.round(np.cumsum(share) / share.sum() * n).astype(int)
+    return rs.documents(np.diff(np.concatenate([[0], cuts])))
+
+
+STUDIES: dict[str, tuple[str, str, Callable[[int], rs.Mask]]] = {
+    "Strong scaling, causal": ("1,048,576 tokens, however many GPUs.", "zigzag", lambda world: rs.causal(TOKENS)),
+    "Weak scaling, causal": (
+        "16,384 tokens a GPU: the sequence grows with the number of GPUs, and the work of each with it.",
+        "zigzag",
+        lambda world: rs.causal(TOKENS_PER_RANK * world),
+    ),
+    "Weak scaling, packed documents": (
+        "16,384 tokens a GPU, in documents of log-normal length, 8,192 tokens on average: the work of a GPU stays the same.",
+        "balanced",
+        lambda world: documents(TOKENS_PER_RANK * world),
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most", type=int, default=max(WORLDS), help="the largest number of GPUs (default 4096)")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args()
+    machine = named_hardware(MACHINE)
+    tables = []
+    for title, (text, layout, mask_for) in STUDIES.items():
+        print(title, file=sys.stderr)
+        rows = [row for world in WORLDS if world <= args.most for row in _rows(mask_for(world), world, layout, machine)]
+        tables.append(f"## {title}\n\n{text} Layout `{layout}`.\n\n{_table(rows)}\n")
+    head, _, tail = args.page.read_text().partition("<!-- tables -->")
+    conclusions = tail.partition("<!-- end of tables -->")[2]
+    args.page.write_text(f"{head}<!-- tables -->\n\n" + "\n".join(tables) + f"\n<!-- end of tables -->{conclusions}")
+    return 0
+
+
+def _rows(mask: rs.Mask, world: int, layout: str, machine: Hardware) -> Iterator[list[str]]:
+    """One row for each strategy that can be, the fastest first."""
+    found: list[tuple[float, list[str]]] = []
+    ideal = _ideal_seconds(mask, world, machine)
+    for strategy in _strategies(world, machine):
+        print(f"  {world} GPUs, {strategy}", file=sys.stderr)
+        figures = _cost(mask, world, layout, strategy, machine)
+        fits = "" if figures.peak_bytes <= machine.memory else " (does not fit)"
+        found.append(
+            (
+                figures.seconds + 1e9 * bool(fits),
+                [
+                    f"{world:,}",
+                    f"`{strategy}`{fits}",
+                    f"{figures.seconds * 1e3:,.0f}",
+                    f"{figures.exposed_s / figures.seconds:.0%}",
+                    f"{ideal / figures.seconds:.0%}",
+                    f"{figures.peak_bytes / 2**30:,.1f}",
+                ],
+            )
+        )
+    yield from (row for _, row in sorted(found))
+
+
+def _strategies(world: int, machine: Hardware) -> list[str]:
+    many = min(64, max(2, world // 8))
+    found = ["ring", "gather", "exchange(stages=1)", f"exchange(stages={many})"]
+    if world <= SHAPE.heads:
+        found.append("ulysses")
+    if world > machine.per_node:
+        found += [f"hierarchical(per_node={machine.per_node})", f"hybrid(per_node={machine.per_node})"]
+    return found
+
+
+def _cost(mask: rs.Mask, world: int, layout: str, strategy: str, machine: Hardware) -> Cost:
+    ranks = sorted({round(rank) for rank in np.linspace(0, world - 1, min(world, WALKED))})
+    first = rs.plan(mask, world=world, layout=layout, strategy=strategy).for_heads(SHAPE.heads, SHAPE.kv_heads)
+    return cost([first.at(rank) for rank in ranks], machine, SHAPE)
+
+
+def _ideal_seconds(mask: rs.Mask, world: int, machine: Hardware) -> float:
+    """An even share of the pairs at the speed of whole rectangles, and nothing else."""
+    d = SHAPE.head_dim
+    return mask.area / world * 2 * SHAPE.heads * (2 * d / machine.forward.full + 5 * d / machine.backward.full)
+
+
+def _table(rows: list[list[str]]) -> str:
+    head = ["GPUs", "strategy", "forward + backward, ms", "waiting for the wire", "of the ideal", "buffers, GiB"]
+    lines = [head, ["---:", "---", "---:", "---:", "---:", "---:"], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
