@@ -112,6 +112,18 @@ def two_ways_at_once(rank: int) -> None:
     assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
 
 
+def one_way_after_the_other(rank: int) -> None:
+    """Blocks and shards in turn: of what is gone, the latest counts."""
+    mesh, x = mesh_of_all(), torch.arange(N)
+    for _ in range(2):
+        buffer = x.clone()
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+            head_and_tail = buffer + 0
+        assert torch.equal(context_parallel_unshard(mesh, [head_and_tail], [0])[0], x)
+        computed = _context_parallel_shard(mesh, [x], [0])[0] + 0
+        assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
+
+
 def one_axis_of_a_mesh(rank: int) -> None:
     """Two sequences over two ranks each; the mesh of an axis is another object every time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -122,8 +134,9 @@ def one_axis_of_a_mesh(rank: int) -> None:
         _context_parallel_shard(mesh, [x], [0])
 
 
-def test_shards_of_one_length_in_two_ways(pools: Pools) -> None:
-    pools(2).run(two_ways_at_once)
+@pytest.mark.parametrize("job", [two_ways_at_once, one_way_after_the_other], ids=["at once", "in turn"])
+def test_shards_of_one_length_in_two_ways(pools: Pools, job: Callable[..., None]) -> None:
+    pools(2).run(job)
 
 
 def test_an_axis_of_a_larger_mesh(pools: Pools) -> None:

@@ -40,6 +40,8 @@ class Memory:
     def keep(self, layouts: Mapping[int, Layouts]) -> None:
         """Layouts that no shard has any more. What was computed from such may still come to be unsharded."""
         self._past |= layouts
+        for length in layouts:
+            self._last.pop(length, None)
 
     def in_use(self) -> dict[int, set[Layouts]]:
         """By the length of the whole sequence: the layouts that attention called now may mean."""
