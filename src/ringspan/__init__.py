@@ -12,6 +12,7 @@ Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``; without t
 rank=17).explain()``.
 """
 
+from ringspan import compat
 from ringspan.errors import (
     InputError,
     KernelError,
@@ -89,6 +90,7 @@ __all__ = [
     "block_mask",
     "causal",
     "chunked",
+    "compat",
     "current",
     "documents",
     "flex_attention",

@@ -126,6 +126,10 @@ WRONG: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], str]] = {
         lambda mesh, x: context_parallel(mesh, buffers=x, buffer_seq_dims=[2]),
         "3 buffers and 1 buffer_seq_dims",
     ),
+    "no tensor": (
+        lambda mesh, x: context_parallel(mesh, buffers=[*x, None], buffer_seq_dims=[2] * 4),
+        "buffers are tensors, not NoneType",
+    ),
     "no such dim": (
         lambda mesh, x: context_parallel(mesh, buffers=x[:1], buffer_seq_dims=[4]),
         "4 is not a dim of a buffer",

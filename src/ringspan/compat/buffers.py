@@ -7,6 +7,7 @@ the whole sequence are safe, and giving back costs nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,12 @@ class Lent:
     grad: Tensor | None
 
 
-def check_buffer(buffer: Tensor) -> None:
+def check_buffer(buffer: Any) -> None:
+    """Whether it can be changed in place."""
+    if not isinstance(buffer, Tensor):
+        raise InputError(
+            f"buffers are tensors, not {type(buffer).__name__}; give the BlockMask of the whole sequence to flex_attention"
+        )
     if buffer.requires_grad and not buffer.is_leaf:
         raise InputError(
             f"a buffer of shape {tuple(buffer.shape)} is computed from what needs gradients, and would lose them if changed in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,9 +71,8 @@ def context_parallel_unshard(
     for x, given in zip(buffers, seq_dims, strict=True):
         dim = as_dim(x, given)
         counts = tuple(n for (n,) in group.gather_numbers([x.shape[dim]], x.device))
-        layouts = None if load_balancer is not None else memory.of(x, sum(counts))
-        if layouts is None:
-            layouts = layouts_of(load_balancer, sum(counts), group.world) if load_balancer else in_order(counts)
+        length = sum(counts)
+        layouts = layouts_of(load_balancer, length, group.world) if load_balancer else memory.of(x, length) or in_order(counts)
         if layouts[0].counts != counts:
             raise InputError(
                 f"the ranks hold {counts} tokens, but {layouts[0]!r} has {layouts[0].counts}: unshard what was sharded by it"
@@ -84,8 +84,7 @@ def context_parallel_unshard(
 
 def in_order(counts: Sequence[int]) -> Layouts:
     """Shares of which nothing is known but their sizes: tokens that nobody rearranged lie rank after rank."""
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    return (Layout([[(end - n, end)] for n, end in zip(counts, ends, strict=True)], name="contiguous"),)
+    return (Layout([[(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)], name="contiguous"),)
 
 
 @maybe_run_for_local_tensor
