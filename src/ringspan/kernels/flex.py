@@ -152,8 +152,6 @@ def _run(
         # Backward may run inside a block that catches attention. This attention is that of the block.
         without_modes(),
     ):
-        # Queries that have travelled are wide.
-        q_BHSD = q_BHSD.to(k_BGTD.dtype)
         functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1])
         return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale, *functions))
 

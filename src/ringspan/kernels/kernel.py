@@ -92,10 +92,7 @@ class Kernel(Protocol):
 
 
 class Saved(NamedTuple):
-    """What the backward pass knows of the queries. ``out`` and ``lse`` are final: over all keys of all ranks.
-
-    Queries that travelled come wide; kernels compute in the dtype of the keys.
-    """
+    """What the backward pass knows of the queries. ``out`` and ``lse`` are final: over all keys of all ranks."""
 
     q_BHSD: Tensor
     dout_BHSE: Tensor
