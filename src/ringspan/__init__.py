@@ -12,7 +12,8 @@ Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``; without t
 rank=17).explain()``.
 """
 
-from ringspan import compat
+from typing import Any
+
 from ringspan.errors import (
     InputError,
     KernelError,
@@ -50,6 +51,16 @@ from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, f
 from ringspan.plans import Exchange, Gather, Hardware, Hierarchical, Hybrid, PassQ, Plan, Ring, Shape, Ulysses, best_on, plan
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``rs.compat`` is imported when it is first asked for: it hangs on parts of PyTorch that most programs do not need."""
+    if name == "compat":
+        import importlib
+
+        return importlib.import_module("ringspan.compat")
+    raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
+
 
 __all__ = [
     "Band",

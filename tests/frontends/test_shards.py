@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[Any], list[Tensor]], str]] = {
     "tokens over another axis": (placed_as(Shard(2), Shard(2)), "on the axis 'tp' of their mesh"),
     "mixed": (mixed, "v is a Tensor: give q, k and v all as DTensors"),
     "apart": (apart, "a query must lie with its keys"),
-    "key heads": (three_key_heads, "3 key heads over the 2 ranks of axis 'tp'"),
+    "key heads": (three_key_heads, "3 key heads over the 2 ranks that share heads"),
 }
 
 

@@ -44,8 +44,9 @@ def check_buffer(buffer: Any) -> None:
 def lend(buffer: Tensor, dim: int, layout: Layout, rank: int) -> Lent:
     """Make a buffer its own share. A gradient that it has is put aside: it has the shape of the whole."""
     lent = Lent(buffer=buffer, dim=dim, layout=layout, whole=buffer.data, grad=buffer.grad)
+    share = share_of(lent.whole, dim, (layout,), rank)  # first: if there is no room for it, nothing has happened
     buffer.grad = None
-    _give(buffer, share_of(lent.whole, dim, (layout,), rank))
+    _give(buffer, share)
     return lent
 
 

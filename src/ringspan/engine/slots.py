@@ -133,7 +133,7 @@ def _extent(rows: Rows) -> tuple[int, int]:
     return min(start for start, _ in rows), max(stop for _, stop in rows)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _index(rows: Rows, device: torch.device) -> Tensor:
     """The rows of a transfer, counted from the first of its extent."""
     first, _ = _extent(rows)

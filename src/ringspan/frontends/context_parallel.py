@@ -79,6 +79,11 @@ class ContextParallel(AttentionMode):
 
     def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
         """The same tokens on the same ranks with another mask, for models whose layers differ (full and sliding window)."""
+        if mask.lengths != self.plan.mask.lengths:
+            raise InputError(
+                f"with_mask keeps the tokens where they are: {mask.name} is over {mask.lengths[0]} × {mask.lengths[1]}, "
+                f"the plan over {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}. Make the mask for those"
+            )
         return ContextParallel(
             self.group,
             mask,
@@ -258,6 +263,8 @@ class ContextParallel(AttentionMode):
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
         """Sum the gradients of parameters that all ranks share. One that is missing here counts as zero; one that is missing on
         all ranks stays missing, so that no optimiser moves a parameter nobody used."""
+        if isinstance(parameters, torch.nn.Module):
+            raise InputError("sum_gradients takes parameters, not a module: pass module.parameters()")
         sum_gradients(parameters, self._ranks(over))
 
     def _ranks(self, over: Group) -> list[ProcessGroup]:

@@ -115,5 +115,6 @@ def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
 def _state(given: BlockMask) -> list[tuple[int, int]]:
     """Which tensors it is made of, and how often each was changed in place."""
     zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
-    tensors = [given.kv_num_blocks, given.kv_indices, *captured_by(given.mask_mod, zero, zero, zero, zero)]
+    blocks = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
+    tensors = [*(x for x in blocks if x is not None), *captured_by(given.mask_mod, zero, zero, zero, zero)]
     return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]

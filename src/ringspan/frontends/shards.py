@@ -13,7 +13,7 @@ axis of the sequence will do as well (tensor parallelism alone makes such DTenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -44,13 +44,15 @@ def on_shards(
             f"{v.device_mesh}: a query must lie with its keys; redistribute them alike"
         )
     for axis, placement in enumerate(placements):
-        _check(placement, mesh, axis, is_sequence=_ranks_along(mesh, axis) == tuple(sorted(ranks)), kv_heads=k.shape[HEADS])
+        if mesh.size(axis) > 1:  # on an axis of one rank every placement holds everything
+            _check(placement, mesh, axis, is_sequence=_ranks_along(mesh, axis) == tuple(sorted(ranks)))
+    _check_heads(placements, mesh, k.shape[HEADS])
     out, lse = attend(q.to_local(), k.to_local(), v.to_local())
     whole = (*q.shape[:3], v.shape[3])
     return Partial(_placed(out, q, whole), _placed(lse, q, whole[:3]))
 
 
-def _check(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bool, kv_heads: int) -> None:
+def _check(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bool) -> None:
     name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
     dim = placement.dim if isinstance(placement, Shard) else None
     if is_sequence:
@@ -65,9 +67,16 @@ def _check(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bo
             f"q, k and v are {placement} on the axis {name!r} of their mesh, whose ranks do not split this sequence: only "
             f"Shard({BATCH}) (batch), Shard({HEADS}) (heads) and Replicate() are exact there. Redistribute them"
         )
-    if dim == HEADS and kv_heads % mesh.size(axis):
+
+
+def _check_heads(placements: Sequence[Placement], mesh: DeviceMesh, kv_heads: int) -> None:
+    ranks = 1  # a plain loop, since compilers trace through here
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard) and placement.dim == HEADS:
+            ranks *= mesh.size(axis)
+    if kv_heads % ranks:
         raise InputError(
-            f"{kv_heads} key heads over the {mesh.size(axis)} ranks of axis {name!r}: queries would lie apart from their keys. "
+            f"{kv_heads} key heads over the {ranks} ranks that share heads: queries would lie apart from their keys. "
             "Repeat the key heads until the ranks divide them"
         )
 

@@ -37,8 +37,8 @@ from ringspan.rebound import rebound
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
 MOST_PROGRAMS = 256
 
-# Lists of bands whose launches stay on the device; one has some megabytes at most.
-REMEMBERED = 256
+# Lists of bands whose launches stay on the device: 16 MB for 128k × 128k tokens, four times that for twice as many.
+REMEMBERED = 32
 
 
 class Launch(NamedTuple):

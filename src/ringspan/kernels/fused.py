@@ -23,8 +23,9 @@ def _merge(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < count
-    h = row % heads
-    b = (row // heads) % batch
+    # A part may have more than 2³¹ elements.
+    h = (row % heads).to(tl.int64)
+    b = ((row // heads) % batch).to(tl.int64)
     s = (row // (heads * batch)).to(tl.int64)
     a_at = lse + s * lse_s + b * lse_b + h * lse_h
     a = tl.load(a_at, mask=here, other=float("-inf"))

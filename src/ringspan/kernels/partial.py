@@ -56,8 +56,8 @@ def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
 class Accumulator:
     """The result of the queries of a slot while its parts come in. Rows first, so that rows can travel as they lie.
 
-    The first part of a row is copied, only later ones are merged. With ``keeps=True`` a first part that has all rows is not
-    even copied: it stays as the kernel wrote it, in the kernel's dtype, but for the rows that get another part.
+    The first part of a row is copied, only later ones are merged. With ``keeps=True`` a first part that has all rows and is
+    narrower than the sums is not even copied: it stays as the kernel wrote it, but for the rows that get another part.
     """
 
     def __init__(self, shape_SBHE: Sequence[int], *, like: Tensor, keeps: bool = False) -> None:

@@ -15,8 +15,8 @@ from ringspan.kernels.runs import Runs, State
 class Sum:
     """One or more gradients side by side (of keys and of values), rows first, so that rows can travel as they lie.
 
-    The first part of a row is copied, only later ones are added. With ``keeps=True`` a first part that has all rows is not
-    even copied: it stays as the kernel wrote it, in the kernel's dtype, but for the rows that get another part.
+    The first part of a row is copied, only later ones are added. With ``keeps=True`` a first part that has all rows and is
+    narrower than the sums is not even copied: it stays as the kernel wrote it, but for the rows that get another part.
     """
 
     def __init__(self, shape_SBH: Sequence[int], widths: Sequence[int], *, like: Tensor, keeps: bool = False) -> None:

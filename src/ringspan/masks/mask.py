@@ -98,7 +98,8 @@ class Mask:
         """``(q_len, k_len)``; an error for a relation."""
         if self.q_len is None or self.k_len is None:
             raise MaskError(
-                f"{self.name} holds at any length and has none of its own: combine it, as in causal(n) & {self.name}"
+                f"{self.name} holds at any length and has none of its own: combine it with a mask that has one, as in "
+                f"full(n) & {self.name}"
             )
         return self.q_len, self.k_len
 

@@ -84,15 +84,17 @@ def plan(
     """
     if not isinstance(mask, Mask):
         raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
-    notes = []
+    notes: list[str] = []
+    given = strategy
     if hardware is not None and "auto" in (layout, strategy):
         choice = best_on(
             mask, world=world, strategy=strategy, layout=layout, kv_layout=kv_layout, hardware=hardware, shape=shape
         )
         layout, strategy = choice.best.layout, choice.best.strategy
         notes = [f"candidate {candidate}" for candidate in choice.candidates]
+        notes.append(f"strategy {choice.best.strategy} on layout {choice.best.layout.name}: the fastest candidate")
     q_layout, note = make_layout(layout, mask, world)
-    notes.append(note)
+    notes += [] if notes else [note]
     if kv_layout is None and mask.lengths[0] == mask.lengths[1]:
         k_layout = q_layout
     else:
@@ -104,9 +106,9 @@ def plan(
         chosen, note = auto(mask, q_layout, k_layout)
         strategy = _spec(chosen)
     else:
+        note = f"strategy {_spec(strategy)}: as asked" if strategy == given else ""
         strategy = _spec(strategy)
-        note = f"strategy {strategy}: as asked"
-    notes.append(note)
+    notes += [note] if note else []
     checked = _rank(rank, q_layout.world)
     return plan_rank(mask, q_layout, k_layout, strategy, checked, tuple(notes))
 
@@ -122,8 +124,10 @@ def best_on(
     kv_layout: LayoutLike | None = None,
 ) -> Choice:
     """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given."""
-    machine = named_hardware(hardware) if isinstance(hardware, str) else hardware
-    shape = shape or EXAMPLE
+    machine = named_hardware(hardware)
+    shape = EXAMPLE if shape is None else shape
+    if not isinstance(shape, Shape):
+        raise PlanError(f"shape must be a ringspan.Shape, as Shape(heads=32, kv_heads=8, head_dim=128); got {shape!r}")
     layouts = layouts_for(mask, world, machine) if layout == "auto" else [make_layout(layout, mask, world)[0]]
     strategies = strategies_for(world, machine, shape) if strategy == "auto" else [_spec(strategy)]
 

@@ -44,7 +44,7 @@ class Candidate:
         return f"{self.strategy} on {self.layout.name}: {', '.join(said)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Choice:
     """All candidates: from the fastest, which is the one to take, to the slowest, and then those that were rejected."""
 
@@ -53,6 +53,12 @@ class Choice:
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.candidates))
+
+    def __repr__(self) -> str:
+        return f"<Choice of {len(self.candidates)}: {self.best}>"
 
 
 def choose(

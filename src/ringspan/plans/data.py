@@ -224,8 +224,7 @@ class Plan:
         from ringspan.plans.cost import cost
         from ringspan.plans.explain import EXAMPLE
 
-        machine = named_hardware(hardware) if isinstance(hardware, str) else hardware
-        return cost([self.at(rank) for rank in range(self.world)], machine, shape or EXAMPLE)
+        return cost([self.at(rank) for rank in range(self.world)], named_hardware(hardware), shape or EXAMPLE)
 
     def to_json(self) -> str:
         from ringspan.plans.files import to_json

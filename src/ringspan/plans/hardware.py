@@ -112,19 +112,23 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
-def hardware(name: str) -> Hardware:
+def hardware(name: str | Hardware) -> Hardware:
     """A machine by name, with the number of GPUs in a node (8 unless said otherwise), or a file of your own.
 
     >>> hardware("h200x4").per_node
     4
     """
+    if isinstance(name, Hardware):
+        return name
+    if not isinstance(name, str):
+        raise PlanError(f"hardware is a name as 'h200x8', a file of `ringspan bench calibrate`, or a Hardware; not {name!r}")
     if name.endswith(".json"):
         try:
             return Hardware.from_json(Path(name).read_text())
         except OSError as error:
             raise PlanError(f"cannot read {name}: {error.strerror}. `ringspan bench calibrate` writes such a file") from None
     match = re.fullmatch(r"(\w+?)(?:x(\d+))?", name)
-    if not match or match[1] not in HARDWARE or match[2] == "0":
+    if not match or match[1] not in HARDWARE or int(match[2] or 8) == 0:
         known = ", ".join(HARDWARE)
         raise PlanError(
             f"no hardware is called {name!r}; there are {known}, each with a number of GPUs in a node as in h200x8, "

@@ -136,7 +136,7 @@ class ProcessGroup:
         return [theirs[:count] for theirs, count in zip(self._all_gather(padded, "unshard"), counts, strict=True)]
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        total = x.clone()
+        total = x.clone(memory_format=torch.contiguous_format)  # memory is summed as it lies, and must lie alike everywhere
         self._finish(lambda: dist.all_reduce(total, group=self.group, async_op=True), "a sum over all ranks")
         return total
 

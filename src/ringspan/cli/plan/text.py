@@ -7,7 +7,7 @@ from typing import Any
 
 from ringspan.cli.plan.units import seconds, size
 
-WIDTH = 26
+WIDTH = 33
 FIRST_STEPS, LAST_STEPS = 8, 2
 
 
@@ -27,7 +27,7 @@ def text(found: dict[str, Any]) -> str:
         *(f"  note      {note}" for note in found["notes"]),
         "",
         f"{'candidate':<{WIDTH}}{'layout':<13}{'forward':>10}{'backward':>10}{'wire shows':>12}{'buffers':>10}   rejected",
-        "-" * 100,
+        "-" * 107,
         *(_row(candidate) for candidate in found["candidates"]),
     ]
     return "\n".join(lines)
