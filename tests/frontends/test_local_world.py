@@ -131,7 +131,7 @@ GOOD = {"mask": rs.causal(N)}
         ([qkv()[0], qkv(dim=4)[1], qkv()[2]], {}, rs.InputError, "one head dim"),
         ([*qkv()[:2], qkv(kv_heads=2)[2]], {}, rs.InputError, "k and v must have as many heads"),
         ([qkv()[0], *(x[:1] for x in qkv()[1:])], {}, rs.InputError, "one batch size"),
-        (qkv(), {"mask": rs.window(left=3)}, rs.MaskError, "causal.n. & window"),
+        (qkv(), {"mask": rs.window(left=3)}, rs.MaskError, "full.n. & window"),
         (qkv(), {"layout": "zagzig"}, rs.LayoutError, "zigzag"),
         (qkv(), {"layout": [[(0, 20)], [(10, N)]]}, rs.LayoutError, "token 10 is owned twice"),
         (qkv(), {"layout": [[(0, 20)], [(21, N)]]}, rs.LayoutError, "every token needs exactly one owner"),

@@ -11,7 +11,6 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,7 +64,6 @@ class Seat:
 _rows: WeakValueDictionary[int, Row] = WeakValueDictionary()
 _latest: OrderedDict[int, Seat] = OrderedDict()
 _clock = count()
-_lock = threading.Lock()  # plans are made ahead in other threads
 MOST = 256
 
 
@@ -78,21 +76,20 @@ def take_seat(name: str, place: Seat) -> Seat:
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
     with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward pass
         ticket = torch.tensor(number, dtype=torch.int64, device="cpu")
-    with _lock:
-        row = _rows.setdefault(number, WeakValueDictionary())
-        seat = replace(place, ticket=ticket, row=row)
-        row[next(_clock)] = seat
-        _latest.pop(number, None)
-        _latest[number] = seat
-        if len(_latest) > MOST:
-            _latest.popitem(last=False)
+    row = _rows.setdefault(number, WeakValueDictionary())
+    seat = replace(place, ticket=ticket, row=row)
+    row[next(_clock)] = seat
+    _latest.pop(number, None)
+    _latest[number] = seat
+    if len(_latest) > MOST:
+        _latest.popitem(last=False)
     return seat
 
 
 def _seat_of(ticket: Tensor) -> Seat:
-    with _lock:
-        row = _rows.get(int(ticket))
-        seat = row.get(max(row)) if row else None
+    row = _rows.get(int(ticket))
+    taken = [] if row is None else list(row)  # a copy: plans are made ahead in other threads
+    seat = row.get(max(taken)) if row is not None and taken else None
     if seat is None:
         raise InputError(
             f"no seat has ticket {int(ticket)}: the ContextParallel that this program was compiled or exported with is gone, "
