@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,6 +61,7 @@ def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH:
     _, batch, heads, e = out_SBHE.shape
     tensors = (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE)
     strides: list[Any] = [x.stride(i) for x in tensors for i in range(3)]
-    _merge[(triton.cdiv(count, BLOCK),)](
-        *tensors, count, batch, heads, *strides, E=e, WIDTH=triton.next_power_of_2(e), BLOCK=BLOCK
-    )
+    with torch.cuda.device_of(out_SBHE):  # Triton launches on the current device, which need not be theirs
+        _merge[(triton.cdiv(count, BLOCK),)](
+            *tensors, count, batch, heads, *strides, E=e, WIDTH=triton.next_power_of_2(e), BLOCK=BLOCK
+        )

@@ -69,7 +69,10 @@ def choose(
     shape: Shape,
     plans_of: Callable[[Layout, str], Sequence[Plan]],
 ) -> Choice:
-    """Cost every candidate that could be the fastest. ``plans_of`` makes the plans of all ranks; all ranks choose alike."""
+    """Cost every candidate that could be the fastest; all ranks choose alike.
+
+    ``plans_of`` makes the plans of all ranks, or of a sample of them.
+    """
     found: list[Candidate] = []
     fastest = float("inf")
     most_pairs = {layout.digest: int(areas(mask, layout).max(initial=0)) for layout in layouts}
@@ -80,7 +83,7 @@ def choose(
             continue
         bound = _least_seconds(most_pairs[layout.digest], machine, shape)
         if bound >= fastest and not strategy.startswith(SPLIT_HEADS):
-            why = f"its busiest rank computes for {bound:.3g} s at best"
+            why = f"its busiest rank computes for {bound * 1e3:,.3g} ms at best"
             found.append(Candidate(layout=layout, strategy=strategy, rejected=why))
             continue
         figures = cost(plans_of(layout, strategy), machine, shape)

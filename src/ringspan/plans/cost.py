@@ -45,7 +45,7 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> Seconds:
-        """What each rank waits for messages that no computing hides."""
+        """How long messages keep each rank beyond its computing: waiting for them, copying them, slowed down by them."""
         waited: Seconds = (self.end - self.computed).sum(axis=1)
         return waited
 

@@ -13,7 +13,7 @@ from ringspan.errors import PlanError
 from ringspan.layouts import Layout, areas, balance, check_world, named_layout
 from ringspan.layouts.auto import GOOD_ENOUGH
 from ringspan.plans import Candidate, Choice, Cost, Hardware, Plan, Shape, parse_strategy
-from ringspan.plans.choose import LAYOUTS, choose, strategies_for
+from ringspan.plans.choose import choose, layouts_for, strategies_for
 
 # A rank may have a message for every other. All ranks are costed while that makes no more messages than this for a candidate.
 MOST_MESSAGES = 2**16
@@ -121,7 +121,7 @@ def _layout_names(question: Question) -> tuple[str, ...]:
     if question.layout != "auto":
         return (question.layout,)
     if question.world <= MANY_RANKS:
-        return LAYOUTS
+        return tuple(layout.name for layout in layouts_for(question.mask, question.world, question.machine))
     quick = ("contiguous", "zigzag")
     uneven = all(balance(question.mask, named_layout(name, question.mask, question.world)[0]) > GOOD_ENOUGH for name in quick)
     return (*quick, "round_robin") if uneven else quick
