@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=2, help="how many processes (default 2; no more than you have cores)")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens (default 1024)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens (default 2048)")
     parser.add_argument(
         "--heads", type=int, nargs="+", default=[4], help="query and key heads (default 4; several may be given)"
     )
@@ -73,7 +73,7 @@ def masks(n: int) -> list[rs.Mask]:
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     shape = rs.Shape(heads=args.heads[0], kv_heads=args.heads[0], head_dim=args.head_dim, dtype="float32")
-    probes = Probes(shape=shape, tokens=(256, 512, 1024))
+    probes = Probes(shape=shape, tokens=tuple(args.seq_len // part for part in (4, 2, 1)))
     tried = [Case(m, h, s, args.layout) for m in masks(args.seq_len) for h in args.heads for s in args.strategies]
     with Pool(args.world, threads=1, timeout=1800) as pool, Progress(args.rounds) as bar:
         rounds, times = [], []

@@ -30,7 +30,7 @@ Seconds = NDArray[np.float64]
 
 # Small ones for the latency, large ones for the bandwidth.
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
-# Bytes, of which half are copied.
+# Bytes, of which half are copied together and apart again.
 COPIED = 1 << 22
 
 
@@ -80,10 +80,14 @@ def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
 
 
 def time_copy(probes: Probes) -> float:
-    """Half of the heads of every row, copied together as messages are: into memory that nobody has used before."""
-    rows = torch.zeros(COPIED // (8 * 64 * 4), 1, 8, 64, device=probes.device)
+    """Half of the heads of every row, copied together as a message is packed, and apart again as it is laid out."""
+    rows, there = (torch.randn(COPIED // (8 * 64 * 4), 1, 8, 64, device=probes.device) for _ in range(2))
     every = torch.arange(len(rows), device=probes.device)
-    return all_begin_alike(lambda: rows[:, :, :4].index_select(0, every), probes.device, _clock(probes))[0]
+
+    def copy() -> None:
+        there[:, :, 4:].index_copy_(0, every, rows[:, :, :4].index_select(0, every))
+
+    return all_begin_alike(copy, probes.device, _clock(probes))[0]
 
 
 def time_message(size: int) -> float:
@@ -122,11 +126,12 @@ def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable
 
 
 def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
-    """So many bytes to the next rank, and as many from the one before."""
+    """So many bytes to the next rank, and as many from the one before, which come into memory that nobody has used yet."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8).unbind()
+    outgoing = torch.ones(size, dtype=torch.uint8)  # not zeros: a system may keep all zeros in one place
 
     def send() -> list[Any]:
+        incoming = torch.empty(size, dtype=torch.uint8)
         operations = [
             dist.P2POp(dist.isend, outgoing, (rank + 1) % world),
             dist.P2POp(dist.irecv, incoming, (rank - 1) % world),
@@ -209,7 +214,7 @@ def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
 
 
 def _copy_rate(rounds: Sequence[Round]) -> float:
-    return float(COPIED / 2 / fastest([r.copying for r in rounds]))
+    return float(COPIED / fastest([r.copying for r in rounds]))
 
 
 def fastest(rounds: Sequence[Seconds]) -> Seconds:

@@ -112,4 +112,5 @@ def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
 
 
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
-    return by_peer(p.owner, p.at, p.at + p.size)
+    """One to each peer: some heads of a row never lie together with those of the next, so all are packed by the sender."""
+    return by_peer(p.owner, p.at, p.at + p.size, apart=1)

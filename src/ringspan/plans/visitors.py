@@ -13,7 +13,7 @@ from ringspan.plans.scene import Ints, Rows, bands_by_group
 from ringspan.plans.travellers import Traveller, Wanted
 
 # Up to so many ranges of rows travel as messages of their own.
-UNPACKED = 2
+APART = 2
 
 HOME = -1
 
@@ -66,13 +66,13 @@ def by_token(layout: Layout, rows: Wanted) -> tuple[Wanted, Ints]:
     return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order]
 
 
-def by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
-    """The messages to or from each peer: one for each range of rows where they are few, so that nothing is packed; one packed
-    message where they are many."""
+def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = APART) -> dict[int, list[Rows]]:
+    """The messages to or from each peer: one for each range of rows where there are no more than ``apart``, so that nothing
+    is packed; one packed message where there are more."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for p, a, b in zip(peer.tolist(), start.tolist(), stop.tolist(), strict=True):
         ranges.setdefault(p, []).append((a, b))
-    return {p: [(span,) for span in spans] if len(spans) <= UNPACKED else [tuple(spans)] for p, spans in ranges.items()}
+    return {p: [(span,) for span in spans] if len(spans) <= apart else [tuple(spans)] for p, spans in ranges.items()}
 
 
 def bands_by_stage(traveller: Traveller, tiles: Tiles, visitors: Visitors, rank: int) -> dict[int, tuple[Band, ...]]:
