@@ -151,6 +151,8 @@ def _run(
         compiler.patch(recompile_limit=MOST_PROGRAMS, specialize_float=True),
         # Backward may run inside a block that catches attention. This attention is that of the block.
         without_modes(),
+        # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.
+        torch._C._EnableTorchFunction(),
     ):
         functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1])
         return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale, *functions))
