@@ -74,9 +74,11 @@ class Slots:
 
     def _pack(self, t: Transfer) -> Tensor:
         """The rows as one contiguous message: a view where they lie together, a copy where not."""
+        if not is_packed(t):
+            return self._rows(t)
         if t.what != "out":
             rows = self._rows(t)
-            return _heads(rows, t).index_select(0, _index(t.rows, rows.device)) if is_packed(t) else rows.contiguous()
+            return _heads(rows, t).index_select(0, _index(t.rows, rows.device))
         message = self._apart(t)
         at = 0
         for start, stop in t.rows:

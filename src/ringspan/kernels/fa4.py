@@ -5,8 +5,8 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringspan.kernels import windowed
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved
+from ringspan.kernels.relaunch import Relaunch
 from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
@@ -76,9 +77,18 @@ def attend_backward(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One launch: (out, lse). ``into`` is where out is to lie, if that matters."""
+    options = {**_options(batch), "softmax_scale": scale, "return_lse": True}
+    if into is None:
+        shared = [] if batch.queries is None or batch.seen is None else [batch.queries.cuts, batch.seen.cuts]
+        return _relaunch(load()._flash_attn_fwd)(q, k, v, shared=shared, **options)
     # The number of values it returns has changed from release to release; the first two have not.
-    out, lse, *_ = _call("_flash_attn_fwd", batch)(q, k, v, softmax_scale=scale, return_lse=True, out=into)
+    out, lse, *_ = load()._flash_attn_fwd(q, k, v, **options, out=into)
     return out, lse
+
+
+@lru_cache(maxsize=1)
+def _relaunch(package: Callable[..., Any]) -> Relaunch:
+    return Relaunch(package)
 
 
 def backward(
@@ -90,13 +100,14 @@ def backward(
     if d != e and q.shape[-2] != k.shape[-2]:  # its backward pass shares key heads only where both dims are one
         q, k, v, dout, out = (F.pad(x, (0, max(d, e) - x.shape[-1])) for x in (q, k, v, dout, out))
     dq, dk, dv = into or (None, None, None)
-    dq, dk, dv, *_ = _call("_flash_attn_bwd", batch)(
+    dq, dk, dv, *_ = load()._flash_attn_bwd(
         q,
         k,
         v,
         out,
         dout,
         lse,
+        **_options(batch),
         softmax_scale=scale,
         dlse=dlse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -107,7 +118,7 @@ def backward(
     return dq[..., :d], dk[..., :d], dv[..., :e]
 
 
-def _call(name: str, batch: Batch) -> Any:
+def _options(batch: Batch) -> dict[str, Any]:
     window, queries, seen = batch[2:]
     options: dict[str, Any] = {"window_size_left": window.left, "window_size_right": window.right}
     if window.is_causal:
@@ -115,4 +126,4 @@ def _call(name: str, batch: Batch) -> Any:
     if queries is not None and seen is not None:
         options |= {"cu_seqlens_q": queries.cuts, "max_seqlen_q": queries.longest}
         options |= {"cu_seqlens_k": seen.cuts, "max_seqlen_k": seen.longest}
-    return partial(getattr(load(), name), **options)
+    return options
