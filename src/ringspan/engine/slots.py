@@ -53,14 +53,16 @@ class Slots:
         """The step's exchange, and what is to be taken in when it is over, in order."""
         sends, to_self, recvs, arrivals = [], deque[Tensor](), [], []
         for t in step.sends:
-            message = self._pack(t)
+            message = self._pack(t) if is_packed(t) else self._rows(t)
             to_self.append(message) if t.peer == self.rank else sends.append((t.peer, message))
         for t in step.recvs:
+            if t.peer == self.rank:
+                arrivals.append(Arrival(t, to_self.popleft()))
+                continue
             # What lies together in its slot is received right there.
-            in_place = t.what in self.plain and t.peer != self.rank and not is_packed(t)
-            message = to_self.popleft() if t.peer == self.rank else self._rows(t) if in_place else self._apart(t)
-            if t.peer != self.rank:
-                recvs.append((t.peer, message))
+            in_place = t.what in self.plain and not is_packed(t)
+            message = self._rows(t) if in_place else self._apart(t)
+            recvs.append((t.peer, message))
             arrivals.append(Arrival(t, None if in_place else message))
         return Post(label, tuple(sends), tuple(recvs)), arrivals
 
@@ -73,9 +75,7 @@ class Slots:
                 self._merge(t, message) if t.what == "out" else self._add(t, message)
 
     def _pack(self, t: Transfer) -> Tensor:
-        """The rows as one contiguous message: a view where they lie together, a copy where not."""
-        if not is_packed(t):
-            return self._rows(t)
+        """The rows, copied together into one message."""
         if t.what != "out":
             rows = self._rows(t)
             return _heads(rows, t).index_select(0, _index(t.rows, rows.device))

@@ -147,8 +147,8 @@ def _run(
     with (
         # A length is a variable of its own, even where two happen to be equal when the program is compiled.
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        # The scale is a constant of the program.
-        compiler.patch(recompile_limit=MOST_PROGRAMS, specialize_float=True),
+        # Numbers are constants of the program: the scale, and what functions capture beside tensors.
+        compiler.patch(recompile_limit=MOST_PROGRAMS, specialize_float=True, specialize_int=True),
         # Backward may run inside a block that catches attention. This attention is that of the block.
         without_modes(),
         # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.

@@ -55,7 +55,8 @@ def attend_backward(
 
 def _taken(x_BHSD: Tensor, rows: slice, batch: Batch) -> Tensor:
     """The rows as (B, S, H, D). Several sequences come without a batch: its members are so many more heads, (S, B × H, D)."""
-    x_BHSD = x_BHSD[:, :, rows]
+    if rows.stop - rows.start < x_BHSD.shape[2]:
+        x_BHSD = x_BHSD[:, :, rows]
     return x_BHSD.transpose(1, 2) if batch.queries is None else x_BHSD.flatten(0, 1).transpose(0, 1)
 
 
