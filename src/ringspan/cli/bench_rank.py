@@ -91,12 +91,15 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     records = []
     for name, n in product(args.masks, args.seq_len):
         mask = MASKS[name](n)
-        whole = _time(_whole(mask, args), args)
+        step = _whole(mask, args)
+        whole = _time(step, args)
+        seen = {"whole_device_us": _profile(step)} if args.profile else {}
+        del step  # it holds the tensors of the whole
         for world in args.world:
             for backend, layout, strategy in product(args.backends, args.layout, args.strategies):
                 print(f"measuring {mask.name}, {world} ranks, {layout}, {strategy}, {backend} …", file=sys.stderr)
                 first = rs.plan(mask, world=world, strategy=strategy, layout=layout).for_heads(args.heads, args.kv_heads)
-                records.append({**_record(mask, world, args), **_share_of(first, whole, backend, args)})
+                records.append({**_record(mask, world, args), **_share_of(first, whole, backend, args), **seen})
             if name == "causal":
                 records += [_torch(mask, world, whole, backend, args) for backend in args.torch]
         if args.device.startswith("cuda"):
@@ -172,7 +175,7 @@ def _tensors(n: int, args: argparse.Namespace) -> list[Tensor]:
     return [torch.randn(1, h, n, args.head_dim, **options) for h in (args.heads, args.kv_heads, args.kv_heads)]
 
 
-def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], None]:
+def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], object]:
     """The whole sequence on one device, by the kernel alone: no engine, no autograd around it."""
     backend = args.whole or args.backends[0]
     (plan,) = rs.LocalWorld(1).plans(mask)
@@ -199,24 +202,18 @@ def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
     return attention
 
 
-def _step(attention: Callable[..., Tensor], *qkv: Tensor) -> Callable[[], None]:
-    """Forward and backward."""
+def _step(attention: Callable[..., Tensor], *qkv: Tensor) -> Callable[[], object]:
+    """Forward and backward, the gradients as they come: in a model nobody keeps those of q, k and v."""
     leaves = [x.requires_grad_() for x in qkv]
     grad = torch.randn_like(leaves[0])
-
-    def step() -> None:
-        for x in leaves:
-            x.grad = None
-        attention(*leaves).backward(grad)
-
-    return step
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, grad)
 
 
 # What a round of timing lasts at least on a GPU, so that the host is ahead of it for most of the round, as it is in training.
 ROUND_SECONDS = 0.1
 
 
-def _time(step: Callable[[], None], args: argparse.Namespace) -> float:
+def _time(step: Callable[[], object], args: argparse.Namespace) -> float:
     """The median of the rounds, in seconds for one step. The device is waited for at the end of a round."""
     on_gpu = args.device.startswith("cuda")
     wait = torch.cuda.synchronize if on_gpu else lambda: None
@@ -248,7 +245,7 @@ def _host_time(attention: Callable[..., Tensor], args: argparse.Namespace, *qkv:
     return statistics.median(times)
 
 
-def _profile(step: Callable[[], None]) -> dict[str, int]:
+def _profile(step: Callable[[], object]) -> dict[str, int]:
     """How long the device took for each kernel in one step, in µs, the longest first."""
     step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from ringspan.engine.beside import beside
 from ringspan.engine.walk import Call, backward, forward
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial, Saved
@@ -55,7 +56,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, plans: Sequence[Plan], call: Call, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
         qkv = inputs[: 3 * len(plans)]
         queries = [_rows_first(q) for q in qkv[::3]]
-        key_values = [torch.cat([_rows_first(k), _rows_first(v)], dim=-1) for k, v in zip(qkv[1::3], qkv[2::3], strict=True)]
+        key_values = [beside(_rows_first(k), _rows_first(v)) for k, v in zip(qkv[1::3], qkv[2::3], strict=True)]
         walks = [forward(plan, q, kv, call) for plan, q, kv in zip(plans, queries, key_values, strict=True)]
         outputs: list[Tensor] = []
         for result, q in zip(run(walks), queries, strict=True):

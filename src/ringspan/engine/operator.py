@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
+from ringspan.engine.beside import beside
 from ringspan.engine.walk import Call, backward
 from ringspan.errors import InputError, KernelError
 from ringspan.kernels import Partial, Saved, wide
@@ -160,7 +161,7 @@ def _attend_backward(
             lse,
             None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
         )
-        ((dq, dk, dv, *_),) = seat.run([backward(plan, saved, torch.cat([k_TBGD, v_TBGE], dim=-1), call)])
+        ((dq, dk, dv, *_),) = seat.run([backward(plan, saved, beside(k_TBGD, v_TBGE), call)])
         return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))
 
 

@@ -218,7 +218,10 @@ def attend_intervals(
         return seen
 
     def scores(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score_mod(score, b, heads_H[h], q_tokens_S[i], k_tokens_T[j])  # type: ignore[misc, index]
+        # To the compiler of torch 2.11 what is looked up is one number, not one for each row, and it cannot tell where to add
+        # up the gradient of a tensor that is read there. The zero of each row reminds it.
+        q_token, k_token = q_tokens_S[i] + (i - i), k_tokens_T[j] + (j - j)  # type: ignore[index]
+        return score_mod(score, b, heads_H[h], q_token, k_token)  # type: ignore[misc, index]
 
     # One kernel for all lengths; left to itself it takes another one for few queries.
     options: FlexKernelOptions = {"BACKEND": "TRITON"}

@@ -1,0 +1,29 @@
+"""Keys and values side by side in one row, copied in words.
+
+Rows come from tensors in which a head's tokens lie together, not a token's heads, so that this is a copy of short pieces.
+``torch.cat`` does it element by element. Sixteen bytes are as good an element as two, and there are eight times fewer of them.
+
+Legend: T keys, B batch, G key heads, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = torch.complex128
+
+
+def beside(k_TBGD: Tensor, v_TBGE: Tensor) -> Tensor:
+    """``torch.cat([k, v], dim=-1)``, to the bit."""
+    parts = (k_TBGD, v_TBGE)
+    if all(map(_is_in_words, parts)):
+        return torch.cat([x.view(WORD) for x in parts], dim=-1).view(k_TBGD.dtype)
+    return torch.cat(parts, dim=-1)
+
+
+def _is_in_words(x: Tensor) -> bool:
+    """Whether every row consists of whole words, each where a word may lie."""
+    size = x.element_size()
+    steps = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+    return x.stride(-1) == 1 and all(step * size % WORD.itemsize == 0 for step in steps) and x.data_ptr() % WORD.itemsize == 0
