@@ -134,17 +134,33 @@ GOOD = {"mask": rs.causal(N)}
         (qkv(), {"mask": rs.window(left=3)}, rs.MaskError, "full.n. & window"),
         (qkv(), {"layout": "zagzig"}, rs.LayoutError, "zigzag"),
         (qkv(), {"layout": [[(0, 20)], [(10, N)]]}, rs.LayoutError, "token 10 is owned twice"),
-        (qkv(), {"layout": [[(0, 20)], [(21, N)]]}, rs.LayoutError, "every token needs exactly one owner"),
+        (qkv(), {"layout": [[(0, 20)], [(21, N)]]}, rs.LayoutError, "token 20 has no owner"),
         (qkv(m=4), {"mask": rs.full(N, 4), "layout": "per_document"}, rs.LayoutError, "one sequence for queries and keys"),
         (qkv(dim=0, v_dim=0), {}, rs.InputError, "at least 1 wide"),
         (qkv(), {"strategy": "rong"}, rs.PlanError, "ring, gather, exchange"),
         (qkv(), {"strategy": "gather(stages=0)"}, rs.PlanError, "at least 1"),
         (qkv(), {"backend": "abacus"}, rs.KernelError, "eager, reference"),
+        (qkv(), {"backend": "flsh"}, rs.UnknownKernel, "did you mean flash"),
+        (qkv(), {"mask": None}, rs.MaskError, r"rs\.full\(n\) where everybody sees everybody; got None"),
+        (qkv(), {"scale": "x"}, rs.InputError, "scale must be a number, .* got 'x'"),
+        (qkv(), {"score_mod": 3}, rs.InputError, r"takes \(score, b, h, q, k\).*; 3 does not: 'int' object is not callable"),
+        (qkv(), {"score_mod": lambda score: score}, rs.InputError, "does not: .* takes 1 positional argument but 5 were given"),
+        (qkv(), {"score_mod": rs.alibi(torch.ones(3))}, rs.InputError, "made for 3 heads, but q has 4: .* one row for each"),
+        (qkv(), {"score_mod": rs.alibi(torch.ones(5))}, rs.InputError, "made for 5 heads, but q has 4"),
+        (qkv(), {"score_mod": rs.relative_bias(torch.ones(1, 3))}, rs.InputError, "made for 1 heads, but q has 4"),
     ],
 )
 def test_bad_input_says_what_came_and_what_to_do(tensors: Any, options: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         rs.LocalWorld(2).attention(*tensors, **{**GOOD, **options})
+
+
+def test_an_error_of_a_score_mods_own_is_left_alone() -> None:
+    def broken(score: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
+        return score + "nothing"  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="str"):
+        rs.LocalWorld(2).attention(*qkv(), mask=rs.causal(N), score_mod=broken)
 
 
 @pytest.mark.parametrize("world", [0, -1, 1.5, None])

@@ -69,12 +69,14 @@ def test_a_layout_is_accepted_exactly_when_it_is_a_bijection(spans: Spans, data:
     spans[rank][i : i + 1] = data.draw(st.sampled_from([[new], [], [new, new], [spans[rank][i]]]))
     tokens = sorted(token for held in tokens_of(spans) for token in held)
     length = data.draw(st.sampled_from([None, len(tokens), len(tokens) + 1]))
-    is_bijection = tokens == list(range(len(tokens) if length is None else length))
-    if is_bijection:
+    n = max(tokens, default=-1) + 1 if length is None else length
+    if tokens == list(range(n)):
         assert Layout(spans, length=length).length == len(tokens)
-    else:
-        with pytest.raises(LayoutError, match=r"owned twice|every token needs exactly one owner"):
-            Layout(spans, length=length)
+        return
+    without_owner = [token for token in range(n) if token not in tokens]
+    gap = rf"|token {without_owner[0]} has no owner" if without_owner else ""
+    with pytest.raises(LayoutError, match=rf"owned twice|token {max(tokens, default=-1)} has an owner, but{gap}"):
+        Layout(spans, length=length)
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
@@ -83,12 +85,13 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([[(0, 4), (0, 4)]], {}, "token 0 is owned twice, by rank 0 and by rank 0"),
     ([[(0, 9, 2)], [(0, 9, 3), (1, 9, 6)]], {}, r"token \d is owned twice"),
     ([[(0, 9, 2)], [(1, 9, 4), (3, 9, 8), (8, 9)]], {}, "token 8 is owned twice, by rank 0 and by rank 1"),
-    ([[(0, 9, 2)], [(1, 9, 4)]], {}, "the spans hold 7 tokens up to token 9, but the sequence has 7"),
-    ([[(0, 2)], [(3, 4)]], {}, "the spans hold 3 tokens up to token 4, but the sequence has 3"),
-    ([[(1, 4)]], {}, "the spans hold 3 tokens up to token 4"),
-    ([[(0, 4)]], {"length": 5}, "the spans hold 4 tokens up to token 4, but the sequence has 5"),
-    ([[(0, 4)]], {"length": 3}, "hold 4 tokens up to token 4, but the sequence has 3"),
-    ([[]], {"length": 1}, "hold 0 tokens up to token 0, but the sequence has 1"),
+    ([[(0, 9, 2)], [(1, 9, 4)]], {}, "token 3 has no owner: the spans hold 7 of 9 tokens, and every token needs exactly one"),
+    ([[(0, 9, 2)], []], {}, "token 1 has no owner: the spans hold 5 of 9 tokens"),
+    ([[(0, 2)], [(3, 4)]], {}, "token 2 has no owner: the spans hold 3 of 4 tokens"),
+    ([[(1, 4)]], {}, "token 0 has no owner: the spans hold 3 of 4 tokens"),
+    ([[(0, 4)]], {"length": 5}, "token 4 has no owner: the spans hold 4 of 5 tokens"),
+    ([[(0, 4)]], {"length": 3}, "token 3 has an owner, but the sequence has 3 tokens: its last is 2"),
+    ([[]], {"length": 1}, "token 0 has no owner: the spans hold 0 of 1 tokens"),
     ([[(-1, 4)]], {}, r"rank 0: span \(-1, 4, 1\) must have 0 <= start <= stop and step >= 1"),
     ([[(0, 2)], [(4, 2)]], {}, r"rank 1: span \(4, 2, 1\) must have"),
     ([[(0, 4, 0)]], {}, r"span \(0, 4, 0\) must have .* step >= 1"),
@@ -143,6 +146,14 @@ def test_equal_exactly_for_equal_spans_in_equal_order() -> None:
     assert pickle.loads(pickle.dumps(one)) == one
 
 
+def test_a_layout_cannot_be_changed() -> None:
+    layout = Layout(HALVES)
+    for field in ("spans", "name", "world", "counts", "length"):
+        with pytest.raises(AttributeError, match=field):
+            setattr(layout, field, None)
+    assert layout == Layout(HALVES)
+
+
 def test_looks() -> None:
     layout = Layout([[(0, 2), (6, 8)], [(2, 6, 2), (3, 6, 2)]], name="mine")
     assert repr(layout) == "<Layout mine: 8 tokens over 2 ranks>"
@@ -187,11 +198,12 @@ def test_every_layout_is_known_by_its_name(name: str) -> None:
 
 
 REFUSED: list[tuple[Any, int, str]] = [
-    ("spiral", 2, "no layout is called 'spiral'; there are contiguous, .* and auto"),
+    ("spiral", 2, "no layout is called 'spiral'; there are contiguous, .* and auto, or give a list of spans"),
+    ("contigous", 2, r"no layout is called 'contigous' \(did you mean contiguous\?\)"),
     (Layout(HALVES), 3, "8 tokens over 2 ranks> does not fit: the mask has 8 tokens here and the group 3 ranks"),
     (Layout([[(0, 4)], [(4, 9)]]), 2, "9 tokens over 2 ranks> does not fit"),
     (HALVES, 4, "does not fit"),
-    ([[(0, 4)], [(4, 9)]], 2, "the spans hold 9 tokens up to token 9, but the sequence has 8"),
+    ([[(0, 4)], [(4, 9)]], 2, "token 8 has an owner, but the sequence has 8 tokens"),
     (lambda mask, world: Layout([[(0, 8)]]), 2, "does not fit"),
     ("zigzag", 0, "world must be at least 1 rank, not 0"),
     ("zigzag", -1, "world must be at least 1 rank, not -1"),
@@ -214,3 +226,10 @@ def test_check_world_takes_any_whole_number() -> None:
 def test_a_relation_has_no_tokens_to_lay_out(make: Callable[[rs.Mask, int], Layout]) -> None:
     with pytest.raises(MaskError, match="any length"):
         make(rs.window(left=1), 2)
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("world", [0, -1, 1.5, None])
+def test_a_world_that_is_none_is_named_by_every_layout(make: Callable[[rs.Mask, int], Layout], world: Any) -> None:
+    with pytest.raises(LayoutError, match=f"world must be .* not {world}"):
+        make(rs.causal(8), world)

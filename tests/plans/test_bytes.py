@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +60,32 @@ def test_values_are_as_wide_as_keys_unless_told() -> None:
 def test_what_attention_is_not_computed_in() -> None:
     with pytest.raises(rs.InputError, match="float16, bfloat16, float32, float64; got int8"):
         rs.Shape(heads=1, kv_heads=1, head_dim=8, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_heads": 3}, "4 query heads cannot share 3 key heads evenly: give a multiple of the key heads"),
+        ({"kv_heads": 0}, "kv_heads must be at least 1, not 0"),
+        ({"heads": -4}, "heads must be at least 0, not -4"),
+        ({"head_dim": 0}, "head_dim must be at least 1, not 0"),
+        ({"batch": -1}, "batch must be at least 0, not -1"),
+        ({"heads": "4"}, "heads must be a whole number, not '4'"),
+        ({"head_dim": 8.0}, r"head_dim must be a whole number, not 8\.0"),
+    ],
+    ids=str,
+)
+def test_shapes_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(rs.InputError, match=message):
+        rs.Shape(**{"heads": 4, "kv_heads": 2, "head_dim": 8, **fields})
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda plan: plan.explain("x"), lambda plan: plan.cost("h200x8", "x")], ids=["explain", "cost"]
+)
+def test_what_is_no_shape(ask: Callable[[rs.Plan], object]) -> None:
+    with pytest.raises(rs.PlanError, match=r"shape must be a ringspan\.Shape, as Shape\(heads=32, .* got 'x'"):
+        ask(rs.plan(rs.causal(8), world=2))
 
 
 # -- what plans move ---------------------------------------------------------------------------------------------------

@@ -121,12 +121,12 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("mask.bands", lambda bands: bands * 2), "plan.mask.bands: bands must be disjoint"),
     (at("mask.bands.0.1", 99), "plan.mask.bands: bands must be disjoint, tight and within 12 × 12"),
     (at("mask.bands.0.0", 12), "plan.mask.bands: bands must be disjoint, tight"),
-    (at("q_layout.spans.0.0.0", 1), "plan.q_layout.spans: the spans hold 11 tokens"),
+    (at("q_layout.spans.0.0.0", 1), "plan.q_layout.spans: token 0 has no owner: the spans hold 11 of 12 tokens"),
     (at("q_layout.spans.0.0", [2, 4, 1]), "plan.q_layout.spans: token 2 is owned twice, by rank 0 and by rank 1"),
     (at("q_layout.spans.0.0.2", 0), "plan.q_layout.spans: rank 0: span (0, 2, 0) must have"),
     (at("kv_layout.spans", []), "plan.kv_layout.spans: a layout needs at least one rank"),
     (at("kv_layout.spans", [[[0, 12, 1]]]), "plan.kv_layout: has 1 ranks where q_layout has 3"),
-    (at("mask.k_len", 13), "plan.kv_layout.spans: the spans hold 12 tokens up to token 12, but the sequence has 13"),
+    (at("mask.k_len", 13), "plan.kv_layout.spans: token 12 has no owner: the spans hold 12 of 13 tokens"),
 ]
 
 
@@ -142,10 +142,10 @@ def test_a_malformed_file_names_the_field(change: Callable[[Any], None], message
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not a plan file: Expecting value"),
-        ("plan", "not a plan file: Expecting value"),
-        ('{"ringspan_plan": 1', "not a plan file: Expecting ',' delimiter"),
-        ("[" * 100_000, "not a plan file: maximum recursion depth"),
+        ("", "not a plan file: this is no JSON from line 1, column 1 on. A plan file is what plan.to_json() gives"),
+        ("plan", "not a plan file: this is no JSON from line 1, column 1 on"),
+        ('{"ringspan_plan": 1', "not a plan file: this is no JSON from line 1, column 20 on"),
+        ("[" * 100_000, "not a plan file: this is no JSON. A plan file is"),
         ("[]", "plan: expected an object, got []"),
         ("null", "plan: expected an object, got None"),
         ("NaN", "plan: expected an object, got nan"),

@@ -49,7 +49,7 @@ CAUSAL = rs.causal(16)
         ({"strategy": object()}, rs.PlanError, "is not a registered strategy; make it known with"),
         ({"layout": "zagzig"}, rs.LayoutError, "no layout is called 'zagzig'; there are contiguous, zigzag"),
         ({"layout": [[(0, 16)]]}, rs.LayoutError, "does not fit: the mask has 16 tokens here and the group 4 ranks"),
-        ({"layout": [[(0, 8)], [(8, 12)], [], []]}, rs.LayoutError, "the spans hold 12 tokens"),
+        ({"layout": [[(0, 8)], [(8, 12)], [], []]}, rs.LayoutError, "token 12 has no owner: the spans hold 12 of 16 tokens"),
         ({"kv_layout": rs.Layout([[(0, 8)]] + [[]] * 3)}, rs.LayoutError, "does not fit"),
         ({"mask": rs.full(4, 8), "layout": "per_document"}, rs.LayoutError, "this mask has 4 and 8 tokens"),
     ],
@@ -169,6 +169,22 @@ def test_a_strategy_of_your_own() -> None:
     assert len(plan.program.forward) == 8
     assert rs.plan(CAUSAL, world=8, strategy=Slow(stages=2)).strategy == "slow(stages=2)"
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A strategy that makes no program."""
+
+    def __call__(self, scene: Scene) -> None:
+        return None
+
+
+def test_a_strategy_that_makes_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES, "nothing", Nothing)
+    with pytest.raises(
+        rs.PlanError, match=r"strategy nothing must make a ringspan.plans.Program of a Scene, and returned None"
+    ):
+        rs.plan(CAUSAL, world=2, strategy="nothing")
 
 
 @pytest.mark.usefixtures("slow")

@@ -17,6 +17,7 @@ from ringspan.layouts.striped import striped
 from ringspan.layouts.zigzag import zigzag
 from ringspan.masks import Mask
 from ringspan.remember import remember
+from ringspan.spelling import no_such
 
 LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
     f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin, balanced)
@@ -54,7 +55,7 @@ def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
     if name == "auto":
         return auto(mask, world)
     if name not in LAYOUTS:
-        raise LayoutError(f"no layout is called {name!r}; there are {', '.join(LAYOUTS)} and auto, or give a list of spans")
+        raise LayoutError(f"{no_such('layout', name, [*LAYOUTS, 'auto'])}, or give a list of spans")
     return LAYOUTS[name](mask, world), f"layout {name}: as asked"
 
 

@@ -25,7 +25,7 @@ from ringspan.errors import LayoutError
 from ringspan.layouts.arcs import Goal, Grain, best_arc, nearest_arc
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import areas
-from ringspan.layouts.layout import Ints, Layout
+from ringspan.layouts.layout import Ints, Layout, check_world
 from ringspan.layouts.necklace import Necklace
 from ringspan.layouts.neighbours import side_by_side
 from ringspan.layouts.profile import Profile
@@ -52,6 +52,7 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0) -> Lay
     rank 0: [0,4) [10,12)
     rank 1: [4,10)
     """
+    world = check_world(world)
     n, block, slack = mask.lengths[0], _tokens("block", block, 1), _tokens("slack", slack, 0)
     fewest, most = max(n // world - slack, 0), -(-n // world) + slack
     fair = mask.area // world

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringspan.layouts.layout import Layout, even_cuts
+from ringspan.layouts.layout import Layout, check_world, even_cuts
 from ringspan.masks import Mask
 
 
@@ -15,5 +15,6 @@ def contiguous(mask: Mask, world: int) -> Layout:
     rank 1: [2,5)
     rank 2: [5,8)
     """
+    world = check_world(world)
     cuts = even_cuts(mask.lengths[0], world)
     return Layout([[(cuts[r], cuts[r + 1])] for r in range(world)], name="contiguous")

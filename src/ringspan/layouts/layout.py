@@ -6,6 +6,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Pieces(NamedTuple):
         return Pieces(*(column[theirs] for column in self))
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Layout:
     """For each rank an ordered list of spans; together they hold every token exactly once.
 
@@ -60,20 +62,27 @@ class Layout:
     rank 1: [2,6)
     """
 
+    spans: tuple[tuple[Span, ...], ...]
+    name: str
+
     def __init__(self, spans: Sequence[Iterable[Sequence[int]]], *, length: int | None = None, name: str = "spans") -> None:
-        self.name = name
-        try:
-            given = [list(of_rank) for of_rank in spans]
-        except TypeError:
-            raise LayoutError(f"a layout is a list of ranks, each a list of spans (start, stop); got {spans!r}") from None
-        checked = ((_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(given))
-        self.spans = tuple(tuple(s for s in of_rank if s.size) for of_rank in checked)
-        if not self.spans:
-            raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
-        self.world = len(self.spans)
-        self.counts = tuple(sum(s.size for s in of_rank) for of_rank in self.spans)
-        self.length = sum(self.counts)
-        _check_bijection(self.pieces, self.length if length is None else length)
+        """``length`` is that of the sequence, where it is known beforehand."""
+        for field, value in (("spans", _checked(spans)), ("name", name)):
+            object.__setattr__(self, field, value)  # once, from whatever sequences were given
+        _check_bijection(self.pieces, length)
+
+    @property
+    def world(self) -> int:
+        return len(self.spans)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many tokens each rank owns."""
+        return tuple(sum(s.size for s in of_rank) for of_rank in self.spans)
+
+    @cached_property
+    def length(self) -> int:
+        return sum(self.counts)
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -135,6 +144,18 @@ def check_world(world: Any) -> int:
     return n
 
 
+def _checked(spans: Any) -> tuple[tuple[Span, ...], ...]:
+    """A user's spans, without those that hold nothing."""
+    try:
+        given = [list(of_rank) for of_rank in spans]
+    except TypeError:
+        raise LayoutError(f"a layout is a list of ranks, each a list of spans (start, stop); got {spans!r}") from None
+    if not given:
+        raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
+    checked = ((_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(given))
+    return tuple(tuple(s for s in of_rank if s.size) for of_rank in checked)
+
+
 def _span(rank: int, given: Sequence[int]) -> Span:
     try:
         span = Span(*(operator.index(x) for x in given))
@@ -147,8 +168,8 @@ def _span(rank: int, given: Sequence[int]) -> Span:
     return span
 
 
-def _check_bijection(p: Pieces, length: int) -> None:
-    """Every token of ``range(length)`` exactly once.
+def _check_bijection(p: Pieces, length: int | None) -> None:
+    """Every token of ``range(length)`` exactly once; without a length, every token up to the last.
 
     Spans of all steps are first written with their common step; two of them can then only meet when they start in the same
     residue class, where sorting finds them.
@@ -165,18 +186,30 @@ def _check_bijection(p: Pieces, length: int) -> None:
     last -= (last - first) % common
     residue = first % common
     order = np.lexsort((first, residue))
-    clash = (residue[order][1:] == residue[order][:-1]) & (first[order][1:] <= last[order][:-1])
+    i, residue, first, last = i[order], residue[order], first[order], last[order]
+    clash = (residue[1:] == residue[:-1]) & (first[1:] <= last[:-1])
     if clash.any():
         where = int(np.flatnonzero(clash)[0])
-        a, b = int(i[order[where]]), int(i[order[where + 1]])
-        token = int(first[order[where + 1]])
+        a, b, token = int(i[where]), int(i[where + 1]), int(first[where + 1])
         raise LayoutError(
             f"token {token} is owned twice, by rank {p.owner[a]} and by rank {p.owner[b]}: "
             "the spans of a layout must not overlap"
         )
-    total, beyond = int(p.size.sum()), int(last.max()) + 1 if len(last) else 0
-    if total != length or beyond > length:
+    total, end = int(p.size.sum()), int(last.max()) + 1 if len(last) else 0
+    length = end if length is None else length
+    if end > length:
+        raise LayoutError(f"token {end - 1} has an owner, but the sequence has {length} tokens: its last is {length - 1}")
+    if total < length:
         raise LayoutError(
-            f"the spans hold {total} tokens up to token {beyond}, but the sequence has {length}: "
-            "every token needs exactly one owner"
+            f"token {_first_without_owner(first, last, common)} has no owner: the spans hold {total} of {length} tokens, "
+            "and every token needs exactly one"
         )
+
+
+def _first_without_owner(first: Ints, last: Ints, common: int) -> int:
+    """The first token that no span holds: one where a residue class begins, or a step behind a span, and no span begins there.
+
+    Of the classes, no more can have begun than there are spans.
+    """
+    beginnings = np.arange(min(common, len(first) + 1))
+    return int(np.setdiff1d(np.concatenate([beginnings, last + common]), first).min())

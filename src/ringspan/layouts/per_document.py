@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringspan.errors import LayoutError
-from ringspan.layouts.layout import Layout
+from ringspan.layouts.layout import Layout, check_world
 from ringspan.masks import Mask
 
 
@@ -20,6 +20,7 @@ def per_document(mask: Mask, world: int) -> Layout:
     rank 0: [0,1) [3,4) [4,6) [9,10)
     rank 1: [1,2) [2,3) [6,8) [8,9)
     """
+    world = check_world(world)
     if mask.lengths[0] != mask.lengths[1]:
         raise LayoutError(
             "per_document needs one sequence for queries and keys; this mask has "

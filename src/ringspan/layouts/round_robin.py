@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringspan.layouts.layout import Layout
+from ringspan.layouts.layout import Layout, check_world
 from ringspan.masks import Mask
 
 BLOCKS_PER_RANK = 16
@@ -20,6 +20,7 @@ def round_robin(mask: Mask, world: int) -> Layout:
     rank 0: [0,1) [3,5) [7,8)
     rank 1: [1,3) [5,7)
     """
+    world = check_world(world)
     n = mask.lengths[0]
     blocks = max(1, min(n, BLOCKS_PER_RANK * world))
     cuts = np.arange(blocks + 1, dtype=np.int64) * n // blocks

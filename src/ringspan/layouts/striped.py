@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringspan.layouts.layout import Layout
+from ringspan.layouts.layout import Layout, check_world
 from ringspan.masks import Mask
 
 
@@ -18,5 +18,6 @@ def striped(mask: Mask, world: int) -> Layout:
     rank 1: [1,8):3
     rank 2: [2,8):3
     """
+    world = check_world(world)
     n = mask.lengths[0]
     return Layout([[(min(r, n), n, world)] for r in range(world)], name="striped")

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 
@@ -139,6 +140,13 @@ class Plan:
     program: Program
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.program, Program):  # a strategy may be a user's own
+            raise PlanError(
+                f"strategy {self.strategy} must make a ringspan.plans.Program of a Scene, and returned {self.program!r}: see "
+                "plans/gather.py for one that does"
+            )
+
     @property
     def world(self) -> int:
         return self.q_layout.world
@@ -223,8 +231,10 @@ class Plan:
         from ringspan.plans import named_hardware
         from ringspan.plans.cost import cost
         from ringspan.plans.explain import EXAMPLE
+        from ringspan.plans.shape import check_shape
 
-        return cost([self.at(rank) for rank in range(self.world)], named_hardware(hardware), shape or EXAMPLE)
+        shape = EXAMPLE if shape is None else check_shape(shape)
+        return cost([self.at(rank) for rank in range(self.world)], named_hardware(hardware), shape)
 
     def to_json(self) -> str:
         from ringspan.plans.files import to_json

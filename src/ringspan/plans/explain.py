@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringspan.layouts import areas
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Transfer
-from ringspan.plans.shape import Shape, buffer_bytes, bytes_moved
+from ringspan.plans.shape import Shape, buffer_bytes, bytes_moved, check_shape
 
 EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 
@@ -16,7 +16,7 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     says so.
     """
     example = " (an example; pass shape= for yours)" if shape is None else ""
-    shape = shape or EXAMPLE
+    shape = EXAMPLE if shape is None else check_shape(shape)
     plan = plan.for_heads(shape.heads, shape.kv_heads)
     per_rank = areas(plan.mask, plan.q_layout)
     even = per_rank.sum() / plan.world

@@ -56,7 +56,8 @@ def from_json(text: str) -> Plan:
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise PlanError(f"not a plan file: {error}") from None
+        where = f" from line {error.lineno}, column {error.colno} on" if isinstance(error, json.JSONDecodeError) else ""
+        raise PlanError(f"not a plan file: this is no JSON{where}. A plan file is what plan.to_json() gives") from None
     top = _Field(data, "plan")
     version = top.get("ringspan_plan").whole()
     if version != VERSION:

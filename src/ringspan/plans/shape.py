@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ringspan.errors import InputError
+from ringspan.errors import InputError, PlanError
 from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Transfer, What, side
 
 # What kernels ask of rows that they read where they lie.
 ROW_ALIGNMENT = 16
 
 WAYS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
+
+# Of a field of a shape. A batch may be empty.
+FEWEST = {"heads": 0, "kv_heads": 1, "head_dim": 1, "batch": 0}
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -31,6 +35,12 @@ class Shape:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise InputError(f"attention is computed in {', '.join(ITEM_BYTES)}; got {self.dtype}")
+        for name, fewest in FEWEST.items():
+            _check_count(name, getattr(self, name), fewest)
+        if self.heads % self.kv_heads:
+            raise InputError(
+                f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly: give a multiple of the key heads"
+            )
 
     @property
     def item(self) -> int:
@@ -72,6 +82,22 @@ class Shape:
 
     def slot_bytes(self, slot: Slot, what: What, phase: Phase) -> int:
         return slot.rows * self.row_bytes(what, phase, slot.heads)
+
+
+def check_shape(given: Any) -> Shape:
+    """What was given as ``shape=``, which had better be one."""
+    if not isinstance(given, Shape):
+        raise PlanError(f"shape must be a ringspan.Shape, as Shape(heads=32, kv_heads=8, head_dim=128); got {given!r}")
+    return given
+
+
+def _check_count(name: str, given: Any, fewest: int) -> None:
+    try:
+        count = operator.index(given)
+    except TypeError:
+        raise InputError(f"{name} must be a whole number, not {given!r}") from None
+    if count < fewest:
+        raise InputError(f"{name} must be at least {fewest}, not {count}")
 
 
 def wide_item(item: int) -> int:
