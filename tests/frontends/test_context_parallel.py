@@ -225,7 +225,7 @@ def test_over_processes(pools: Pools, job: Callable[..., Claims], layout: str, w
 
 
 def what_is_refused(rank: int) -> list[str]:
-    cp = made()
+    cp, cross = made(), rs.ContextParallel(None, rs.full(N, N + 2))
     mine = cp.shard(torch.zeros(N), dim=0)
     attempts: list[Callable[[], Any]] = [
         lambda: cp.shard(torch.zeros(N + 1), dim=0),
@@ -235,6 +235,19 @@ def what_is_refused(rank: int) -> list[str]:
         lambda: cp.positions("keys"),  # type: ignore[arg-type]
         lambda: rs.attention(mine, mine, mine, plan=rs.plan(rs.full(N), world=7)),
         lambda: rs.ContextParallel(None, rs.window(left=2)),
+        lambda: rs.ContextParallel(None, None),  # type: ignore[arg-type]
+        lambda: cp.with_mask(torch.ones(N, N)),  # type: ignore[arg-type]
+        lambda: rs.ContextParallel(None, rs.causal(N), backend="flsh"),
+        lambda: cp.attention(mine, mine, mine, scale="x"),  # type: ignore[arg-type]
+        lambda: cross.shard(torch.zeros(N + 2), dim=0),
+        lambda: cross.shard(torch.zeros(N), dim=0, of="kv"),
+        lambda: cp.mean([1.0]),  # type: ignore[arg-type]
+        lambda: cp.mean(torch.ones(2, 3), torch.ones(2, 4)),
+        lambda: cp.mean(torch.ones(3), [1.0] * 3),  # type: ignore[arg-type]
+        lambda: cp.sum_gradients(torch.nn.Linear(2, 2)),  # type: ignore[arg-type]
+        lambda: cp.sum_gradients(torch.zeros(2, requires_grad=True)),
+        lambda: cp.sum_gradients(torch.nn.Linear(2, 2).named_parameters()),  # type: ignore[arg-type]
+        lambda: cp.sum_gradients(3),  # type: ignore[arg-type]
     ]
     said = []
     for attempt in attempts:
@@ -255,10 +268,25 @@ def test_bad_input_is_named(pools: Pools) -> None:
         'InputError: of must be "q" or "kv"',
         "InputError: this is the plan of rank 0 of 7",
         "MaskError: window(left=2) holds at any length",
+        "MaskError: the mask says who sees whom: rs.causal(n), or rs.full(n) where everybody sees everybody; got None",
+        "MaskError: the mask says who sees whom: rs.causal(n), or rs.full(n) where everybody sees everybody; got Tensor",
+        "UnknownKernel: no kernel is called 'flsh' (did you mean flash?); there are fa4,",
+        "InputError: scale must be a number, or None for 1 / √(head dim); got 'x'",
+        f"InputError: dim 0 of a tensor of shape ({N + 2},) has {N + 2} tokens, but the plan's sequence has {N} "
+        f"(its keys have {N + 2}: say of='kv'): shard whole sequences",
+        f"InputError: dim 0 of a tensor of shape ({N},) has {N} tokens, but the plan's sequence has {N + 2} "
+        f"(its queries have {N}: say of='q'): shard whole sequences",
+        "InputError: the values must be a tensor, of this rank's tokens; got list",
+        "InputError: weights of shape (2, 4) do not fit values of shape (2, 3): give one for each value",
+        "InputError: weights must be a tensor of the shape of the values, (3,); got list",
+        "InputError: sum_gradients takes parameters, not a module: pass module.parameters()",
+        "InputError: sum_gradients takes a list of parameters, as module.parameters(); got Tensor",
+        "InputError: sum_gradients takes parameters, as module.parameters() gives them; among these is tuple",
+        "InputError: sum_gradients takes a list of parameters, as module.parameters(); got int",
     ]
     for said in pools(2).run(what_is_refused):
         for came, start in zip(said, expected, strict=True):
-            assert came.startswith(start)
+            assert came.startswith(start), came
 
 
 def test_without_a_process_group_it_says_how_to_get_one() -> None:

@@ -73,12 +73,20 @@ def test_slopes_are_a_geometric_series(heads: int) -> None:
     torch.testing.assert_close(slopes, torch.tensor([2 ** (-8 * (n + 1) / heads) for n in range(heads)]))
 
 
+RESULT = (torch.zeros(1, H, N, 8), torch.zeros(1, H, N))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: rs.softcap(0.0), "a softcap is a positive number, not 0.0"),
         (lambda: rs.relative_bias(torch.zeros(2, 4)), r"an odd number of distances; got \(2, 4\)"),
         (lambda: rs.relative_bias(torch.zeros(5)), r"got \(5,\)"),
+        (lambda: rs.relative_bias([[0.0] * 3]), "is a tensor .* got list"),  # type: ignore[arg-type]
+        (lambda: rs.alibi(torch.zeros(4, 1)), r"one slope for each head, as rs.alibi_slopes\(heads\); got \(4, 1\)"),
+        (lambda: rs.alibi([0.5]), "one slope for each head, .* got list"),  # type: ignore[arg-type]
+        (lambda: rs.with_sinks(*RESULT, torch.zeros(3)), r"one score for each of the 4 query heads; got \(3,\)"),
+        (lambda: rs.with_sinks(*RESULT, [0.0] * 4), "of the 4 query heads; got list"),  # type: ignore[arg-type]
     ],
 )
 def test_errors(make: Callable[[], Any], message: str) -> None:

@@ -30,7 +30,8 @@ def test_by_name(backend: str, kernel: types.ModuleType) -> None:
 @pytest.mark.parametrize(
     ("backend", "device", "message"),
     [
-        ("fast", "cpu", "no kernel is called 'fast'; there are "),
+        ("abacus", "cpu", "no kernel is called 'abacus'; there are "),
+        ("flsh", "cpu", "no kernel is called 'flsh' (did you mean flash?); there are "),
         ("fast", "cpu", "cpu, eager, reference and auto"),
         ("cpu", "cuda", 'backend="cpu" serves cpu tensors, not cuda; use backend="auto" to have one chosen'),
         ("auto", "meta", "no fast kernel can serve torch.float32 on meta: "),

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.engine import Call, Seat, is_watched, shape_of, take_seat
 from ringspan.errors import InputError
+from ringspan.frontends.given import given_scale
 from ringspan.frontends.shards import on_shards
-from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, mods_of, pick
+from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
@@ -96,6 +97,7 @@ def refuse_shards(mask: Mask, score_mod: ScoreMod | None, q: Tensor) -> None:
 
 def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Partial:
     """Attention of the rank that has this seat, of tensors or of the shards of DTensors."""
+    scale = given_scale(scale)
     return on_shards(lambda q, k, v: place.attend(q, k, v, scale), q, k, v, place.processes)
 
 
@@ -109,6 +111,7 @@ def seat(plan: Plan, group: Group, backend: str) -> Seat:
 
 def unnumbered(plan: Plan, ranks: ProcessGroup, backend: str, score_mod: ScoreMod | None = None) -> Seat:
     """A seat without a ticket."""
+    check_backend(backend)
     prepare = partial(prepared, plan, ranks, backend, score_mod=score_mod)
     return Seat(prepare=prepare, run=ranks.run, processes=tuple(ranks.ranks))
 
@@ -166,7 +169,7 @@ def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str
     )
     return Call(
         kernel=pick(backend, inputs),
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=q.shape[-1] ** -0.5 if (given := given_scale(scale)) is None else given,
         head_dim=q.shape[-1],
         mods=mods,
     )

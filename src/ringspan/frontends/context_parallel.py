@@ -17,6 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
 from ringspan.frontends.flex import Answer, flex_attention, mask_of
+from ringspan.frontends.given import given_mask, given_parameters, given_weights
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode, under_autocast
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
@@ -59,7 +60,12 @@ class ContextParallel(AttentionMode):
         self.group: ProcessGroup = as_process_group(group)
         self.backend = backend
         self.plan: Plan = plan(
-            mask, world=self.group.world, rank=self.group.rank, strategy=strategy, layout=layout, kv_layout=kv_layout
+            given_mask(mask),
+            world=self.group.world,
+            rank=self.group.rank,
+            strategy=strategy,
+            layout=layout,
+            kv_layout=kv_layout,
         )
         super().__init__(mask)
         self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
@@ -79,7 +85,7 @@ class ContextParallel(AttentionMode):
 
     def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
         """The same tokens on the same ranks with another mask, for models whose layers differ (full and sliding window)."""
-        if mask.lengths != self.plan.mask.lengths:
+        if given_mask(mask).lengths != self.plan.mask.lengths:
             raise InputError(
                 f"with_mask keeps the tokens where they are: {mask.name} is over {mask.lengths[0]} × {mask.lengths[1]}, "
                 f"the plan over {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}. Make the mask for those"
@@ -139,7 +145,7 @@ class ContextParallel(AttentionMode):
             if x.shape[dim] != layout.length:
                 raise InputError(
                     f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens, but the plan's sequence has "
-                    f"{layout.length}: "
+                    f"{layout.length}{self._hint(of, x.shape[dim])}: "
                     "shard whole sequences, and give the sequence dim as dim="
                 )
             return x.index_select(dim, self.positions(of, device=x.device))
@@ -175,6 +181,12 @@ class ContextParallel(AttentionMode):
         if documents is not None:
             mine = positions_in(documents, layout.length)[mine]
         return mine.to(device or "cpu")
+
+    def _hint(self, of: Of, tokens: int) -> str:
+        """The other sequence of a cross-attention is easily taken for this one."""
+        other: Of = "kv" if of == "q" else "q"
+        what = "keys" if other == "kv" else "queries"
+        return f" (its {what} have {tokens}: say of={other!r})" if self._layout(other).length == tokens else ""
 
     def _layout(self, of: Of) -> Layout:
         if of not in ("q", "kv"):
@@ -248,7 +260,7 @@ class ContextParallel(AttentionMode):
         Several batches to one step of the optimiser: see :meth:`sum`.
         """
         x = _wide(x)
-        weights = torch.ones_like(x) if weights is None else weights.detach().to(x.dtype).expand_as(x)
+        weights = torch.ones_like(x) if weights is None else given_weights(weights, x)
         groups = self._ranks(over)
         return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
 
@@ -263,9 +275,7 @@ class ContextParallel(AttentionMode):
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
         """Sum the gradients of parameters that all ranks share. One that is missing here counts as zero; one that is missing on
         all ranks stays missing, so that no optimiser moves a parameter nobody used."""
-        if isinstance(parameters, torch.nn.Module):
-            raise InputError("sum_gradients takes parameters, not a module: pass module.parameters()")
-        sum_gradients(parameters, self._ranks(over))
+        sum_gradients(given_parameters(parameters), self._ranks(over))
 
     def _ranks(self, over: Group) -> list[ProcessGroup]:
         return [self.group] if over is None else groups_of(over)
@@ -292,6 +302,8 @@ class _Unshard(torch.autograd.Function):
 
 def _wide(x: Tensor) -> Tensor:
     """Half precision cannot count past 2048 or 256."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"the values must be a tensor, of this rank's tokens; got {type(x).__name__}")
     if isinstance(x, DTensor):
         raise InputError(f"these are the values of a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
     return x.to(torch.promote_types(x.dtype, torch.float32))

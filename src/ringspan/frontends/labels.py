@@ -24,8 +24,12 @@ def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5, 6]]), documents=[2, 3, 1])
     tensor([[   2, -100,    4,    5, -100, -100]])
     """
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"tokens must be a tensor, not {type(tokens).__name__}: give torch.tensor(tokens)")
     if tokens.ndim == 0:
         raise InputError("tokens must have a sequence dim; got a single number")
+    if not -tokens.ndim <= dim < tokens.ndim:
+        raise InputError(f"dim={dim} is not a dim of tokens of shape {tuple(tokens.shape)}: give the sequence dim")
     n = tokens.shape[dim]
     ends = torch.from_numpy(np.cumsum(_lengths(documents, n)))
     labels = tokens.roll(-1, dim)
@@ -46,9 +50,11 @@ def positions_in(documents: Any, n: int) -> Tensor:
 
 def _lengths(documents: Any, n: int) -> Any:
     lengths = as_lengths("documents", [n] if documents is None else documents)
-    if lengths.sum() != n:
+    total = int(lengths.sum())
+    if total != n:
+        astray = f"no document has token {total}" if total < n else f"there is no token {n}"
         raise InputError(
-            f"the documents have {lengths.sum()} tokens together, but the sequence has {n}: give the length of each document "
-            "of the whole sequence, padding included"
+            f"the documents have {total} tokens together, but the sequence has {n} ({astray}): give the length of each "
+            "document of the whole sequence, padding included"
         )
     return lengths

@@ -15,6 +15,7 @@ from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.flex import Answer, asked_for, mask_of
+from ringspan.frontends.given import given_mask
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
@@ -128,7 +129,7 @@ class LocalWorld:
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None
     ) -> list[Plan]:
         """The plans of all ranks."""
-        first = plan(mask, world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
+        first = plan(given_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
         return [first.at(rank) for rank in range(self.world)]
 
     def run(

@@ -8,11 +8,13 @@ Legend: B batch, H query heads, S queries, E value dim, R distances.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ringspan.errors import InputError
-from ringspan.kernels import Partial, ScoreMod
+from ringspan.kernels import Partial, ScoreMod, for_heads
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -43,7 +45,10 @@ def alibi(slopes_H: Tensor) -> ScoreMod:
     >>> lse[0, :, 3].exp()  # of the last query: 1 + 1 + 1 + 1, and 1 + 1/e + 1/e² + 1/e³
     tensor([4.0000, 1.5530])
     """
+    if not isinstance(slopes_H, Tensor) or slopes_H.ndim != 1:
+        raise InputError(f"alibi takes a tensor of one slope for each head, as rs.alibi_slopes(heads); got {_came(slopes_H)}")
 
+    @for_heads(slopes_H.shape[0])
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score - slopes_H[h] * (q - k).abs()
 
@@ -72,10 +77,13 @@ def relative_bias(bias_HR: Tensor) -> ScoreMod:
     >>> bias.grad  # the weights of all keys before a query, at it, and behind it
     tensor([[1.9167, 2.0833, 0.0000]])
     """
-    if bias_HR.ndim != 2 or bias_HR.shape[1] % 2 != 1:
-        raise InputError(f"a relative bias is (heads, 2 · reach + 1), an odd number of distances; got {tuple(bias_HR.shape)}")
+    if not isinstance(bias_HR, Tensor) or bias_HR.ndim != 2 or bias_HR.shape[1] % 2 != 1:
+        raise InputError(
+            f"a relative bias is a tensor (heads, 2 · reach + 1), an odd number of distances; got {_came(bias_HR)}"
+        )
     reach = bias_HR.shape[1] // 2
 
+    @for_heads(bias_HR.shape[0])
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + bias_HR[h, (k - q).clamp(-reach, reach) + reach]
 
@@ -93,6 +101,14 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
     >>> with_sinks(*result, torch.zeros(1)).out[0, 0, :, 0]  # of four equal shares one is the sink's
     tensor([0.7500, 0.7500, 0.7500])
     """
+    if not isinstance(sink_H, Tensor) or sink_H.shape != lse_BHS.shape[1:2]:
+        raise InputError(
+            f"the sinks are a tensor of one score for each of the {lse_BHS.shape[1]} query heads; got {_came(sink_H)}"
+        )
     sink_H1 = sink_H.to(lse_BHS.dtype)[:, None]
     share_BHS = torch.sigmoid(lse_BHS - sink_H1)
     return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
+
+
+def _came(given: Any) -> str:
+    return str(tuple(given.shape)) if isinstance(given, Tensor) else type(given).__name__

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Iterator
 from typing import cast
 
-from ringspan.errors import KernelError
+from ringspan.errors import KernelError, UnknownKernel
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
-from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
+from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, for_heads, mods_of
 from ringspan.kernels.partial import Accumulator, Partial, merge
 from ringspan.kernels.sums import Sum
+from ringspan.spelling import no_such
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {
@@ -21,11 +22,16 @@ KERNELS: dict[str, str] = {
 ONLY_IF_ASKED = {"reference"}
 
 
+def check_backend(backend: str) -> None:
+    """A name that no kernel has, before there is any tensor that it could be asked about."""
+    if backend != "auto" and backend not in KERNELS:
+        raise UnknownKernel(no_such("kernel", backend, [*KERNELS, "auto"]))
+
+
 def pick(backend: str, inputs: Inputs) -> Kernel:
     """The kernel called ``backend``, or for ``"auto"`` the first that can serve. Says why if there is none."""
+    check_backend(backend)
     if backend != "auto":
-        if backend not in KERNELS:
-            raise KernelError(f"no kernel is called {backend!r}; there are {', '.join(KERNELS)} and auto")
         reason = _load(backend).why_not(inputs)
         if reason:
             raise KernelError(f'backend="{backend}" {reason}; use backend="auto" to have one chosen')
@@ -68,6 +74,8 @@ __all__ = [
     "Saved",
     "ScoreMod",
     "Sum",
+    "check_backend",
+    "for_heads",
     "merge",
     "mods_of",
     "pick",

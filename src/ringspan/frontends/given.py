@@ -1,0 +1,59 @@
+"""What a user may give to a front end, and what is said of anything else. Each returns what it was given, or raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan.errors import InputError, MaskError
+from ringspan.masks import Mask
+
+
+def given_mask(mask: Any) -> Mask:
+    if not isinstance(mask, Mask):
+        raise MaskError(
+            f"the mask says who sees whom: rs.causal(n), or rs.full(n) where everybody sees everybody; got {_kind(mask)}. "
+            "A function of indices becomes a mask with rs.mask_mod, a BlockMask with rs.block_mask"
+        )
+    return mask
+
+
+def given_scale(scale: Any) -> float | None:
+    """A number that scores are multiplied by; None is left for 1 / √(head dim)."""
+    try:
+        return None if scale is None else float(scale)
+    except (TypeError, ValueError):
+        raise InputError(f"scale must be a number, or None for 1 / √(head dim); got {scale!r}") from None
+
+
+def given_weights(weights: Any, x: Tensor) -> Tensor:
+    """The weight of each of the values ``x``, to which it is expanded."""
+    if not isinstance(weights, Tensor):
+        raise InputError(f"weights must be a tensor of the shape of the values, {tuple(x.shape)}; got {_kind(weights)}")
+    try:
+        return weights.detach().to(x.dtype).expand_as(x)
+    except RuntimeError:
+        raise InputError(
+            f"weights of shape {tuple(weights.shape)} do not fit values of shape {tuple(x.shape)}: give one for each value of "
+            "this rank, sharded as the values are"
+        ) from None
+
+
+def given_parameters(parameters: Any) -> list[Tensor]:
+    """Parameters as a list. A module or a single tensor could be iterated over, too, and would mean something else."""
+    if isinstance(parameters, torch.nn.Module):
+        raise InputError("sum_gradients takes parameters, not a module: pass module.parameters()")
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        raise InputError(f"sum_gradients takes a list of parameters, as module.parameters(); got {_kind(parameters)}")
+    found = list(parameters)
+    for p in found:
+        if not isinstance(p, Tensor):
+            raise InputError(f"sum_gradients takes parameters, as module.parameters() gives them; among these is {_kind(p)}")
+    return found
+
+
+def _kind(given: Any) -> str:
+    return "None" if given is None else type(given).__name__
