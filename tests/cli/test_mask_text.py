@@ -35,6 +35,33 @@ def test_what_is_not_a_mask(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("casual(1024)", "no mask is called 'casual' (did you mean causal?); there are full, causal, window, documents, "),
+        ("windw(3) & causal(8)", "no mask is called 'windw' (did you mean window?)"),
+        ("spiral", "no mask is called 'spiral'; there are "),
+        ("causal & window(3)", "a mask is written with brackets: causal(), or causal(…) with what it takes"),
+        ("causal(", "cannot read 'causal(': it has 1 ( and 0 ). A mask looks like `documents([700, 324]) & window(128)`"),
+        ("documents([2, 3)", "cannot read 'documents([2, 3)': it has 1 [ and 0 ]"),
+        ("causal(3) causal(4)", "cannot read 'causal(3) causal(4)'. A mask looks like"),
+        ("(" * 5000, "cannot read"),
+        ("~" * 50_000 + "full()", "cannot read"),
+        ("3", "not a mask: '3'. Masks are full, causal, window, documents, prefix, chunked, from_bands, joined by & | - ~"),
+        ("causal(3) & 4", "not a mask: '4' in 'causal(3) & 4'. Masks are full, causal"),
+        ("window(x)", "window takes plain values, as 4096 or [700, 324]; not 'x'"),
+        ("window(left=y)", "window takes plain values, as 4096 or [700, 324]; not 'y'"),
+        ("chunked(8)", "'chunked(8)' does not fit what chunked takes: "),
+    ],
+    ids=lambda x: x[:20],
+)
+def test_what_is_said_of_it(text: str, said: str) -> None:
+    with pytest.raises(rs.MaskError) as raised:
+        mask_of(text)
+    assert str(raised.value).startswith(said)
+    assert "line 1" not in str(raised.value), "Python's parser speaks of lines"
+
+
+@pytest.mark.parametrize(
     ("text", "meant"),
     [("causal()", rs.causal(8)), ("full()", rs.full(8)), ("causal() & window(3)", rs.causal(8) & rs.window(3))],
 )

@@ -18,6 +18,7 @@ import ringspan as rs
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.mask import MAX_LENGTH
+from ringspan.spelling import no_such
 
 
 class Meant(NamedTuple):
@@ -54,28 +55,51 @@ def mask_of(text: str) -> rs.Mask:
     >>> mask_of("causal(6) & ~window(left=2)")
     <Mask causal(6) & ~window(left=2): 6 × 6, area 6, 1 band>
     """
-
-    def build(node: ast.expr) -> rs.Mask:
-        match node:
-            case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-                return build(left) & build(right)
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return build(left) | build(right)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return build(left) - build(right)
-            case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                return ~build(operand)
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _CALLS:
-                named = {str(word.arg): ast.literal_eval(word.value) for word in words}
-                return _CALLS[name](*map(ast.literal_eval, args), **named)
-        raise MaskError(f"not a mask: {ast.unparse(node)!r} in {text!r}; there are {', '.join(_CALLS)} and & | - ~")
-
     try:
-        return build(ast.parse(_with_quoted_paths(text), mode="eval").body)
+        return _built(ast.parse(_with_quoted_paths(text), mode="eval").body, text)
     except MaskError:
         raise
-    except (SyntaxError, TypeError, ValueError, RecursionError) as error:
-        raise MaskError(f"not a mask: {text!r} ({error}). One looks like `documents([700, 324]) & window(128)`") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what Python's parser says is of Python, and not of masks
+        counts = [(a, text.count(a), b, text.count(b)) for a, b in (("(", ")"), ("[", "]"))]
+        unpaired = [f": it has {n} {a} and {m} {b}" for a, n, b, m in counts if n != m]
+        raise MaskError(
+            f"cannot read {text!r}{''.join(unpaired[:1])}. A mask looks like `documents([700, 324]) & window(128)`"
+        ) from None
+
+
+def _built(node: ast.expr, text: str) -> rs.Mask:
+    match node:
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return _built(left, text) & _built(right, text)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _built(left, text) | _built(right, text)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _built(left, text) - _built(right, text)
+        case ast.UnaryOp(op=ast.Invert(), operand=operand):
+            return ~_built(operand, text)
+        case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
+            return _called(name, node)
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name) if name not in _CALLS:
+            raise MaskError(no_such("mask", name, [*_CALLS]))
+        case ast.Name(id=name):
+            raise MaskError(f"a mask is written with brackets: {name}(), or {name}(…) with what it takes")
+    part = ast.unparse(node)
+    where = "" if part == text.strip() else f" in {text!r}"
+    raise MaskError(f"not a mask: {part!r}{where}. Masks are {', '.join(_CALLS)}, joined by & | - ~ and brackets")
+
+
+def _called(name: str, call: ast.Call) -> rs.Mask:
+    def value(node: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            raise MaskError(f"{name} takes plain values, as 4096 or [700, 324]; not {ast.unparse(node)!r}") from None
+
+    args, options = [value(arg) for arg in call.args], {str(word.arg): value(word.value) for word in call.keywords}
+    try:
+        return _CALLS[name](*args, **options)
+    except TypeError as error:
+        raise MaskError(f"{ast.unparse(call)!r} does not fit what {name} takes: {error}") from None
 
 
 def lengths_in(path: str) -> list[int]:

@@ -67,12 +67,13 @@ def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: py
     [
         (["--mask", "causal()"], "say at which with --seq-len"),
         (["--mask", "causal(8)", "--seq-len", "9"], "leave --seq-len out"),
-        (["--mask", "cusal(8)"], "there are full, causal, window"),
+        (["--mask", "cusal(8)"], "did you mean causal?); there are full, causal, window"),
         (["--mask", "causal(8) & ~causal(8)"], "nothing to plan"),
         (["--mask", "causal(8)", "--rank", "2"], r"--rank must be one of 0 … 1"),
         (["--mask", "causal(8)", "--layout", "zagzig"], "there are contiguous"),
         (["--mask", "causal(8)", "--strategy", "rong"], "there are ring"),
-        (["--mask", "causal(8)", "--hardware", "h300"], "there are a100"),
+        (["--mask", "causal(8)", "--hardware", "h300"], "--hardware h300: no hardware is called 'h300'; there are a100"),
+        (["--mask", "causal(8)", "--hardware", __file__ + ".json"], "test_plan.py.json: cannot read"),
         (["--mask", "causal(8)", "--heads", "12"], "multiple of the key heads"),
         (["--mask", "causal(8)", "--head-dim", "0"], "--head-dim must be at least 1"),
         (["--mask", "causal(8)", "--html", "/nowhere/report.html"], "no directory /nowhere"),
@@ -82,6 +83,14 @@ def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: py
 def test_a_question_that_cannot_be_is_told_what_to_do(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--world", "2", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["junk", "{}", "[1]"])
+def test_a_file_that_is_no_hardware_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    junk = tmp_path / "junk.json"
+    junk.write_text(text)
+    assert main(["plan", "--world", "2", "--mask", "causal(8)", "--hardware", str(junk)]) == 2
+    assert f"--hardware {junk}: this is no hardware file" in capsys.readouterr().err
 
 
 def test_thousands_of_steps_are_not_printed_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:

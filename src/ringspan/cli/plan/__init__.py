@@ -13,7 +13,7 @@ from ringspan.cli.plan.png import check_drawable, draw
 from ringspan.cli.plan.study import Question, Study, study
 from ringspan.cli.plan.text import shortened, text
 from ringspan.errors import InputError, PlanError
-from ringspan.plans import Shape, named_hardware
+from ringspan.plans import Hardware, Shape, named_hardware
 from ringspan.plans.shape import ITEM_BYTES
 
 
@@ -95,13 +95,20 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
     question = Question(
         mask=meant.mask,
         world=args.world,
-        machine=named_hardware(args.hardware),
+        machine=_machine(args.hardware),
         shape=shape,
         layout=args.layout,
         strategy=args.strategy,
         most_ranks=args.cost_ranks,
     )
     return question, meant.notes
+
+
+def _machine(name: str) -> Hardware:
+    try:
+        return named_hardware(name)
+    except PlanError as error:  # it does not know which of the words it came from
+        raise PlanError(f"--hardware {name}: {error}") from None
 
 
 def _text(found: Study, told: dict[str, object], args: argparse.Namespace) -> str:
