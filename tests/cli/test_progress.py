@@ -36,12 +36,22 @@ def test_a_terminal_gets_one_line_drawn_again_and_again(stream: Terminal, half: 
     assert len(second.removesuffix("\x1b[K")) == 47
 
 
-def test_a_log_gets_a_line_now_and_then() -> None:
+@pytest.mark.parametrize(
+    ("seconds_a_step", "lines"),
+    [(0.0, []), (0.9, []), (1.0, ["100%  step 10"]), (4.0, [" 30%  step 3", " 60%  step 6", " 90%  step 9", "100%  step 10"])],
+    ids=["at once", "in 9 seconds", "in 10 seconds", "in 40 seconds"],
+)
+def test_a_log_gets_nothing_unless_it_takes_long(
+    seconds_a_step: float, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     stream = StringIO()
     with Progress(10, stream=stream) as bar:
         for n in range(11):
             bar.update(n, f"step {n}")
-    assert stream.getvalue() == "100%  step 10\n"
+            now += seconds_a_step
+    assert stream.getvalue().splitlines() == lines
 
 
 def test_nothing_is_said_of_nothing() -> None:

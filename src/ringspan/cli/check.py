@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import torch
 
 from ringspan import __version__
 from ringspan.cli.fuzz import Case, draw
+from ringspan.cli.progress import Progress
 from ringspan.cli.trial import Outcome, run_local, run_rank
 from ringspan.cli.workers import Pool, WorkerFailed, tell
 from ringspan.errors import InputError
@@ -50,14 +50,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"{cases[0]}\n{cases[0].to_json()}")
     start = time.monotonic()
     outcomes: list[Outcome] = []
-    for outcome in _in_processes(cases, args.world) if args.processes else _in_this_process(cases):
-        outcomes.append(outcome)
-        _progress(len(outcomes), len(cases))
-        if outcome.problems:
-            print(f"FAILED {outcome.case}")
-            for problem in outcome.problems:
-                print(f"  {problem}")
-            print(f"  again: {_again(outcome.case, args)}")
+    with Progress(len(cases)) as bar:
+        for outcome in _in_processes(cases, args.world) if args.processes else _in_this_process(cases):
+            outcomes.append(outcome)
+            bar.update(len(outcomes), f"{len(outcomes)} of {len(cases)} cases")
+            if outcome.problems:
+                print(f"FAILED {outcome.case}")
+                for problem in outcome.problems:
+                    print(f"  {problem}")
+                print(f"  again: {_again(outcome.case, args)}")
     summary = summarise(outcomes, cases)
     print(_in_words(summary, args, time.monotonic() - start))
     if args.json:
@@ -174,11 +175,3 @@ def _in_words(summary: dict[str, Any], args: argparse.Namespace, seconds: float)
     for dtype, worst in sorted(summary["worst_error_by_dtype"].items(), reverse=True):
         lines.append(f"  {dtype:9} {summary['cases_by_dtype'][dtype]:>6} cases, worst error {worst:.1e}")
     return "\n".join(lines)
-
-
-def _progress(done: int, of: int) -> None:
-    """Counting in place for people; four lines for a log."""
-    if sys.stderr.isatty():
-        print(f"\r{done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
-    elif done * 4 // of != (done - 1) * 4 // of and of > 20:
-        print(f"{done} of {of}", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""A progress bar on stderr: one line that is redrawn on a terminal, a line now and then in a log."""
+"""Progress on stderr: on a terminal one line that is redrawn; elsewhere, where stderr may be taken for trouble, nothing, unless
+it takes so long that whoever reads the log wants to know whether it still goes on."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from types import TracebackType
 from typing import TextIO
 
 WIDTH = 28
-# How long to wait between two drawings, and between two lines of a log.
+# How long to wait between two drawings; before the first line of a log, and between two of them.
 REDRAW_SECONDS = 0.05
-LOG_SECONDS = 5.0
+LOG_SECONDS = 10.0
 
 
 class Progress:
@@ -25,6 +26,7 @@ class Progress:
         self._lock = threading.Lock()
         self._shown = 0.0 if self.is_terminal else time.monotonic()
         self._last = ""
+        self._has_shown = False
 
     def update(self, done: int, text: str = "") -> None:
         with self._lock:
@@ -38,7 +40,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._lock:
-            if self._last:
+            if self._last and (self.is_terminal or self._has_shown):  # what was begun is ended
                 self._show()
             if self.is_terminal:
                 self.stream.write("\n")
@@ -51,7 +53,9 @@ class Progress:
             self.stream.write(f"\r{self._last[: columns - 1]}\x1b[K")
         else:
             self.stream.write(f"{self._last}\n")
+            self._last = ""  # a log keeps its lines: none is written twice
         self.stream.flush()
+        self._has_shown = True
         self._shown = time.monotonic()
 
     def _line(self, done: int, text: str) -> str:
