@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
 import ringspan as rs
+from ringspan.cli import doctor
 from ringspan.cli.main import main
 from ringspan.kernels import fa4
 
@@ -25,11 +27,85 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     assert cpu["why_not"] == {**for_cuda, "eager": "is for score_mod and mask_mod, which there are none of"}
 
 
-def test_the_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def kernel(device: str, dtype: str, chosen: str, **why_not: str) -> dict[str, Any]:
+    return {"device": device, "dtype": dtype, "head_dim": 128, "v_dim": 64, "chosen": chosen, "why_not": why_not}
+
+
+ON_A_CPU = {
+    "ringspan": "1",
+    "torch": "2",
+    "python": "3",
+    "triton": True,
+    "transports": ["in process", "gloo"],
+    "sdpa_flash": {"current": None, "available": [], "missing": {}},
+    "devices": {"cpu": "x86_64"},
+    "kernels": [kernel("cpu", dtype, "cpu", fa4="serves CUDA", flash="serves CUDA") for dtype in ("bfloat16", "float32")],
+}
+ON_A_GPU = {
+    **ON_A_CPU,
+    "transports": ["in process", "gloo", "nccl"],
+    "devices": {"cuda:0": "H200"},
+    "kernels": [
+        kernel("cuda:0", "bfloat16", "flash", fa4="is not installed: pip install flash-attn-4"),
+        kernel("cuda:0", "float32", "efficient", fa4="is for float16", flash="is for float16"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (
+            ON_A_CPU,
+            [
+                "will use  cpu (x86_64), bfloat16 and float32: kernel cpu",
+                "          gloo between processes",
+                "missing   a CUDA device: without one attention is computed on the CPU",
+            ],
+        ),
+        (
+            ON_A_GPU,
+            [
+                "will use  cuda:0 (H200), bfloat16: kernel flash",
+                "          cuda:0 (H200), float32: kernel efficient",
+                "          gloo or nccl between processes",
+                "missing   fa4 is not installed: pip install flash-attn-4",
+            ],
+        ),
+        (
+            {**ON_A_GPU, "transports": ["in process", "gloo"], "kernels": ON_A_GPU["kernels"][1:]},
+            [
+                "will use  cuda:0 (H200), float32: kernel efficient",
+                "          gloo between processes",
+                "missing   nccl, for several GPUs: this PyTorch was built without it",
+            ],
+        ),
+        (
+            {**ON_A_GPU, "kernels": ON_A_GPU["kernels"][1:]},
+            [
+                "will use  cuda:0 (H200), float32: kernel efficient",
+                "          gloo or nccl between processes",
+                "missing   nothing",
+            ],
+        ),
+    ],
+    ids=["cpu", "gpu", "gpu without nccl", "gpu with everything"],
+)
+def test_people_get_the_verdict_first(
+    found: dict[str, Any], verdict: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda *_: found)
+    assert main(["doctor"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert first.splitlines() == verdict
+    assert rest.startswith("ringspan 1, torch 2, Python 3\n")
+
+
+def test_what_is_said_of_several_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--v-dim", "64"]) == 0
-    text = capsys.readouterr().out
-    assert "cpu, bfloat16, head dim 128/64: kernel cpu" in text
-    assert "  fa4 serves CUDA devices, not cpu" in text
+    lines = capsys.readouterr().out.splitlines()
+    assert "cpu, bfloat16 and float32, head dim 128/64: kernel cpu" in lines
+    assert "  not fa4, cudnn, flash, efficient, flex: serves CUDA devices, not cpu" in lines
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""``ringspan doctor``: what this machine has, which kernel would serve which tensors, and why another would not."""
+"""``ringspan doctor``: what this machine will use and what it lacks, then what it has, and why kernels are not chosen."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+from collections import defaultdict
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import ringspan as rs
 from ringspan.engine import DTYPES
 from ringspan.frontends.activate import missing
 from ringspan.kernels import Inputs, reasons
+
+IN_PROCESS = "in process"
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -37,26 +41,27 @@ def run(args: argparse.Namespace) -> int:
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
     """Versions, devices, and for each device and dtype what every kernel says of itself (None: it can serve)."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    kernels = [
+        {
+            "device": device,
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "v_dim": v_dim,
+            **_choice(Inputs(device=torch.device(device), dtype=BY_NAME[dtype], head_dim=head_dim, v_dim=v_dim)),
+        }
+        for device in devices
+        for dtype in dtypes
+    ]
     backends = [name for name, there in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)) if there()]
     return {
         "ringspan": rs.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "triton": find_spec("triton") is not None,
-        "transports": ["in process", *backends] if dist.is_available() else ["in process"],
+        "transports": [IN_PROCESS, *backends] if dist.is_available() else [IN_PROCESS],
         "sdpa_flash": {"current": rs.current(), "available": rs.available(), "missing": missing()},
         "devices": {d: torch.cuda.get_device_name(d) if d != "cpu" else platform.machine() for d in devices},
-        "kernels": [
-            {
-                "device": device,
-                "dtype": dtype,
-                "head_dim": head_dim,
-                "v_dim": v_dim,
-                **_choice(Inputs(device=torch.device(device), dtype=BY_NAME[dtype], head_dim=head_dim, v_dim=v_dim)),
-            }
-            for device in devices
-            for dtype in dtypes
-        ],
+        "kernels": kernels,
     }
 
 
@@ -67,19 +72,70 @@ def _choice(inputs: Inputs) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
+    """The verdict in a few lines, and what it rests on."""
     lines = [
+        *_titled("will use", _used(found)),
+        *_titled("missing", _missing(found) or ["nothing"]),
+        "",
         f"ringspan {found['ringspan']}, torch {found['torch']}, Python {found['python']}",
         f"transports  {', '.join(found['transports'])}",
         f"merging     {'one Triton kernel' if found['triton'] else 'plain torch (pip install triton for one kernel)'} on CUDA",
         f"sdpa flash  {_sdpa_flash(**found['sdpa_flash'])}",
-        *(f"device      {device}: {name}" for device, name in found["devices"].items()),
     ]
-    for row in found["kernels"]:
-        dims = row["head_dim"] if row["head_dim"] == row["v_dim"] else f"{row['head_dim']}/{row['v_dim']}"
-        chosen = f"kernel {row['chosen']}" if row["chosen"] else 'no fast kernel; backend="reference" is exact and slow'
-        lines += ["", f"{row['device']}, {row['dtype']}, head dim {dims}: {chosen}"]
-        lines += [f"  {name} {reason}" for name, reason in row["why_not"].items()]
+    for rows in _alike(found["kernels"]):
+        row, reasons_of = rows[0], defaultdict(list)
+        for name, reason in row["why_not"].items():
+            reasons_of[reason].append(name)
+        lines += ["", f"{row['device']}, {_dtypes(rows)}, head dim {_dims(row)}: {_chosen(row)}"]
+        lines += [f"  not {', '.join(names)}: {reason}" for reason, names in reasons_of.items()]
     return "\n".join(lines)
+
+
+def _used(found: dict[str, Any]) -> list[str]:
+    between = [name for name in found["transports"] if name != IN_PROCESS]
+    return [
+        *(
+            f"{rows[0]['device']} ({found['devices'][rows[0]['device']]}), {_dtypes(rows)}: {_chosen(rows[0])}"
+            for rows in _alike(found["kernels"])
+        ),
+        f"{' or '.join(between)} between processes"
+        if between
+        else "all ranks in one process: this PyTorch has no torch.distributed",
+    ]
+
+
+def _missing(found: dict[str, Any]) -> list[str]:
+    """What this machine could use and does not have; of no use is what nothing here could run."""
+    if list(found["devices"]) == ["cpu"]:
+        return ["a CUDA device: without one attention is computed on the CPU"]
+    said = {
+        f"{name} {reason}": None
+        for row in found["kernels"]
+        for name, reason in row["why_not"].items()
+        if "pip install" in reason
+    }
+    return [*said, *([] if "nccl" in found["transports"] else ["nccl, for several GPUs: this PyTorch was built without it"])]
+
+
+def _titled(title: str, lines: list[str]) -> list[str]:
+    return [f"{title if n == 0 else '':10}{line}" for n, line in enumerate(lines)]
+
+
+def _alike(kernels: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows, those together of which the same is to be said but for the dtype."""
+    return [list(rows) for _, rows in groupby(kernels, key=lambda row: (row["device"], row["chosen"], row["why_not"]))]
+
+
+def _dtypes(rows: list[dict[str, Any]]) -> str:
+    return " and ".join(row["dtype"] for row in rows)
+
+
+def _dims(row: dict[str, Any]) -> str:
+    return f"{row['head_dim']}" if row["head_dim"] == row["v_dim"] else f"{row['head_dim']}/{row['v_dim']}"
+
+
+def _chosen(row: dict[str, Any]) -> str:
+    return f"kernel {row['chosen']}" if row["chosen"] else 'no fast kernel; backend="reference" is exact and slow'
 
 
 def _sdpa_flash(current: str | None, available: list[str], missing: dict[str, str]) -> str:
