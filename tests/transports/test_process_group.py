@@ -203,6 +203,32 @@ def test_a_stalled_peer_is_named() -> None:
     assert heard[1][0] in ("PeerTimeout", "PeerLost")
 
 
+def one_call_fewer(rank: int, skipped: int) -> tuple[str, str]:
+    """Two layers of other lengths, of which rank 1 leaves out one: its messages do not fit where the others wait for theirs."""
+    group = ProcessGroup(None, timeout=1.0)
+    layers = [rs.ContextParallel(group, rs.full(n), strategy="ring", layout="contiguous") for n in (N, 2 * N)]
+    tensors = [cp.shard(*torch.randn(3, 1, 2, n, 4).unbind(), dim=2) for cp, n in zip(layers, (N, 2 * N), strict=True)]
+    for cp, qkv in zip(layers, tensors, strict=True):
+        cp.attention(*qkv)
+    try:
+        for n, (cp, qkv) in enumerate(zip(layers, tensors, strict=True)):
+            if rank != 1 or n != skipped:
+                cp.attention(*qkv)
+        time.sleep(3.0)  # so that nobody is lost who was only done
+    except rs.TransportError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_call_fewer_on_one_rank_is_an_error_with_a_name(skipped: int) -> None:
+    with Pool(3) as pool:
+        heard = pool.run(one_call_fewer, skipped)
+    waiting = [heard[0], heard[2]]
+    assert all(kind in ("PeerTimeout", "PeerLost") and "forward step" in text for kind, text in waiting), heard
+    assert any(kind == "PeerTimeout" and "stuck, or in another call" in text for kind, text in waiting)
+
+
 def attend_or_die(rank: int) -> tuple[str, str]:
     """Rank 1 dies in the middle. What do the others hear?"""
     cp = rs.ContextParallel(ProcessGroup(None, timeout=20.0), rs.full(N), strategy="ring", layout="contiguous")

@@ -89,7 +89,7 @@ class ProcessGroup:
                         on_wire = tensor.cpu() if operation is dist.isend else torch.empty_like(tensor, device="cpu")
                         staged += [(tensor, on_wire)] if operation is dist.irecv else []
                     peers.append(peer)
-                    operations.append(dist.P2POp(operation, on_wire, self.ranks[peer], self.group))
+                    operations.append(dist.P2POp(operation, on_wire, self.ranks[peer], self.group, _tag(on_wire)))
         self.traffic.sent += sum(tensor.nbytes for _, tensor in request.sends)
         self.traffic.received += sum(tensor.nbytes for _, tensor in request.recvs)
         if not operations:
@@ -154,6 +154,16 @@ class ProcessGroup:
         except RuntimeError as error:
             others = [rank for rank in range(self.world) if rank != self.rank]
             raise self._named(error, label, others) from error
+
+
+def _tag(message: Tensor) -> int:
+    """By which a message and the room for it find each other: its size, as far as a tag can count.
+
+    Where one rank has made a call fewer than the others, theirs may be of other sizes. Gloo would end the process for a message
+    that is too long, and take one that is too short without a word; of another tag, it waits in vain, which is an error with a
+    name. NCCL knows no tags.
+    """
+    return message.nbytes % (2**31 - 1)
 
 
 def as_process_group(group: ProcessGroup | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroup:
