@@ -12,11 +12,20 @@ import torch.nn.functional as F
 import ringspan as rs
 from tests.torchrun import torchrun
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 ON_A_GPU = [block for block in BLOCKS if 'device="cuda"' in block]
 LOCAL = [block for block in BLOCKS if "init_process_group" not in block and block not in ON_A_GPU]
 DISTRIBUTED = [block for block in BLOCKS if "init_process_group" in block]
+
+
+PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (README, *sorted((ROOT / "docs").glob("*.md"))))
+
+
+@pytest.mark.parametrize("name", rs.__all__)
+def test_every_public_name_is_shown_somewhere(name: str) -> None:
+    assert re.search(rf"\b(rs|ringspan)\.{name}\b", PAGES)
 
 
 def test_there_is_something_to_run() -> None:
