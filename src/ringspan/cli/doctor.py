@@ -92,16 +92,12 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _used(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for rows in _alike(found["kernels"]):
+        device = rows[0]["device"]
+        lines.append(f"{device} ({found['devices'][device]}), {_dtypes(rows)}: {_chosen(rows[0])}")
     between = [name for name in found["transports"] if name != IN_PROCESS]
-    return [
-        *(
-            f"{rows[0]['device']} ({found['devices'][rows[0]['device']]}), {_dtypes(rows)}: {_chosen(rows[0])}"
-            for rows in _alike(found["kernels"])
-        ),
-        f"{' or '.join(between)} between processes"
-        if between
-        else "all ranks in one process: this PyTorch has no torch.distributed",
-    ]
+    return [*lines, f"{' or '.join(between) or 'nothing'} between processes"]
 
 
 def _missing(found: dict[str, Any]) -> list[str]:
