@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ringspan.engine import Call, Seat, is_watched, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.given import given_scale
+from ringspan.frontends.score_mods import check_heads
 from ringspan.frontends.shards import on_shards
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
@@ -158,6 +159,7 @@ def prepared(
 
 def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str, score_mod: ScoreMod | None = None) -> Call:
     """The kernel, scale and functions of a call."""
+    check_heads(score_mod, q.shape[1])
     mods = mods_of(score_mod, _settling(plan.mask, q), q)
     inputs = Inputs(
         device=q.device,

@@ -8,13 +8,14 @@ Legend: B batch, H query heads, S queries, E value dim, R distances.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringspan.errors import InputError
-from ringspan.kernels import Partial, ScoreMod, for_heads
+from ringspan.kernels import Partial, ScoreMod
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -48,7 +49,7 @@ def alibi(slopes_H: Tensor) -> ScoreMod:
     if not isinstance(slopes_H, Tensor) or slopes_H.ndim != 1:
         raise InputError(f"alibi takes a tensor of one slope for each head, as rs.alibi_slopes(heads); got {_came(slopes_H)}")
 
-    @for_heads(slopes_H.shape[0])
+    @_for_heads(slopes_H.shape[0])
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score - slopes_H[h] * (q - k).abs()
 
@@ -83,7 +84,7 @@ def relative_bias(bias_HR: Tensor) -> ScoreMod:
         )
     reach = bias_HR.shape[1] // 2
 
-    @for_heads(bias_HR.shape[0])
+    @_for_heads(bias_HR.shape[0])
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + bias_HR[h, (k - q).clamp(-reach, reach) + reach]
 
@@ -108,6 +109,29 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
     sink_H1 = sink_H.to(lse_BHS.dtype)[:, None]
     share_BHS = torch.sigmoid(lse_BHS - sink_H1)
     return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
+
+
+def check_heads(score_mod: ScoreMod | None, heads: int) -> None:
+    """Whether one of these was made for as many heads as the queries have. What others look up is for them to know."""
+    made_for = getattr(score_mod, "ringspan_heads", None)
+    if made_for not in (None, heads):
+        raise InputError(
+            f"this score_mod was made for {made_for} heads, but q has {heads}: make it of a tensor that has one row for each "
+            "query head"
+        )
+
+
+def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:
+    """Marks a function that looks something up for each of so many heads.
+
+    Left to itself the look-up would raise for too few, on a GPU for the whole process, and say nothing of too many.
+    """
+
+    def marked(score_mod: ScoreMod) -> ScoreMod:
+        score_mod.ringspan_heads = heads  # type: ignore[attr-defined]
+        return score_mod
+
+    return marked
 
 
 def _came(given: Any) -> str:

@@ -8,7 +8,7 @@ from typing import cast
 
 from ringspan.errors import KernelError, UnknownKernel
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
-from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, for_heads, mods_of
+from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
 from ringspan.kernels.partial import Accumulator, Partial, merge
 from ringspan.kernels.sums import Sum
 from ringspan.spelling import no_such
@@ -75,7 +75,6 @@ __all__ = [
     "ScoreMod",
     "Sum",
     "check_backend",
-    "for_heads",
     "merge",
     "mods_of",
     "pick",

@@ -23,19 +23,6 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:
-    """Marks a ``score_mod`` that looks something up for each of so many heads: tensors of any other number are refused.
-
-    Left to itself the look-up would raise for too few, on a GPU for the whole process, and say nothing of too many.
-    """
-
-    def marked(score_mod: ScoreMod) -> ScoreMod:
-        score_mod.ringspan_heads = heads  # type: ignore[attr-defined]
-        return score_mod
-
-    return marked
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mods:
     """The functions of a call and the tensors that they captured."""
@@ -87,26 +74,16 @@ def for_all_pairs(function: Callable[..., Tensor], *, given: int = 0) -> Callabl
     return function
 
 
-def mods_of(score_mod: ScoreMod | None, mask_mod: MaskMod | None, like_BHSD: Tensor) -> Mods | None:
-    """The functions of a call on queries like these; None if there are none."""
+def mods_of(score_mod: ScoreMod | None, mask_mod: MaskMod | None, like: Tensor) -> Mods | None:
+    """The functions of a call on tensors like this one; None if there are none."""
     if score_mod is None and mask_mod is None:
         return None
-    score = torch.zeros((), dtype=like_BHSD.dtype, device=like_BHSD.device)
-    b, h, q, k = torch.zeros(4, dtype=torch.int64, device=like_BHSD.device).unbind()
-    _check_heads(score_mod, like_BHSD.shape[1])
+    score = torch.zeros((), dtype=like.dtype, device=like.device)
+    b, h, q, k = torch.zeros(4, dtype=torch.int64, device=like.device).unbind()
     found = [] if score_mod is None else [*_captured_by_score_mod(score_mod, score, b, h, q, k)]
     found += [] if mask_mod is None else captured_by(mask_mod, b, h, q, k)
     once = {id(x): x for x in found}
     return Mods(score_mod=score_mod, mask_mod=mask_mod, captured=tuple(once.values()))
-
-
-def _check_heads(score_mod: ScoreMod | None, given: int) -> None:
-    heads = getattr(score_mod, "ringspan_heads", None)
-    if heads not in (None, given):
-        raise InputError(
-            f"this score_mod was made for {heads} heads, but q has {given}: make it of a tensor that has one row for each "
-            "query head"
-        )
 
 
 def _captured_by_score_mod(score_mod: ScoreMod, *example: Tensor) -> tuple[Tensor, ...]:
