@@ -3,33 +3,31 @@
 It is no operator but a Python function, which compares the lengths of its tensors with those of its BlockMask before it calls
 anything that a torch function mode could answer for it; and whoever uses it has imported it by name. So while there is a block
 open, in any thread, the function has other code, which asks whether the calling thread is in a block; if not, it does what it
-always did. With the last block its own code is back.
+always did (:mod:`ringspan.flex_code`). With the last block its own code is back.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import overrides
-from torch.nn.attention import flex_attention as module
 from torch.overrides import TorchFunctionMode
 
 Answer = Callable[..., Any]
 # Who answers a call in the thread that makes it; None: nobody.
 Find = Callable[[], Answer | None]
 
-_function = cast(FunctionType, module.flex_attention)
 
-# The function as it is without us, for our own calls.
-flex_attention = FunctionType(
-    _function.__code__, _function.__globals__, _function.__name__, _function.__defaults__, _function.__closure__
-)
-flex_attention.__kwdefaults__ = _function.__kwdefaults__
+def flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own, as it is without us. A call that was caught is said to be one of this function."""
+    from ringspan.flex_code import flex_attention as as_it_is
+
+    return as_it_is(*args, **kwargs)
 
 
 @contextmanager
@@ -47,39 +45,37 @@ def without_modes(down_to: TorchFunctionMode | None = None) -> Iterator[None]:
 
 
 class _Door:
-    """Open as long as it was opened more often than closed."""
+    """Open as long as any block has opened it more often than closed it.
+
+    What a block has not opened it cannot close. Else one that a compiler has entered for it, without coming by here, would
+    close the door on others when it is left.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._opened = threading.Lock(), 0
-        self._find: Find = lambda: None
+        self._lock = threading.Lock()
+        self._opened: Counter[int] = Counter()  # by the id of the block, which cannot go away while it is open
+        self.who_answers: Find = lambda: None
+        self.why_stuck: str | None = None
 
-    def open(self, find: Find) -> None:
+    def open(self, block: object, find: Find) -> None:
+        # Not before, since it imports PyTorch's compiler; but now, since a model may first meet FlexAttention in the block.
+        from ringspan import flex_code
+
         with self._lock:
-            self._opened += 1
-            self._find = find
-            _function.__code__ = _through.__code__
+            self._opened[id(block)] += 1
+            self.who_answers, self.why_stuck = find, flex_code.why_not()
+            if self.why_stuck is None:
+                flex_code.swap_in()
 
-    def close(self) -> None:
+    def close(self, block: object) -> None:
+        from ringspan import flex_code
+
         with self._lock:
-            self._opened -= 1
-            if not self._opened:
-                _function.__code__ = flex_attention.__code__
-
-    @torch._dynamo.disable
-    def pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        answer = self._find() or flex_attention
-        return answer(*args, **kwargs)
+            if id(block) not in self._opened:
+                return
+            self._opened -= Counter([id(block)])  # and forgets those that come to zero
+            if not self._opened and self.why_stuck is None:
+                flex_code.put_back()
 
 
 door = _Door()
-
-
-def _through(*args: Any, **kwargs: Any) -> Any:
-    # It runs among the globals of PyTorch's module, so it has to find the way back here by itself.
-    from ringspan.flex_door import door
-
-    return door.pass_on(*args, **kwargs)
-
-
-# A compiler that meets this code, or is asked to compile it, is to leave it alone.
-torch._dynamo.decorators.skip(_through)

@@ -8,17 +8,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from ringspan.compilers import same_every_time
 from ringspan.engine import Call, Seat, is_watched, shape_of, take_seat
 from ringspan.errors import InputError
+from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.given import given_scale
 from ringspan.frontends.score_mods import check_heads
-from ringspan.frontends.shards import on_shards
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
 from ringspan.plans import Plan
@@ -89,7 +88,7 @@ def attention(
 
 def refuse_shards(mask: Mask, score_mod: ScoreMod | None, q: Tensor) -> None:
     """A function sees the indices of the whole batch and of all heads, and of a shard only DTensor knows which these are."""
-    if isinstance(q, DTensor) and (score_mod is not None or mask.settler is not None):
+    if is_dtensor(q) and (score_mod is not None or mask.settler is not None):
         raise InputError(
             "q is a DTensor, and a score_mod, or a mask that a function settles, counts batch and heads from 0 on every rank: "
             "give q, k and v as x.to_local(), and functions that know which heads these are"
@@ -99,10 +98,14 @@ def refuse_shards(mask: Mask, score_mod: ScoreMod | None, q: Tensor) -> None:
 def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Partial:
     """Attention of the rank that has this seat, of tensors or of the shards of DTensors."""
     scale = given_scale(scale)
+    if not (is_dtensor(q) or is_dtensor(k) or is_dtensor(v)):
+        return place.attend(q, k, v, scale)
+    from ringspan.frontends.shards import on_shards
+
     return on_shards(lambda q, k, v: place.attend(q, k, v, scale), q, k, v, place.processes)
 
 
-@torch.compiler.assume_constant_result
+@same_every_time
 def seat(plan: Plan, group: Group, backend: str) -> Seat:
     """Where the operator finds the plan. Compilers take the seat as they find it, and do not look into plans."""
     ranks = as_process_group(group)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
+from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, mask_of
 from ringspan.frontends.given import given_mask, given_parameters, given_weights
 from ringspan.frontends.labels import positions_in
@@ -26,6 +25,9 @@ from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
 from ringspan.plans import Plan, Strategy, plan
 from ringspan.transports import ProcessGroup, as_process_group
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 Of = Literal["q", "kv"]
 
@@ -304,7 +306,7 @@ def _wide(x: Tensor) -> Tensor:
     """Half precision cannot count past 2048 or 256."""
     if not isinstance(x, Tensor):
         raise InputError(f"the values must be a tensor, of this rank's tokens; got {type(x).__name__}")
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         raise InputError(f"these are the values of a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

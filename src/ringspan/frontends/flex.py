@@ -5,11 +5,10 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
 
 from ringspan.captured import captured_by
 from ringspan.errors import InputError
@@ -20,8 +19,11 @@ from ringspan.masks import block_mask as as_mask
 from ringspan.plans import Plan
 from ringspan.plans import plan as make_plan
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
+
 # What FlexAttention returns: out; out and lse; or out and what was asked for beside it.
-Answer = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+Answer: TypeAlias = "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]"
 
 
 def flex_attention(
@@ -72,6 +74,8 @@ class Request(NamedTuple):
 
     def of(self, result: Partial) -> Answer:
         if self.return_aux is not None:
+            from torch.nn.attention.flex_attention import AuxOutput
+
             return result.out, AuxOutput(lse=result.lse if self.return_aux.lse else None, max_scores=None)
         return (result.out, result.lse) if self.return_lse else result.out
 
@@ -97,6 +101,8 @@ _known: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
 
 def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
     """A BlockMask of the whole sequence as a mask. It is looked at once, unless it has changed since."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     if not isinstance(given, BlockMask):
         raise InputError(f"block_mask must be a BlockMask of FlexAttention, not {type(given).__name__}")
     if tuple(given.shape[-2:]) != lengths:

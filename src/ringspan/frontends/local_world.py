@@ -5,11 +5,10 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
@@ -21,6 +20,9 @@ from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
 from ringspan.plans import Plan, Strategy, plan
 from ringspan.transports import InProcess, Traffic
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 
 class LocalWorld:

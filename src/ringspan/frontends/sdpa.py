@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ringspan.compilers import same_every_time
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.flex_door import Answer, door, flex_attention, without_modes
 from ringspan.masks import Mask
@@ -62,14 +63,14 @@ class AttentionCatcher(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         if not torch.compiler.is_compiling():
-            door.open(_who_answers)
+            door.open(self, _who_answers)
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
         if not torch.compiler.is_compiling():
-            door.close()
+            door.close(self)
+        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,6 +126,8 @@ class AttentionMode(AttentionCatcher):
             return self._sdpa(*args, **kwargs)
         name = _name(func)
         instead = OTHER_DOORS.get(name, "call F.scaled_dot_product_attention")
+        if name == "flex_attention" and door.why_stuck is not None:
+            instead = f"this PyTorch's cannot be caught ({door.why_stuck}): call cp.flex_attention, which takes the same"
         raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
 
     def _sdpa(
@@ -172,13 +175,13 @@ class AttentionMode(AttentionCatcher):
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
 
 
-@torch.compiler.assume_constant_result  # it follows from the function alone
+@same_every_time  # it follows from the function alone
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "").split(".")[0]
     return name
 
 
-@torch.compiler.assume_constant_result
+@same_every_time
 def _is_attention(func: Any) -> bool:
     name = _name(func)
     return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))
@@ -216,7 +219,7 @@ def _refuse_reentrant_checkpoint() -> None:
         )
 
 
-@torch.compiler.assume_constant_result
+@same_every_time
 def _has_bodies(func: Any) -> bool:
     """Whether it runs functions that it is given: ``torch.cond``, and ``checkpoint`` where it is compiled."""
     return isinstance(func, HigherOrderOperator)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ringspan.compilers import same_every_time
 from ringspan.errors import InputError
 from ringspan.kernels import Partial
 
@@ -31,9 +32,7 @@ BATCH, HEADS, TOKENS = 0, 1, 2
 def on_shards(
     attend: Callable[[Tensor, Tensor, Tensor], Partial], q: Tensor, k: Tensor, v: Tensor, ranks: tuple[int, ...]
 ) -> Partial:
-    """``attend(q, k, v)``, of the shards where they are DTensors. ``ranks`` are the processes that split the sequence."""
-    if not (isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor)):
-        return attend(q, k, v)
+    """``attend(q, k, v)`` of the shards. ``ranks`` are the processes that split the sequence."""
     if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
         kinds = ", ".join(f"{name} is a {type(x).__name__}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise InputError(f"{kinds}: give q, k and v all as DTensors, or all as plain tensors (x.to_local())")
@@ -81,7 +80,7 @@ def _check_heads(placements: Sequence[Placement], mesh: DeviceMesh, kv_heads: in
         )
 
 
-@torch.compiler.assume_constant_result  # a mesh does not change
+@same_every_time  # a mesh does not change
 def _ranks_along(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(axis))))
 

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group
+from ringspan.frontends.dtensors import is_dtensor
 from ringspan.transports import ProcessGroup, as_process_group
 
 Grads = Literal["summed", "averaged"]
@@ -83,4 +83,4 @@ def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroup]) 
 
 def _local(x: Tensor) -> Tensor:
     """What this rank holds of a parameter that tensor parallelism has split, else all of it. Not a copy."""
-    return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
+    return x.to_local().detach() if is_dtensor(x) else x.detach()

@@ -14,17 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shapes
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 from torch.utils.dlpack import from_dlpack
 
 from ringspan.captured import captured_by
 from ringspan.errors import KernelError
-from ringspan.flex_door import flex_attention, without_modes
+from ringspan.flex_door import without_modes
 from ringspan.kernels.blocks import BLOCK, blocks
 from ringspan.kernels.intervals import Layer, layers
 from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
@@ -33,6 +32,9 @@ from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
 from ringspan.rebound import rebound
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
 MOST_PROGRAMS = 256
@@ -205,6 +207,9 @@ def attend_intervals(
 
     Functions see the heads and tokens that these tensors say, not the rows.
     """
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+    from ringspan.flex_code import flex_attention
 
     (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
     # Every length is a variable of its own; these are the ones that are always the same.
