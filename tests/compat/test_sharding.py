@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,43 @@ def one_way_after_the_other(rank: int) -> None:
         assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
 
 
+def garbage(rank: int) -> None:
+    """Shards that only a cycle holds are gone, on a rank whose collector has come by and on one where it never does."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    gc.disable()
+    try:
+        for length in (N, N - 1):
+            cycle: list[Any] = _context_parallel_shard(
+                mesh, [torch.arange(length)], [0], _HeadTailLoadBalancer(length, 2, "cpu")
+            )
+            cycle.append(cycle)
+            del cycle
+        if rank:
+            gc.collect()
+        shards = _context_parallel_shard(mesh, whole, [2] * 3)
+        with context_parallel(mesh):
+            out = sdpa(*(2 * x for x in shards), is_causal=True)
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*(2 * x for x in whole), is_causal=True)[0])
+    finally:
+        gc.enable()
+
+
+def held_in_a_cycle(rank: int) -> None:
+    """What can be reached is in use, whoever holds it; and is looked for once, not in every call."""
+    mesh, whole, collected = mesh_of_all(), qkv(N), []
+    cycle: list[Any] = _context_parallel_shard(mesh, [torch.arange(N - 1)], [0])
+    cycle.append(cycle)
+    shards = _context_parallel_shard(mesh, whole, [2] * 3)
+    gc.callbacks.append(lambda phase, info: collected.append(phase) if info["generation"] == 2 else None)
+    with context_parallel(mesh):
+        for _ in range(3):
+            out = sdpa(*(2 * x for x in shards), is_causal=True)
+    gc.callbacks.pop()
+    assert collected == ["start", "stop"]
+    assert torch.equal(context_parallel_unshard(mesh, [cycle[0] + 0], [0])[0], torch.arange(N - 1))
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*(2 * x for x in whole), is_causal=True)[0])
+
+
 def one_axis_of_a_mesh(rank: int) -> None:
     """Two sequences over two ranks each; the mesh of an axis is another object every time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -134,7 +172,7 @@ def one_axis_of_a_mesh(rank: int) -> None:
         _context_parallel_shard(mesh, [x], [0])
 
 
-@pytest.mark.parametrize("job", [two_ways_at_once, one_way_after_the_other], ids=["at once", "in turn"])
+@pytest.mark.parametrize("job", [two_ways_at_once, one_way_after_the_other, garbage, held_in_a_cycle])
 def test_shards_of_one_length_in_two_ways(pools: Pools, job: Callable[..., None]) -> None:
     pools(2).run(job)
 

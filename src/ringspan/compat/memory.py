@@ -1,7 +1,16 @@
-"""What was sharded over a mesh, and how: so that nobody has to guess what a tensor that comes back was cut from."""
+"""What was sharded over a mesh, and how: so that nobody has to guess what a tensor that comes back was cut from.
+
+Ranks must find the same here at the same time, else some would talk to each other while others do not. So nothing may hang on
+when Python's garbage collector happens to come by. The rule:
+
+* What was sharded *last* is in use until something else is sharded, or a block gives its buffers back.
+* What was sharded before is in use as well if its shards can still be reached. Whether they can is looked up once after such
+  an event (and again where there is doubt which is meant), and garbage that nobody has collected yet does not count.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,10 +30,12 @@ class Memory:
         self._shards = WeakTensorKeyDictionary()
         self._last: dict[int, Layouts] = {}
         self._past: dict[int, Layouts] = {}
+        self._in_use: dict[int, set[Layouts]] | None = None  # None: to be looked up
 
     def remember(self, shards: Iterable[tuple[Tensor, Layouts]]) -> None:
         """Shards that are now the user's."""
         made = list(shards)
+        self._in_use = None
         self._shards.update(made)
         self._last = {layouts[0].length: layouts for _, layouts in made}
         for length in self._last:
@@ -32,6 +43,7 @@ class Memory:
 
     def mark(self, x: Tensor, layouts: Layouts | None) -> None:
         """A tensor that has become a shard in place, or (None) whole again."""
+        self._in_use = None
         if layouts is None:
             self._shards.pop(x, None)
         else:
@@ -39,15 +51,23 @@ class Memory:
 
     def keep(self, layouts: Mapping[int, Layouts]) -> None:
         """Layouts that no shard has any more. What was computed from such may still come to be unsharded."""
+        self._in_use = None
         self._past |= layouts
         for length in layouts:
             self._last.pop(length, None)
 
     def in_use(self) -> dict[int, set[Layouts]]:
         """By the length of the whole sequence: the layouts that attention called now may mean."""
-        found: dict[int, set[Layouts]] = {length: {layouts} for length, layouts in self._last.items()}
-        for layouts in self._shards.values():
+        if self._in_use is not None:
+            return self._in_use
+        last = set(self._last.values())
+        if any(layouts not in last for layouts in self._shards.values()):
+            gc.collect()  # on another rank it may have been collected already
+        found: dict[int, set[Layouts]] = {}
+        for layouts in (*last, *self._shards.values()):
             found.setdefault(layouts[0].length, set()).add(layouts)
+        if all(len(ways) == 1 for ways in found.values()):
+            self._in_use = found
         return found
 
     def shard(self, x: Tensor) -> Layouts | None:
@@ -60,9 +80,9 @@ class Memory:
         itself = self.shard(x)
         if itself is not None:
             return itself
-        found = self.in_use()
+        found = dict(self.in_use())
         for past, layouts in self._past.items():
-            found.setdefault(past, set()).add(layouts)
+            found[past] = found.get(past, set()) | {layouts}
         return the_one(found, length) if found else None
 
 
