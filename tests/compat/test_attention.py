@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringspan as rs
-from ringspan.compat import context_parallel, context_parallel_unshard
+from ringspan.compat import _context_parallel_shard, _ContextParallel, context_parallel, context_parallel_unshard, contexts
 from tests.compat.jobs import alone, assert_near, mesh_of_all, options, qkv
 from tests.conftest import Pools
 
@@ -109,7 +110,29 @@ def grouped_heads_and_scale(rank: int) -> None:
     assert_near(context_parallel_unshard(mesh, [out], [2])[0], want)
 
 
+def made_once(rank: int) -> None:
+    """The first call in a block or a module makes what it needs; the others find it."""
+    mesh, made, (q, k, v) = mesh_of_all(), [], qkv(12)
+    module = parallelize_module(Attends(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.SDPA))
+    shards = _context_parallel_shard(mesh, qkv(12), [2] * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts, "ContextParallel", lambda *args, **how: made.append(args) or rs.ContextParallel(*args, **how))
+        for _ in range(3):
+            module(*shards)
+        assert len(made) == 1
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+            for is_causal in (True, False, True):
+                sdpa(q, k, v, is_causal=is_causal)
+        assert len(made) == 1 + 2
+
+
+class Attends(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sdpa(q, k, v, is_causal=True)
+
+
 JOBS = [
+    made_once,
     no_buffers,
     two_lengths,
     nested,

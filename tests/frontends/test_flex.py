@@ -244,6 +244,17 @@ class TestBlock:
         torch.testing.assert_close(second, first)
         torch.testing.assert_close(third, dense_flex(*small(), not_hidden).out)
 
+    def test_a_second_call_plans_nothing_and_makes_no_context(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = small()
+        cp, made = rs.ContextParallel(None, rs.full(40)), [blocks(), blocks(causal)]
+        want = [cp.flex_attention(q, k, v, block_mask=one) for one in made]
+        again = [rs.flex_attention(q, k, v, block_mask=one, plan=cp.plan) for one in made]
+        for work in ("ringspan.frontends.flex.make_plan", "ringspan.frontends.context_parallel.ContextParallel"):
+            monkeypatch.setattr(work, lambda *args, work=work, **kwargs: pytest.fail(f"{work} was called again"))
+        for _ in range(2):
+            torch.testing.assert_close([cp.flex_attention(q, k, v, block_mask=one) for one in made], want)
+            torch.testing.assert_close([rs.flex_attention(q, k, v, block_mask=one, plan=cp.plan) for one in made], again)
+
     def test_activation_checkpointing(self) -> None:
         cp = rs.ContextParallel(None, rs.full(40))
         q, k, v = (x.requires_grad_() for x in small())

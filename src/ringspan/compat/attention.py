@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from ringspan.compat.balancers import Layouts
 from ringspan.compat.calls import Call, read
+from ringspan.compat.contexts import Contexts, Meaning
 from ringspan.compat.memory import memory_of, the_one
 from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import in_order
@@ -19,8 +19,7 @@ from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.sdpa import AttentionCatcher
 from ringspan.layouts import Layout
-from ringspan.masks import causal, full
-from ringspan.transports import ProcessGroup
+from ringspan.masks import full
 
 
 class MaskFromTheCall(AttentionCatcher):
@@ -31,9 +30,9 @@ class MaskFromTheCall(AttentionCatcher):
     The rotate method is the one that was set when the block was opened.
     """
 
-    def __init__(self, mesh: DeviceMesh, layouts: Mapping[int, Layouts]) -> None:
+    def __init__(self, contexts: Contexts, layouts: Mapping[int, Layouts]) -> None:
         super().__init__()
-        self._group, self._memory, self._strategy = ProcessGroup(mesh), memory_of(mesh), _cp_options.strategy
+        self._contexts, self._memory, self._strategy = contexts, memory_of(contexts.mesh), _cp_options.strategy
         self._own = {length: {own} for length, own in layouts.items()}
         # Made beforehand where it is clear what they will be: a compiler follows a call into a context, not the making of one.
         self._ready: list[ContextParallel] = []
@@ -44,7 +43,9 @@ class MaskFromTheCall(AttentionCatcher):
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = read(func, args, kwargs)
         if call is None:
-            return ContextParallel(self._group, full(0)).caught(func, args, kwargs)  # refuses other ways to attention by name
+            return ContextParallel(self._contexts.group, full(0)).caught(
+                func, args, kwargs
+            )  # refuses other ways to attention by name
         if torch.compiler.is_compiling():
             if not self._ready:
                 raise UnplannedAttention(
@@ -70,9 +71,7 @@ class MaskFromTheCall(AttentionCatcher):
         return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *results)
 
     def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
-        lengths = layout.length, kv_layout.length
-        mask = causal(*lengths, align="start") if is_causal else full(*lengths)
-        return ContextParallel(self._group, mask, strategy=self._strategy, layout=layout, kv_layout=kv_layout)
+        return self._contexts.get(Meaning(layout, kv_layout, is_causal, self._strategy))
 
     def _layouts(self, query: Tensor, key: Tensor) -> tuple[Layouts, Layouts]:
         itself = self._memory.shard(query), self._memory.shard(key)
@@ -83,7 +82,7 @@ class MaskFromTheCall(AttentionCatcher):
             (length,) = known
             return the_one(known, length), the_one(known, length)
         # The ranks' tokens together tell which sequence it is. One rank's alone may not, where lengths differ by little.
-        counts = self._group.gather_numbers([query.shape[-2], key.shape[-2]], query.device)
+        counts = self._contexts.group.gather_numbers([query.shape[-2], key.shape[-2]], query.device)
         q_counts, kv_counts = zip(*counts, strict=True)
         if known:
             return the_one(known, sum(q_counts)), the_one(known, sum(kv_counts))

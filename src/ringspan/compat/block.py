@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.compat.attention import MaskFromTheCall
 from ringspan.compat.buffers import check_buffer, give_back, lend
+from ringspan.compat.contexts import Contexts
 from ringspan.compat.memory import memory_of
 from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import as_dim
@@ -39,7 +40,7 @@ def context_parallel(
         raise InputError("no_restore_buffers has a tensor that is none of the buffers: give the same objects in both")
     make = zigzag if _cp_options.enable_load_balance else contiguous
     layouts = {length: (make(full(length), mesh.size()),) for length in {x.shape[dim] for x, dim in dims.values()}}
-    memory, mode, rank = memory_of(mesh), MaskFromTheCall(mesh, layouts), mesh.get_local_rank()
+    memory, mode, rank = memory_of(mesh), MaskFromTheCall(Contexts(mesh), layouts), mesh.get_local_rank()
     with ExitStack() as at_the_end:
         for buffer, dim in dims.values():
             before = memory.shard(buffer)

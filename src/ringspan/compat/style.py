@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ringspan.compat.attention import MaskFromTheCall
+from ringspan.compat.contexts import Contexts
 from ringspan.errors import InputError
 
 
@@ -32,10 +33,11 @@ class _ContextParallel(ParallelStyle):
         self.attention_type = attention_type
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        contexts = Contexts(mesh)
         opened: list[MaskFromTheCall] = []
 
         def open_block(module: nn.Module, args: Any) -> None:
-            opened.append(MaskFromTheCall(mesh, {}))
+            opened.append(MaskFromTheCall(contexts, {}))
             opened[-1].__enter__()
 
         def close_block(module: nn.Module, args: Any, result: Any) -> None:

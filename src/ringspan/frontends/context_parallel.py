@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
 from ringspan.frontends.dtensors import is_dtensor
-from ringspan.frontends.flex import Answer, flex_attention, mask_of
+from ringspan.frontends.flex import Answer, flex_attention, plan_of
 from ringspan.frontends.given import given_mask, given_parameters, given_weights
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode, under_autocast
@@ -222,7 +222,7 @@ class ContextParallel(AttentionMode):
         A BlockMask of the whole sequence is planned on this layout when it is first met; without one the mask is that of the
         block.
         """
-        plan = self.plan if block_mask is None else self.with_mask(mask_of(block_mask, self.mask.lengths)).plan
+        plan = self.plan if block_mask is None else plan_of(block_mask, self.plan, self._strategy)
         q, k, v = under_autocast(query, key, value)
         return flex_attention(
             q,

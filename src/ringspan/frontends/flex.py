@@ -16,7 +16,7 @@ from ringspan.frontends.attention import Group, attention
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.masks import Mask
 from ringspan.masks import block_mask as as_mask
-from ringspan.plans import Plan
+from ringspan.plans import Plan, Strategy
 from ringspan.plans import plan as make_plan
 
 if TYPE_CHECKING:
@@ -52,14 +52,7 @@ def flex_attention(
     """
     request = asked_for(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
     if block_mask is not None:
-        plan = make_plan(
-            mask_of(block_mask, plan.mask.lengths),
-            world=plan.world,
-            rank=plan.rank,
-            strategy=plan.strategy,
-            layout=plan.q_layout,
-            kv_layout=plan.kv_layout,
-        )
+        plan = plan_of(block_mask, plan, plan.strategy)
     result = attention(
         query, key, value, plan=plan, group=group, scale=scale, score_mod=score_mod, return_lse=True, backend=backend
     )
@@ -92,15 +85,38 @@ def asked_for(query: Tensor, key: Tensor, *, enable_gqa: bool, return_lse: bool,
 
 
 class _Known(NamedTuple):
+    """A BlockMask in the state in which it was looked at, as a mask, and the plans that were made for it."""
+
     state: Any
     mask: Mask
+    plans: dict[Any, Plan]
 
 
 _known: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
 
 
+def plan_of(given: BlockMask, like: Plan, strategy: str | Strategy) -> Plan:
+    """The plan of a BlockMask of the whole sequence on the layouts of another plan. It is made once."""
+    known = _look(given, like.mask.lengths)
+    wanted = (like.q_layout, like.kv_layout, like.rank, strategy)
+    if wanted not in known.plans:
+        known.plans[wanted] = make_plan(
+            known.mask,
+            world=like.world,
+            rank=like.rank,
+            strategy=strategy,
+            layout=like.q_layout,
+            kv_layout=like.kv_layout,
+        )
+    return known.plans[wanted]
+
+
 def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
     """A BlockMask of the whole sequence as a mask. It is looked at once, unless it has changed since."""
+    return _look(given, lengths).mask
+
+
+def _look(given: BlockMask, lengths: tuple[int, int]) -> _Known:
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(given, BlockMask):
@@ -114,8 +130,8 @@ def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
     state = _state(given)
     known = _known.get(given)
     if known is None or known.state != state:
-        known = _known[given] = _Known(state, as_mask(given))
-    return known.mask
+        known = _known[given] = _Known(state, as_mask(given), {})
+    return known
 
 
 def _state(given: BlockMask) -> list[tuple[int, int]]:
