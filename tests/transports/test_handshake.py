@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ringspan.transports import Hello, compare, digest_number
+from ringspan.transports.handshake import NO_FUNCTION
 
-HELLO = Hello(1, digest_number("11a0000000001234"), 2, 8, 4, 64, 64, 2, 10, 10)
+HELLO = Hello(1, digest_number("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_FUNCTION, 10, 10)
 ROWS = [(10, 10), (11, 9), (9, 11)]
 FITTING = [HELLO, HELLO._replace(queries=11, keys=9), HELLO._replace(queries=9, keys=11)]
 
@@ -23,6 +24,7 @@ def test_ranks_that_agree() -> None:
         ({"kv_heads": 2}, "kv heads 4, rank 2 with 2"),
         ({"head_dim": 32}, "head dim 64, rank 2 with 32"),
         ({"dtype": 0}, "dtype float32, rank 2 with float16"),
+        ({"score_mod": digest_number("11a0000000001234")}, "score_mod None, rank 2 with 11a0000000001234"),
         ({"batch": 1}, "batch 2, rank 2 with 1"),
         ({"version": 2}, "version 1, rank 2 with 2"),
         ({"version": -1}, "rank 2 came with q, k and v that do not go together"),

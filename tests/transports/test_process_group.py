@@ -107,12 +107,17 @@ def disagree(rank: int, how: str) -> str:
     mask = rs.full(N) if differs and how == "mask" else rs.causal(N)
     strategy = "gather" if differs and how == "strategy" else "ring"
     q, k, v, _ = inputs(4 if differs and how == "heads" else 2, torch.float32 if differs and how == "dtype" else torch.float64)
+    if how == "one cell":
+        mask = rs.mask_mod(lambda b, h, q, k: ((q * k) % 5 < 3) & ((q != 20) | (k != 20) | differs), N)
+        assert mask.settler is not None
     cp = rs.ContextParallel(None, mask, strategy=strategy, layout="zigzag")
     q, k, v = cp.shard(q, k, v, dim=2)
     if differs and how == "length":
         k, v = k[:, :, 1:], v[:, :, 1:]
+    score_mods = {"a score_mod": (None, rs.softcap(2)), "a number": (rs.softcap(2), rs.softcap(3))}
+    score_mods["code"] = (rs.softcap(2), lambda score, b, h, q, k: score / 2)
     try:
-        cp.attention(q, k, v)
+        rs.attention(q, k, v, plan=cp.plan, score_mod=score_mods.get(how, (None, None))[differs])
     except rs.PeerMismatch as error:
         return str(error)
     return "no error"
@@ -126,6 +131,10 @@ def disagree(rank: int, how: str) -> str:
         ("heads", "heads 2, rank 1 with 4"),
         ("dtype", "rank 1 with"),
         ("length", r"rank 1 came with \d+ keys where the plan says \d+"),
+        ("one cell", "came with plan .*, rank 1 with"),
+        ("a score_mod", "came with score_mod None, rank 1 with [0-9a-f]{16}"),
+        ("a number", "came with score_mod [0-9a-f]{16}, rank 1 with"),
+        ("code", "came with score_mod [0-9a-f]{16}, rank 1 with"),
     ],
 )
 def test_every_rank_hears_the_same(pools: Pools, how: str, said: str) -> None:

@@ -43,9 +43,8 @@ class MaskFromTheCall(AttentionCatcher):
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = read(func, args, kwargs)
         if call is None:
-            return ContextParallel(self._contexts.group, full(0)).caught(
-                func, args, kwargs
-            )  # refuses other ways to attention by name
+            # It refuses other ways to attention by name.
+            return ContextParallel(self._contexts.group, full(0)).caught(func, args, kwargs)
         if torch.compiler.is_compiling():
             if not self._ready:
                 raise UnplannedAttention(

@@ -18,11 +18,12 @@ from ringspan.errors import InputError
 from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.given import given_scale
 from ringspan.frontends.score_mods import check_heads
+from ringspan.function_digest import function_digest
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
-from ringspan.transports.handshake import DTYPES, VERSION
+from ringspan.transports.handshake import DTYPES, NO_FUNCTION, VERSION
 
 Group = ProcessGroup | dist.ProcessGroup | DeviceMesh | None
 
@@ -153,6 +154,7 @@ def prepared(
         head_dim=shape.head_dim,
         v_dim=v.shape[-1],
         dtype=DTYPES.index(shape.dtype),
+        score_mod=NO_FUNCTION if score_mod is None else digest_number(function_digest(score_mod)),
         queries=q.shape[2],
         keys=k.shape[2],
     )

@@ -15,7 +15,7 @@ import torch
 from ringspan.errors import PeerMismatch
 from ringspan.transports.process_group import ProcessGroup
 
-VERSION = 1
+VERSION = 2
 INVALID = -1  # the version of a rank whose tensors are no good: it says so before it raises, lest the others wait for it
 
 
@@ -30,6 +30,7 @@ class Hello(NamedTuple):
     head_dim: int
     v_dim: int
     dtype: int
+    score_mod: int
     queries: int
     keys: int
 
@@ -41,6 +42,7 @@ MOST = 4096
 
 # The dtypes that attention is computed in, by their numbers in a Hello.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+NO_FUNCTION = 0
 
 
 def shake_hands(group: ProcessGroup, hello: Hello, rows: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -72,10 +74,10 @@ def compare(everyone: Sequence[Hello], rows: Sequence[tuple[int, int]]) -> str |
             mine, theirs = getattr(first, field), getattr(other, field)
             if mine != theirs:
                 shown = [_shown(field, x) for x in (mine, theirs)]
-                what = {"digest": "plan"}.get(field, field.replace("_", " "))
+                what = {"digest": "plan", "score_mod": "score_mod"}.get(field, field.replace("_", " "))
                 return (
                     f"the ranks disagree: rank 0 came with {what} {shown[0]}, rank {rank} with {shown[1]}. "
-                    "All ranks must call attention with the same plan, shapes and dtype"
+                    "All ranks must call attention with the same plan, shapes, dtype and score_mod"
                 )
     for rank, (other, (queries, keys)) in enumerate(zip(everyone, rows, strict=True)):
         for what, came, planned in (("queries", other.queries, queries), ("keys", other.keys, keys)):
@@ -93,6 +95,8 @@ def digest_number(digest: str) -> int:
 
 
 def _shown(field: str, number: int) -> str:
-    if field == "digest":
+    if field == "score_mod" and number == NO_FUNCTION:
+        return "None"
+    if field in ("digest", "score_mod"):
         return f"{number + 2**63:016x}"
     return DTYPES[number] if field == "dtype" else str(number)
