@@ -84,6 +84,21 @@ def test_one_graph_for_all_values_and_all_documents(backend: str, near: rs.Mask 
     assert (counter.frame_count, counter.op_count > 5) == (1, True)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_that_a_function_settles(backend: str) -> None:
+    torch.manual_seed(0)
+    block = Block().double()
+    mask = rs.mask_mod(lambda b, h, q, k: (q * 3 + k * k) % 7 < 4, N)
+    assert mask.settler is not None
+    x = torch.randn(2, N, 16, dtype=torch.float64, requires_grad=True)
+    with rs.ContextParallel(None, mask):
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        got = values_and_gradients(compiled, list(block.parameters()), x)
+        with torch.inference_mode():
+            assert torch.equal(compiled(x), got[0])
+    assert largest_difference(got, values_and_gradients(Dense(block, mask), list(block.parameters()), x)) < 1e-12
+
+
 def over_processes(rank: int, layout: str) -> float:
     """Uneven shares, compiled, against the dense truth; with an own size on each rank, and other sizes later."""
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import ringspan as rs
+from ringspan.frontends.corners import Parts, parts_of
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
+from tests.flex_truth import dense_flex
 
 BATCH, HEADS, KV_HEADS, N, DIM, V_DIM = 2, 4, 2, 12, 8, 6
 MASK = rs.documents([5, 7])
@@ -72,6 +76,67 @@ def test_whole_tensors_come_back(pools: Pools, beside: str, how: str, axes: tupl
     for found in pools(4).run(attended, beside, how, axes):
         for got, true in zip(found, want, strict=True):
             assert torch.allclose(got, true, atol=1e-12)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def by_member(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Seen is something else in each member of the batch and each head, and no band."""
+    return (q * 3 + k * k + b * 5 + h) % 7 < 4
+
+
+def biased(bias_BH: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, k: score + bias_BH[b, h] * (q - k)
+
+
+def bias() -> Tensor:
+    return torch.arange(BATCH * HEADS, dtype=torch.float64).view(BATCH, HEADS).sin().requires_grad_()
+
+
+def with_functions(rank: int, placements: list[Placement], how: str) -> list[Tensor]:
+    """out, dq, dk, dv and the gradient of the bias, where there is one, of DTensors on a 2 × 2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = rs.ContextParallel(mesh["cp"], rs.mask_mod(by_member, N, batch=BATCH, heads=HEADS), layout="contiguous")
+    q, k, v = (distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in data())
+    learned, plain = bias(), partial(F.scaled_dot_product_attention, enable_gqa=True)
+    torch._dynamo.reset()
+    with cp:
+        if how == "score_mod":
+            out = flex_attention(q, k, v, biased(learned), enable_gqa=True)
+        else:
+            out = (torch.compile(plain, backend="aot_eager", fullgraph=True) if how == "compiled" else plain)(q, k, v)
+    assert isinstance(out, DTensor)
+    out.square().sum().backward()
+    cp.sum_gradients([learned], over=None if Replicate() in placements else mesh)
+    found = [x.full_tensor().detach() for x in (out, q.grad, k.grad, v.grad)]  # type: ignore[union-attr]
+    return [*found, *([] if learned.grad is None else [learned.grad])]
+
+
+@pytest.mark.parametrize("how", ["score_mod", "mask_mod", "compiled"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_functions_see_the_indices_of_the_whole(pools: Pools, beside: str, how: str) -> None:
+    q, k, v = data()
+    learned = bias()
+    out = dense_flex(q, k, v, by_member, biased(learned) if how == "score_mod" else None).out
+    inputs = (q, k, v, learned) if how == "score_mod" else (q, k, v)
+    want = [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+    for found in pools(4).run(with_functions, [BESIDE[beside], Shard(2)], how):
+        for got, true in zip(found, want, strict=True):
+            assert torch.allclose(got, true, atol=1e-12)
+
+
+def uneven(rank: int) -> Parts:
+    """Three members of a batch over two ranks, five heads over two."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    shape, placements = torch.Size((3, 5, 1, 1)), [Shard(0), Shard(1)]
+    q = DTensor.from_local(torch.zeros(0, 0, 1, 1), mesh, placements, run_check=False, shape=shape, stride=(5, 1, 1, 1))
+    return parts_of(q)
+
+
+def test_parts_of_uneven_dims(pools: Pools) -> None:
+    batch, heads = [(0, 2, 3), (2, 1, 3)], [(0, 3, 5), (3, 2, 5)]
+    assert pools(4).run(uneven) == [(batch[r // 2], heads[r % 2]) for r in range(4)]
 
 
 def shards_of_a_layout(rank: int) -> list[tuple[str, bool]]:

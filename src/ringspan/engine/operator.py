@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -134,7 +135,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tu
     seat = _seat_of(ticket)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         plan, call = seat.prepare(q, k, v, scale)
-        (result,) = attend([plan], [(q, k, v)], call, seat.run)
+        with _as_outside(call):
+            (result,) = attend([plan], [(q, k, v)], call, seat.run)
         return result.out.movedim(2, 0).contiguous(), result.lse.movedim(2, 0).contiguous()
 
 
@@ -161,8 +163,24 @@ def _attend_backward(
             lse,
             None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
         )
-        ((dq, dk, dv, *_),) = seat.run([backward(plan, saved, beside(k_TBGD, v_TBGE), call)])
+        with _as_outside(call):
+            ((dq, dk, dv, *_),) = seat.run([backward(plan, saved, beside(k_TBGD, v_TBGE), call)])
         return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))
+
+
+# What the dispatcher does with a call outside any operator.
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def _as_outside(call: Call) -> Iterator[None]:
+    """Functions of the user are called by ``torch.vmap`` and differentiated by autograd, and whoever looks at operators has
+    turned both off for what runs in one."""
+    if call.mods is None:
+        yield
+        return
+    with torch._C._ForceDispatchKeyGuard(*_KEYS), torch.inference_mode(torch.is_inference_mode_enabled()):
+        yield
 
 
 @torch.library.register_fake("ringspan::attend")

@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +24,9 @@ from ringspan.masks import Mask
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
 from ringspan.transports.handshake import DTYPES, NO_FUNCTION, VERSION
+
+if TYPE_CHECKING:
+    from ringspan.frontends.corners import Parts
 
 Group = ProcessGroup | dist.ProcessGroup | DeviceMesh | None
 
@@ -78,22 +81,18 @@ def attention(
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
     """
-    refuse_shards(plan.mask, score_mod, q)
+    parts = None
+    if is_dtensor(q) and (score_mod is not None or plan.mask.settler is not None):
+        from ringspan.frontends.corners import parts_of, score_mod_at
+
+        parts = parts_of(q)
+        score_mod = None if score_mod is None else score_mod_at(parts, score_mod)
     if is_watched() and score_mod is None:
-        place = seat(plan, group, backend)
+        place = seat(plan, group, backend, parts)
     else:  # nobody looks for it, or nobody could find it: a function has no name that other processes know
-        place = unnumbered(plan, as_process_group(group), backend, score_mod)
+        place = unnumbered(_at(parts, plan), as_process_group(group), backend, score_mod)
     result = attention_at(place, q, k, v, scale)
     return result if return_lse else result.out
-
-
-def refuse_shards(mask: Mask, score_mod: ScoreMod | None, q: Tensor) -> None:
-    """A function sees the indices of the whole batch and of all heads, and of a shard only DTensor knows which these are."""
-    if is_dtensor(q) and (score_mod is not None or mask.settler is not None):
-        raise InputError(
-            "q is a DTensor, and a score_mod, or a mask that a function settles, counts batch and heads from 0 on every rank: "
-            "give q, k and v as x.to_local(), and functions that know which heads these are"
-        )
 
 
 def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Partial:
@@ -107,11 +106,20 @@ def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 
 @same_every_time
-def seat(plan: Plan, group: Group, backend: str) -> Seat:
-    """Where the operator finds the plan. Compilers take the seat as they find it, and do not look into plans."""
-    ranks = as_process_group(group)
+def seat(plan: Plan, group: Group, backend: str, parts: Parts | None = None) -> Seat:
+    """Where the operator finds the plan; with ``parts``, that of a shard of batch and heads. Compilers take the seat as they
+    find it, and do not look into plans."""
+    plan, ranks = _at(parts, plan), as_process_group(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
     return take_seat(name, unnumbered(plan, ranks, backend))
+
+
+def _at(parts: Parts | None, plan: Plan) -> Plan:
+    if parts is None:
+        return plan
+    from ringspan.frontends.corners import plan_at
+
+    return plan_at(parts, plan)
 
 
 def unnumbered(plan: Plan, ranks: ProcessGroup, backend: str, score_mod: ScoreMod | None = None) -> Seat:
@@ -187,9 +195,7 @@ def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
     settler = mask.settler
     if settler is None:
         return None
-    for what, planned, given in (("batch", settler.batch, q_BHSD.shape[0]), ("heads", settler.heads, q_BHSD.shape[1])):
-        if planned not in (None, given):
-            raise InputError(f"the mask {mask.name} is for {what}={planned}, but q has {given}: make it for these tensors")
+    check_members(mask, q_BHSD.shape[0], q_BHSD.shape[1])
     if settler.is_stale:
         raise InputError(
             f"a tensor that the function of {mask.name} uses was changed in place after the mask was made, so that what was "
@@ -199,3 +205,12 @@ def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
         if x.device != q_BHSD.device and x.ndim:
             raise InputError(f"the function of {mask.name} uses a tensor on {x.device}, but q is on {q_BHSD.device}: move it")
     return settler.mask_mod
+
+
+def check_members(mask: Mask, batch: int, heads: int) -> None:
+    """Whether a mask that tells members of the batch or heads apart is about as many as there are."""
+    if mask.settler is None:
+        return
+    for what, planned, given in (("batch", mask.settler.batch, batch), ("heads", mask.settler.heads, heads)):
+        if planned not in (None, given):
+            raise InputError(f"the mask {mask.name} is for {what}={planned}, but q has {given}: make it for these tensors")

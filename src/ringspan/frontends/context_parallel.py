@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention_at, refuse_shards, seat
+from ringspan.frontends.attention import Group, attention, attention_at, seat
 from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, plan_of
 from ringspan.frontends.given import given_mask, given_parameters, given_weights
@@ -199,8 +199,8 @@ class ContextParallel(AttentionMode):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
-        if self._is_settled:  # compilers do not look into masks
-            refuse_shards(self.mask, None, q)
+        if self._is_settled and is_dtensor(q):  # its plan is that of the shard's part of batch and heads
+            return attention(q, k, v, plan=self.plan, group=self.group, scale=scale, backend=self.backend)
         return attention_at(self._seat, q, k, v, scale).out
 
     def flex_attention(
