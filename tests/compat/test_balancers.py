@@ -48,6 +48,13 @@ def test_round_robin_indices_are_torchs(world: int, restore: bool) -> None:
     assert torch.equal(ours, theirs._PTRRLoadBalancer(mask, world)._generate_indices(restore=restore))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_dealing_alone_is_torchs(groups: int) -> None:
+    times = torch.randint(9, (24,), generator=torch.Generator().manual_seed(groups))
+    ours = compat._PTRRLoadBalancer.ptrr_scheduling(times, groups)
+    assert torch.equal(ours, theirs._PTRRLoadBalancer.ptrr_scheduling(times, groups))
+
+
 BALANCERS: dict[str, Callable[[int], Any]] = {
     "head-tail": lambda world: compat._HeadTailLoadBalancer(331, world, CPU),
     "per document": lambda world: compat._PerDocumentHeadTailLoadBalancer([[300, 30, 1], [1, 329, 1]], world, CPU),
@@ -125,6 +132,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: layouts_of(compat._PTRRLoadBalancer(documents_mask([[40], [32, 8]], block=16), 2), 40, 2),
         "which is no tensor",
     ),
+    "tasks left over": (lambda: compat._PTRRLoadBalancer.ptrr_scheduling(torch.ones(7), 2), "as many for each of 2 groups"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,7 @@ from ringspan.compat import (
     _PerDocumentHeadTailLoadBalancer,
     context_parallel_unshard,
 )
+from ringspan.compat.local_tensors import on_each_rank
 
 WORLD = 4
 
@@ -73,3 +75,11 @@ def test_the_style_passes_arguments_on(mesh: DeviceMesh, kind: _ContextParallel.
     assert [x is y for x, y in zip(args, (q, k), strict=True)] == [True, True]
     assert kwargs["value"] is v
     assert kwargs["is_causal"] is True
+
+
+def test_a_pytorch_that_simulates_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed._local_tensor", None)
+    assert on_each_rank(as_ever) is as_ever
+
+
+def as_ever() -> None: ...

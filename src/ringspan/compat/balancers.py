@@ -83,14 +83,34 @@ class _PTRRLoadBalancer(_LaidOut):
         layouts = tuple(_dealt(work_Q, size, length, world_size) for work_Q in work_BHQ.sum(dim=1).cpu().numpy())
         super().__init__(layouts, block_mask.kv_num_blocks.device)
 
+    @staticmethod
+    def ptrr_scheduling(process_time: Tensor, group_size: int) -> Tensor:
+        """Which tasks each group gets, (groups, tasks of each): the dealing alone, for tasks of one's own.
+
+        >>> _PTRRLoadBalancer.ptrr_scheduling(torch.tensor([9, 14, 2, 20]), 2).tolist()
+        [[2, 3], [0, 1]]
+        """
+        if process_time.ndim != 1 or len(process_time) % group_size:
+            raise LayoutError(
+                f"process_time must be the times of some tasks, as many for each of {group_size} groups; got a tensor of shape "
+                f"{tuple(process_time.shape)}"
+            )
+        hands = _hands(process_time.cpu().numpy(), group_size)
+        return torch.from_numpy(np.stack(hands)).to(process_time.device)
+
 
 def _dealt(work_Q: Ints, size: int, length: int, world: int) -> Layout:
-    """Blocks to ranks, like cards: 0 1 2 … 2 1 0 0 1 2 …; a rank then keeps its own in order."""
-    heaviest_first = np.argsort(-work_Q, kind="stable")
-    turn = np.arange(len(work_Q)) % (2 * world)
+    """Blocks of queries to ranks."""
+    spans = [[(b * size, min((b + 1) * size, length)) for b in hand.tolist()] for hand in _hands(work_Q, world)]
+    return Layout(spans, name="round_robin")
+
+
+def _hands(work: Ints, world: int) -> list[Ints]:
+    """Tasks to ranks, like cards: 0 1 2 … 2 1 0 0 1 2 …; a rank then keeps its own in order."""
+    heaviest_first = np.argsort(-work, kind="stable")
+    turn = np.arange(len(work)) % (2 * world)
     dealt_to = np.where(turn < world, turn, 2 * world - 1 - turn)
-    hands = [np.sort(heaviest_first[dealt_to == rank]).tolist() for rank in range(world)]
-    return Layout([[(b * size, min((b + 1) * size, length)) for b in hand] for hand in hands], name="round_robin")
+    return [np.sort(heaviest_first[dealt_to == rank]) for rank in range(world)]
 
 
 def layouts_of(balancer: _LoadBalancer | None, length: int, world: int) -> Layouts:

@@ -18,9 +18,10 @@ METHODS = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.ALL_
 
 @dataclass
 class _ContextParallelOptions:
-    """``enable_load_balance`` makes ``context_parallel`` lay buffers out head to tail. (There is no ``convert_to_f32``: partial
-    results are always merged in at least float32.)"""
+    """``enable_load_balance`` makes ``context_parallel`` lay buffers out head to tail. ``convert_to_f32`` is only kept: partial
+    results are always merged in at least float32."""
 
+    convert_to_f32: bool = True
     enable_load_balance: bool = True
     rotate_method: _RotateMethod = _RotateMethod.ALL_GATHER
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._local_tensor import maybe_run_for_local_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of
 from ringspan.compat.block_masks import shard_block_mask
+from ringspan.compat.local_tensors import on_each_rank
 from ringspan.compat.memory import check_mesh, memory_of
 from ringspan.errors import InputError
 from ringspan.layouts import Layout
@@ -87,7 +87,7 @@ def in_order(counts: Sequence[int]) -> Layouts:
     return (Layout([[(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)], name="contiguous"),)
 
 
-@maybe_run_for_local_tensor
+@on_each_rank
 def share_of(x: Tensor, dim: int, layouts: Layouts, rank: int) -> Tensor:
     """A rank's share of a whole sequence. (Where torch simulates all ranks with local tensors: of each rank.)"""
     return picked(x, dim, [torch.from_numpy(layout.positions(rank)) for layout in layouts])

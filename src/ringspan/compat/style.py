@@ -18,7 +18,8 @@ class _ContextParallel(ParallelStyle):
     """Every attention call in the module's ``forward`` is context-parallel, over the shards of ``_context_parallel_shard``.
 
     Arguments reach the module as they were passed, by position or by keyword, and need not be queries, keys and values.
-    Attention always has its tokens on the last dim but one, so ``seq_dim`` is only kept.
+    Attention always has its tokens on the last dim but one, so ``seq_dim`` is only kept. (torch's style is made of hooks that
+    exchange keys, or make DTensors, before the module is called. There are none here: the calls inside are caught.)
     """
 
     class AttentionType(Enum):
