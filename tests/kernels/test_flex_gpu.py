@@ -93,6 +93,36 @@ def test_other_documents_are_not_other_programs() -> None:
     assert programs == programs[:1] * len(lengths)
 
 
+def test_what_is_forgotten_while_another_stream_still_reads_it() -> None:
+    mask = rs.documents([50, 450, 7, 217])
+    q, k, v = inputs(mask, *KINDS["float16, 64"])
+    world = rs.LocalWorld(1)
+    want = world.attention(q, k, v, mask=mask, backend="flex")
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(200_000_000)
+        got = world.attention(q, k, v, mask=mask, backend="flex")
+    flex.launches.cache_clear()
+    flex._launches_on.cache_clear()
+    # Memory of all sizes that the launches had, in the order of the stream that they were made on, full of something else.
+    rubbish = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    del rubbish
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_that_are_not_on_the_current_device() -> None:
+    mask = rs.documents([50, 450, 7, 217])
+    q, k, v = inputs(mask, *KINDS["float16, 64"])
+    want = rs.LocalWorld(2).attention(q, k, v, mask=mask, backend="flex")
+    there = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
+    got = rs.LocalWorld(2).attention(*there, mask=mask, backend="flex")
+    torch.autograd.grad(got.sum(), there)
+    assert torch.equal(got.to("cuda:0"), want)
+
+
 def test_one_launch_for_all_documents() -> None:
     mask = rs.documents([50] * 20)
     q, k, v = inputs(mask, *KINDS["float16, 64"])

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shapes
@@ -78,7 +79,7 @@ def attend(
     scale: float,
     mods: PlacedMods | None = None,
 ) -> Iterator[Part]:
-    for launch in launches(tuple(bands), q_BHSD.device, _is_settled(mods)):
+    for launch in _launches_for(bands, q_BHSD.device, mods):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
         here = None if mods is None else mods.of(rows, keys)
@@ -95,7 +96,7 @@ def attend_backward(
     mods: PlacedMods | None = None,
 ) -> Iterator[Gradients]:
     learned = () if mods is None else mods.mods.learned
-    for launch in launches(tuple(bands), k_BGTD.device, _is_settled(mods)):
+    for launch in _launches_for(bands, k_BGTD.device, mods):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         mine = saved.rows(rows.start, rows.stop)
         mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
@@ -105,8 +106,27 @@ def attend_backward(
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
-def _is_settled(mods: PlacedMods | None) -> bool:
-    return mods is not None and mods.mods.mask_mod is not None
+def _launches_for(bands: Sequence[Band], device: torch.device, mods: PlacedMods | None) -> tuple[Launch, ...]:
+    settled = mods is not None and mods.mods.mask_mod is not None
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return _launches_on(stream, tuple(bands), device, settled)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _launches_on(
+    stream: torch.cuda.Stream | None, bands: tuple[Band, ...], device: torch.device, settled: bool
+) -> tuple[Launch, ...]:
+    """The launches of any stream, used on this one.
+
+    PyTorch hands memory on in the order of the stream that it was made on. It has to be told of others that read it, or what is
+    forgotten here would be overwritten before they have.
+    """
+    found = launches(bands, device, settled)
+    if stream is not None:
+        for launch in found:
+            for x in (launch.start_S, launch.stop_S, *launch.lists.values()):
+                x.record_stream(stream)
+    return found
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -118,7 +138,8 @@ def launches(bands: tuple[Band, ...], device: torch.device, settled: bool = Fals
 
 
 def _launch(layer: Layer, device: torch.device, settled: bool) -> Launch:
-    start_S, stop_S = (torch.from_numpy(x).to(device, torch.int32) for x in (layer.start, layer.stop))
+    # Copies that are there when they return, so that any stream may read them.
+    start_S, stop_S = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (layer.start, layer.stop))
     found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=settled)
     lists = {}
     named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
@@ -131,7 +152,8 @@ def _launch(layer: Layer, device: torch.device, settled: bool) -> Launch:
 
 def _on_its_own(x: Tensor) -> Tensor:
     """The same memory, but neither a view nor at an offset: the compiler would compile again where there is another one."""
-    return from_dlpack(x.detach())
+    with torch.cuda.device_of(x):  # it takes tensors of the current device only
+        return from_dlpack(x.detach())
 
 
 def _run(
