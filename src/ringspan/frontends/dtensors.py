@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
+    if type(x) is Tensor or type(x) is Parameter:  # which nearly all are, and every call asks
+        return False
     # A compiler has imported it, and would look into sys.modules.
     if not torch.compiler.is_compiling() and "torch.distributed.tensor" not in sys.modules:
         return False
