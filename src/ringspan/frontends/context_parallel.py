@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ringspan.compilers import same_every_time
+from ringspan.engine import Seat
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention, attention_at, seat
+from ringspan.frontends.attention import Group, attention_at, seat
 from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, plan_of
 from ringspan.frontends.given import given_mask, given_parameters, given_weights
@@ -28,6 +30,8 @@ from ringspan.transports import ProcessGroup, as_process_group
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
+
+    from ringspan.frontends.corners import Parts
 
 Of = Literal["q", "kv"]
 
@@ -72,6 +76,7 @@ class ContextParallel(AttentionMode):
         super().__init__(mask)
         self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
         self._seat = seat(self.plan, self.group, backend)
+        self._seats_at: dict[Parts, Seat] = {}
 
     @property
     def mask(self) -> Mask:
@@ -199,9 +204,19 @@ class ContextParallel(AttentionMode):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
-        if self._is_settled and is_dtensor(q):  # its plan is that of the shard's part of batch and heads
-            return attention(q, k, v, plan=self.plan, group=self.group, scale=scale, backend=self.backend)
-        return attention_at(self._seat, q, k, v, scale).out
+        place = self._seat
+        if self._is_settled and is_dtensor(q):
+            from ringspan.frontends.corners import parts_of
+
+            place = self._seat_at(parts_of(q))
+        return attention_at(place, q, k, v, scale).out
+
+    @same_every_time
+    def _seat_at(self, parts: Parts) -> Seat:
+        """The seat of a shard that has these parts of batch and heads."""
+        if parts not in self._seats_at:
+            self._seats_at[parts] = seat(self.plan, self.group, self.backend, parts)
+        return self._seats_at[parts]
 
     def flex_attention(
         self,
