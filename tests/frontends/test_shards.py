@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.attention.flex_attention import flex_attention
 
 import ringspan as rs
-from ringspan.frontends.corners import Parts, parts_of
+from ringspan.frontends.corners import Parts, parts_of, score_mod_at
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 from tests.flex_truth import dense_flex
@@ -137,6 +137,13 @@ def uneven(rank: int) -> Parts:
 def test_parts_of_uneven_dims(pools: Pools) -> None:
     batch, heads = [(0, 2, 3), (2, 1, 3)], [(0, 3, 5), (3, 2, 5)]
     assert pools(4).run(uneven) == [(batch[r // 2], heads[r % 2]) for r in range(4)]
+
+
+def test_a_score_mod_is_for_all_heads() -> None:
+    parts = ((0, BATCH, BATCH), (2, 2, HEADS))
+    score_mod_at(parts, rs.alibi(torch.ones(HEADS)))
+    with pytest.raises(rs.InputError, match="made for 2 heads, but q has 4"):
+        score_mod_at(parts, rs.alibi(torch.ones(2)))
 
 
 def shards_of_a_layout(rank: int) -> list[tuple[str, bool]]:

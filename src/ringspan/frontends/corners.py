@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ringspan.frontends.attention import check_members
+from ringspan.frontends.score_mods import check_heads
 from ringspan.frontends.shards import BATCH, HEADS
 from ringspan.kernels import ScoreMod
 from ringspan.masks import Mask
@@ -45,7 +46,8 @@ def _part(q: DTensor, dim: int) -> Part:
 
 def score_mod_at(parts: Parts, score_mod: ScoreMod) -> ScoreMod:
     """A score_mod of the whole as that of a shard."""
-    (first_b, _, _), (first_h, _, _) = parts
+    (first_b, _, _), (first_h, _, heads) = parts
+    check_heads(score_mod, heads)
 
     def moved(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score_mod(score, b + first_b, h + first_h, q, k)
