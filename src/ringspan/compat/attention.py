@@ -35,10 +35,10 @@ class MaskFromTheCall(AttentionCatcher):
         self._contexts, self._memory, self._strategy = contexts, memory_of(contexts.mesh), _cp_options.strategy
         self._own = {length: {own} for length, own in layouts.items()}
         # Made beforehand where it is clear what they will be: a compiler follows a call into a context, not the making of one.
-        self._ready: list[ContextParallel] = []
+        self._ready: dict[bool, ContextParallel] = {}
         if len(layouts) == 1:
             ((layout,),) = layouts.values()
-            self._ready = [self._context(layout, layout, is_causal) for is_causal in (False, True)]
+            self._ready = {is_causal: self._context(layout, layout, is_causal) for is_causal in (False, True)}
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = read(func, args, kwargs)
