@@ -40,7 +40,8 @@ class Layer(nn.Module):
         h = self.norm(x)
         # However many heads this process has: tensor parallelism may have split them.
         q, k, v = (f(h).unflatten(-1, (-1, DIM)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = (t * cos + t.roll(DIM // 2, -1) * sin for t in (q, k))
+        # Halves change places. DTensors cannot roll(DIM // 2, -1) before torch 2.12.
+        q, k = (t * cos + torch.cat(t.chunk(2, -1)[::-1], -1) * sin for t in (q, k))
         with self.block:
             h = F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen, enable_gqa=True)
         x = x + self.out(h.transpose(1, 2).flatten(2))
