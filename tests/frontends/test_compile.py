@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -265,13 +264,15 @@ def test_graph_breaks_do_not_leave_the_block() -> None:
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("near", [None, NEAR], ids=["one mask", "two masks"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_attend_by_ticket(strict: bool) -> None:
+def test_exported_programs_attend_by_ticket(strict: bool, near: rs.Mask | None) -> None:
     torch.manual_seed(0)
-    block, cp = Block().double(), rs.ContextParallel(None, NEAR)
+    block = Block(None if near is None else rs.ContextParallel(None, near)).double()
     x, y = torch.randn(2, 2, N, 16, dtype=torch.float64).unbind()
+    cp = rs.ContextParallel(None, rs.documents([5, 7]))
     with cp:
-        program = torch.export.export(copy.deepcopy(block), (x,), strict=strict)
+        program = torch.export.export(block, (x,), strict=strict)
         want = block(y)
-    assert [n.target for n in program.graph.nodes].count(torch.ops.ringspan.attend.default) == 1
+    assert [n.target for n in program.graph.nodes].count(torch.ops.ringspan.attend.default) == (1 if near is None else 2)
     assert torch.allclose(program.module()(y), want, atol=1e-12)

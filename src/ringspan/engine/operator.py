@@ -54,12 +54,19 @@ class Seat:
     def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float | None) -> Partial:
         """Attention of this rank, differentiable; as an operator where somebody looks."""
         size = q_BHSD.shape[-1] ** -0.5 if scale is None else float(scale)
-        if self.ticket is not None and is_watched():
-            return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, self.ticket, size)
+        if is_watched():
+            ticket = self._printed_ticket() if _is_exporting() else self.ticket
+            if ticket is not None:
+                return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, ticket, size)
         with torch._C.DisableTorchFunction():  # a block around this call would see the kernels' own
             plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, size)
             (result,) = attend([plan], [(q_BHSD, k_BGTD, v_BGTE)], call, self.run)
         return result
+
+    @torch.compiler.assume_constant_result
+    def _printed_ticket(self) -> Tensor | None:
+        """The ticket, as a constant of the program: an exported one has no inputs but its function's own."""
+        return self.ticket
 
 
 # A seat lives as long as whoever took it (a ContextParallel), and the latest ones longer: a backward pass may come afterwards.
@@ -108,6 +115,12 @@ def is_watched() -> bool:
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     return any(type(mode).__name__ != "CommDebugMode" for mode in _get_current_dispatch_mode_stack())
+
+
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first ticket.
+    return torch.compiler.is_exporting()
 
 
 def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Tensor, scale: float) -> Partial:
