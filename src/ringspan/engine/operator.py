@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ringspan.compilers import same_every_time
 from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
 from ringspan.engine.beside import beside
 from ringspan.engine.walk import Call, backward
@@ -63,7 +64,7 @@ class Seat:
             (result,) = attend([plan], [(q_BHSD, k_BGTD, v_BGTE)], call, self.run)
         return result
 
-    @torch.compiler.assume_constant_result
+    @same_every_time
     def _printed_ticket(self) -> Tensor | None:
         """The ticket, as a constant of the program: an exported one has no inputs but its function's own."""
         return self.ticket
@@ -117,7 +118,7 @@ def is_watched() -> bool:
     return any(type(mode).__name__ != "CommDebugMode" for mode in _get_current_dispatch_mode_stack())
 
 
-@torch.compiler.assume_constant_result
+@same_every_time
 def _is_exporting() -> bool:
     # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first ticket.
     return torch.compiler.is_exporting()

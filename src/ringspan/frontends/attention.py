@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.compilers import same_every_time
 from ringspan.engine import Call, Seat, is_watched, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.dtensors import is_dtensor
@@ -88,7 +87,7 @@ def attention(
         parts = parts_of(q)
         score_mod = None if score_mod is None else score_mod_at(parts, score_mod)
     if is_watched() and score_mod is None:
-        place = seat(plan, group, backend, parts)
+        place = traced_seat(plan, group, backend, parts)
     else:  # nobody looks for it, or nobody could find it: a function has no name that other processes know
         place = unnumbered(_at(parts, plan), as_process_group(group), backend, score_mod)
     result = attention_at(place, q, k, v, scale)
@@ -105,10 +104,14 @@ def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | No
     return on_shards(lambda q, k, v: place.attend(q, k, v, scale), q, k, v, place.processes)
 
 
-@same_every_time
+def traced_seat(plan: Plan, group: Group, backend: str, parts: Parts | None) -> Seat:
+    """Its seat, for whoever looks at operators. Compilers take it as they find it, and do not look into plans."""
+    id(plan)  # a compiled program that asks for this is of this plan alone; what it takes as it finds it is not checked again
+    return plan.given_to(seat, group, backend, parts)
+
+
 def seat(plan: Plan, group: Group, backend: str, parts: Parts | None = None) -> Seat:
-    """Where the operator finds the plan; with ``parts``, that of a shard of batch and heads. Compilers take the seat as they
-    find it, and do not look into plans."""
+    """Where the operator finds the plan; with ``parts``, that of a shard of batch and heads."""
     plan, ranks = _at(parts, plan), as_process_group(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
     return take_seat(name, unnumbered(plan, ranks, backend))

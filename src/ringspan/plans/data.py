@@ -22,11 +22,12 @@ some heads of either, handing on what came from elsewhere: every strategy is sai
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
+from ringspan.compilers import same_every_time
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from ringspan.plans.cost import Cost
     from ringspan.plans.hardware import Hardware
     from ringspan.plans.shape import Shape
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 VERSION = 2
 FEW = 4  # bands
@@ -196,6 +200,12 @@ class Plan:
     def is_ragged(self) -> bool:
         """Whether the mask has windows, or more than a few bands: what some kernels serve in one call and some in many."""
         return len(self.mask) > FEW or any(band.cut_below for band in self.mask)
+
+    @same_every_time
+    def given_to(self, taker: Callable[Concatenate[Plan, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``taker`` makes of the plan: how a compiler that is not to look into plans gets at it. It can be told to take a
+        method's result as it is; to a function it cannot hand a plan for that, before torch 2.12."""
+        return taker(self, *args, **kwargs)
 
     def transfers(self, phase: Phase, way: Literal["sends", "recvs"]) -> Iterator[Transfer]:
         for step in self.program.steps(phase):
