@@ -196,6 +196,15 @@ def test_a_plan_as_an_argument() -> None:
     assert counter.frame_count == 2
 
 
+def test_two_plans_in_one_program() -> None:
+    def attend(q: Tensor, far: rs.Plan, near: rs.Plan) -> Tensor:
+        return rs.attention(q, q, q, plan=far) + 2 * rs.attention(q, q, q, plan=near) - 3 * rs.attention(q, q, q, plan=far)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    plans = [rs.plan(mask, world=1) for mask in (rs.causal(N), NEAR)]
+    assert torch.allclose(compiled(X, *plans), attend(X, *plans), atol=1e-12)
+
+
 # -- what is refused, and what is left to eager code -------------------------------------------------------------------
 
 X = torch.randn(2, 4, N, 8, dtype=torch.float64)
