@@ -66,3 +66,10 @@ def test_a_link_is_found_again(latency: float, rate: float) -> None:
 )
 def test_overlap_is_the_hidden_share_of_the_shorter(computing: float, wire: float, together: float, overlap: float) -> None:
     assert fit_overlap(computing, wire, together) == pytest.approx(overlap)
+
+
+def test_no_noise_makes_a_cost_negative() -> None:
+    """The larger message came sooner: its bytes alone would have taken what it took."""
+    found = fit_link([Message(100, 3.0), Message(1000, 2.0)])
+    assert found.latency_s >= 0
+    assert found.bytes_per_s == pytest.approx(500)

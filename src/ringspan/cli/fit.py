@@ -87,11 +87,13 @@ def fit_overlap(computing: float, wire: float, together: float) -> float:
 
 
 def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Least squares of the relative errors. The first unknown is a constant, which noise must not make negative."""
+    """Least squares of the relative errors. The first unknown is a constant, which noise must not make negative; where it makes
+    another so, as if more took no longer, the quickest measurement is taken to have been nothing but that."""
     relative = columns / seconds[:, None]
     scale = np.abs(relative).max(axis=0)  # FLOP and seconds are twelve orders of magnitude apart
     found = np.linalg.lstsq(relative / scale, np.ones(len(seconds)), rcond=None)[0] / scale
     if found[0] < 0:
         found = np.append(0.0, np.linalg.lstsq(relative[:, 1:] / scale[1:], np.ones(len(seconds)), rcond=None)[0] / scale[1:])
+    found[1:] = np.where(found[1:] > 0, found[1:], 1 / relative.max(axis=0)[1:])
     error = float(np.abs(relative @ found - 1).mean())
     return found, error

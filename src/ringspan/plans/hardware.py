@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringspan.errors import PlanError
+
+
+class Range(NamedTuple):
+    """Which numbers a field takes, in words and as a test."""
+
+    words: str
+    kinds: tuple[type, ...]
+    holds: Callable[[Any], bool]
+
+
+POSITIVE = Range("a number above 0", (int, float), lambda x: x > 0)
+NOT_NEGATIVE = Range("a finite number, 0 or more", (int, float), lambda x: 0 <= x < math.inf)
+SHARE = Range("a share between 0 and 1", (int, float), lambda x: 0 <= x <= 1)
+WHOLE_POSITIVE = Range("a whole number, at least 1", (int,), lambda x: x >= 1)
+WHOLE_NOT_NEGATIVE = Range("a whole number, 0 or more", (int,), lambda x: x >= 0)
+
+
+def _check_numbers(of: object, **ranges: Range) -> None:
+    """A cost of NaN or of less than nothing would still have an order, and choose something."""
+    for name, (words, kinds, holds) in ranges.items():
+        given: Any = getattr(of, name)
+        if isinstance(given, bool) or not isinstance(given, kinds) or not holds(given):  # NaN holds nowhere
+            raise PlanError(f"{type(of).__name__}.{name} must be {words}, not {given!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +43,9 @@ class Link:
     latency_s: float
     bytes_per_s: float
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, latency_s=NOT_NEGATIVE, bytes_per_s=POSITIVE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
@@ -26,6 +54,9 @@ class Speed:
     full: float
     causal: float
     window: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, full=POSITIVE, causal=POSITIVE, window=POSITIVE)
 
     @property
     def best(self) -> float:
@@ -55,6 +86,21 @@ class Hardware:
     overlap: float = 1.0
     copy_bytes_per_s: float = float("inf")
 
+    def __post_init__(self) -> None:
+        for kind, names in ((str, ("name", "source")), (Link, ("within", "between")), (Speed, ("forward", "backward"))):
+            for name in names:
+                if not isinstance(getattr(self, name), kind):
+                    raise PlanError(f"Hardware.{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
+        _check_numbers(
+            self,
+            per_node=WHOLE_POSITIVE,
+            launch_s=NOT_NEGATIVE,
+            tile=WHOLE_NOT_NEGATIVE,
+            memory=WHOLE_POSITIVE,
+            overlap=SHARE,
+            copy_bytes_per_s=POSITIVE,
+        )
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -63,10 +109,11 @@ class Hardware:
         """Back from :meth:`to_json`, which is what ``ringspan bench calibrate`` writes."""
         try:
             given: dict[str, Any] = json.loads(text)
-            for name in ("within", "between"):
-                given[name] = Link(**given[name])
-            for name in ("forward", "backward"):
-                given[name] = Speed(**given[name])
+            for name, kind in (("within", Link), ("between", Link), ("forward", Speed), ("backward", Speed)):
+                try:
+                    given[name] = kind(**given[name])
+                except (TypeError, PlanError) as error:
+                    raise PlanError(f"{name}: {error}") from None
             return Hardware(**given)
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"this is no hardware file as `ringspan bench calibrate` writes it: {error}") from None
