@@ -52,7 +52,8 @@ def best_arc(necklace: Necklace, goal: Goal, grain: Grain) -> Arc | None:
     if not len(good):
         return None
     place, tokens, off_work = place[good], tokens[good], np.abs(work[good] - goal.work)
-    cost = _cost(necklace, place, grain.block) + _cost(necklace, (place + tokens) % necklace.tokens, grain.block)
+    ends = np.concatenate([place, (place + tokens) % necklace.tokens])
+    cost = _cost(necklace, ends, grain.block).reshape(2, -1).sum(axis=0)
     best = np.lexsort((place, off_work, cost))[0]
     return Arc(int(cost[best]), int(off_work[best]), int(place[best]), int(tokens[best]))
 
@@ -105,7 +106,7 @@ def _to_an_edge(necklace: Necklace, place: Ints, goal: Goal) -> Ints:
     """How many tokens the arcs from these places have: as many as bring them to the end of a piece, where the goal allows."""
     tokens = np.full_like(place, goal.tokens)
     end = (place + tokens) % necklace.tokens
-    above = np.searchsorted(necklace.edge, end)
+    above = necklace.edge.searchsorted(end)
     for edge in (necklace.edge[above], necklace.edge[np.maximum(above - 1, 0)]):
         wanted = goal.tokens + edge - end
         tokens = np.where((goal.fewest <= wanted) & (wanted <= goal.most), wanted, tokens)

@@ -121,7 +121,7 @@ def _best(mask: Mask, solved: Layout) -> Layout:
     simple = (layout(mask, solved.world) for layout in (contiguous, zigzag))
     even = [layout for layout in simple if max(layout.counts) - min(layout.counts) <= 1]
     best = min([solved, *even], key=lambda layout: int(areas(mask, layout).max()))
-    return Layout(best.spans, name="balanced")
+    return solved if best is solved else Layout(best.spans, name="balanced")
 
 
 def _tokens(what: str, value: Any, least: int) -> int:

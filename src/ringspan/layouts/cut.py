@@ -13,6 +13,7 @@ from ringspan.layouts.layout import Ints, Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
+from ringspan.remember import remember
 
 
 class Tiles(NamedTuple):
@@ -31,21 +32,23 @@ def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
     """What the given pieces of queries see of the given pieces of keys."""
     queries, keys = _same_step(queries, keys)
     # queries × bands that meet them, then × keys that meet what those see
-    q, b = tables.overlapping(*_extent(queries), mask.table[:, Q0], mask.table[:, Q1])
+    q, b = tables.overlapping(*queries.extent, mask.table[:, Q0], mask.table[:, Q1])
     band, kept = tables.tighten_indexed(_rows_within(mask.table[b], queries, q))
     q = q[kept]
-    i, k = tables.overlapping(band[:, K0], band[:, K1], *_extent(keys))
+    i, k = tables.overlapping(band[:, K0], band[:, K1], *keys.extent)
     q, band = q[i], band[i]
     local, kept = tables.tighten_indexed(_localise(band, queries, q, keys, k))
     return Tiles(queries.owner[q[kept]], keys.owner[k[kept]], local)
 
 
+@remember(64)
 def areas(mask: Mask, layout: Layout) -> Ints:
     """How many pairs each rank computes when it owns the queries of its spans."""
     everything = Pieces(*(np.array([x], dtype=np.int64) for x in (0, 0, mask.lengths[1], 1, 0)))
     tiles = cut(mask, layout.pieces, everything)
     total = np.zeros(layout.world, dtype=np.int64)
     np.add.at(total, tiles.q_rank, tiles.area)
+    total.setflags(write=False)
     return total
 
 
@@ -55,12 +58,8 @@ def balance(mask: Mask, layout: Layout) -> float:
     return float(per_rank.max() * layout.world / per_rank.sum()) if per_rank.sum() else 1.0
 
 
-def _extent(p: Pieces) -> tuple[Ints, Ints]:
-    return p.start, p.start + (p.size - 1) * p.step + 1
-
-
 def _rows_within(band: Table, queries: Pieces, q: Ints) -> Table:
-    start, stop = _extent(queries)
+    start, stop = queries.extent
     band = band.copy()
     band[:, Q0] = np.maximum(band[:, Q0], start[q])
     band[:, Q1] = np.minimum(band[:, Q1], stop[q])

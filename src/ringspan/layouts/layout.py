@@ -46,6 +46,11 @@ class Pieces(NamedTuple):
     step: Ints
     at: Ints
 
+    @property
+    def extent(self) -> tuple[Ints, Ints]:
+        """The first token of each, and where its last one ends."""
+        return self.start, self.start + (self.size - 1) * self.step + 1
+
     def of(self, *ranks: int) -> Pieces:
         theirs = np.isin(self.owner, ranks)
         return Pieces(*(column[theirs] for column in self))

@@ -47,18 +47,19 @@ class Necklace:
 
     def token_at(self, place: Ints) -> tuple[Ints, Ints]:
         """The piece at a place before the end, and the token there."""
-        piece = np.searchsorted(self.edge, place, side="right") - 1
+        piece = self.edge.searchsorted(place, side="right") - 1
         return piece, self.start[piece] + place - self.edge[piece]
 
     def within_piece(self, place: Ints) -> Ints:
         """How far into its piece a place before the end is."""
-        return place - self.edge[np.searchsorted(self.edge, place, side="right") - 1]
+        return place - self.edge[self.edge.searchsorted(place, side="right") - 1]
 
     def work_of(self, place: Ints, size: Ints) -> Ints:
         """The work of the arcs of so many tokens from these places."""
         end = place + size
         over = end >= self.tokens
-        return self._work_before(end - over * self.tokens) - self._work_before(place) + over * self.work
+        at_end, at_place = self._work_before(np.concatenate([end - over * self.tokens, place])).reshape(2, -1)
+        return at_end - at_place + over * self.work
 
     def _work_before(self, place: Ints) -> Ints:
         piece, token = self.token_at(place)

@@ -32,7 +32,7 @@ class Profile:
 
     def work_before(self, token: Ints) -> Ints:
         """The area of all rows before a token."""
-        i = np.searchsorted(self._corner, token, side="right") - 1
+        i = self._corner.searchsorted(token, side="right") - 1
         d = token - self._corner[i]
         return self._before[i] + self._seen[i] * d + self._slope[i] * (d * (d - 1) // 2)
 
@@ -45,14 +45,15 @@ class Profile:
             return np.zeros_like(token)
         q0, q1, k0, k1, lo, hi = self._table.T
         # what whole bands beyond the cut see, then what those see that the cut goes through
-        later = np.searchsorted(self._open, token)
+        later = self._open.searchsorted(token)
         lowest = np.where(later < len(q0), self._lowest_from[np.minimum(later, len(q0) - 1)], token)
-        earlier = np.searchsorted(self._close, token, side="right")
+        earlier = self._close.searchsorted(token, side="right")
         highest = np.where(earlier > 0, self._highest_until[np.maximum(earlier - 1, 0)], token)
-        i, j = tables.overlapping(token, token + 1, q0, q1)
-        np.minimum.at(lowest, i, np.maximum(k0[j], token[i] + lo[j]))
-        i, j = tables.overlapping(token - 1, token, q0, q1)
-        np.maximum.at(highest, i, np.minimum(k1[j], token[i] + hi[j]))
+        rows = np.concatenate([token, token - 1])  # the first behind the cut, then the last before it
+        i, j = tables.overlapping(rows, rows + 1, q0, q1)
+        behind, before = slice(None, split := i.searchsorted(len(token))), slice(split, None)
+        np.minimum.at(lowest, i[behind], np.maximum(k0[j[behind]], rows[i[behind]] + lo[j[behind]]))
+        np.maximum.at(highest, i[before] - len(token), np.minimum(k1[j[before]], rows[i[before]] + 1 + hi[j[before]]))
         return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
 
 

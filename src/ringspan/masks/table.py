@@ -74,6 +74,15 @@ def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
     return i[hit], j[hit]
 
 
+def count_overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> Ints:
+    """With how many of the intervals [b0, b1), none of them empty, each interval [a0, a1) shares a point.
+
+    >>> count_overlapping(np.array([0, 5]), np.array([4, 9]), np.array([0, 3, 6]), np.array([3, 6, 8])).tolist()
+    [2, 2]
+    """
+    return np.sort(b0).searchsorted(a1, side="left") - np.sort(b1).searchsorted(a0, side="right")
+
+
 def ranges(first: Ints, count: Ints) -> Ints:
     """``[first[0], first[0]+1, … (count[0] of them), first[1], …]``."""
     ends = np.cumsum(count)
