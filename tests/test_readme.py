@@ -29,12 +29,12 @@ def test_every_public_name_is_shown_somewhere(name: str) -> None:
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(LOCAL) == 3
+    assert len(LOCAL) == 4
     assert len(DISTRIBUTED) == 1
     assert len(ON_A_GPU) == 1
 
 
-@pytest.mark.parametrize("block", LOCAL, ids=["LocalWorld", "plan", "flex"])
+@pytest.mark.parametrize("block", LOCAL, ids=["LocalWorld", "plan", "flex", "best_on"])
 def test_blocks_for_one_process(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(compile(block, str(README), "exec"), names)
@@ -43,6 +43,8 @@ def test_blocks_for_one_process(block: str, capsys: pytest.CaptureFixture[str]) 
         assert isinstance(out, torch.Tensor)
         assert isinstance(q, torch.Tensor)
         assert out.shape == q.shape
+    elif "best_on" in block:
+        assert f"```\n{capsys.readouterr().out}```\n" in README.read_text(encoding="utf-8")
     else:
         assert "forward" in capsys.readouterr().out
 

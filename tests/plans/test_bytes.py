@@ -203,35 +203,6 @@ def test_a_ring_stops_early_for_a_window_on_a_contiguous_layout() -> None:
     assert everything == 7 * 8 * 128 * KV_ROW
 
 
-# -- what auto chooses -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mask", "layout", "chosen", "why"),
-    [
-        (
-            rs.full(64),
-            "contiguous",
-            "ring",
-            "exchange would move 100% of all keys to all ranks (exchange up to 80%, else ring)",
-        ),
-        (rs.causal(64), "zigzag", "exchange(stages=2)", "exchange would move 75% of all keys to all ranks"),
-        (rs.documents([16] * 4), "contiguous", "exchange(stages=2)", "exchange would move 0% of all keys to all ranks"),
-        (rs.full(0), "contiguous", "exchange(stages=2)", "exchange would move 0% of all keys to all ranks"),
-    ],
-)
-def test_auto_says_why(mask: rs.Mask, layout: str, chosen: str, why: str) -> None:
-    plan = rs.plan(mask, world=4, layout=layout)
-    assert plan.strategy == chosen
-    assert why in plan.notes[-1]
-
-
-def test_auto_on_one_rank() -> None:
-    plan = rs.plan(rs.causal(8), world=1)
-    assert plan.strategy == "gather(stages=1)"
-    assert plan.notes[-1] == "strategy gather: one rank has nothing to exchange"
-
-
 # -- explain -----------------------------------------------------------------------------------------------------------
 
 STEP = re.compile(r"^step (\d+) +([\d,]+) +([\d,]+) +([\d,]+) +(\d+) +([\d,]+) *(.*)$")
@@ -263,12 +234,11 @@ def test_explain_says_what_was_chosen_and_why() -> None:
     plan = rs.plan(rs.documents([5, 11]) & rs.window(left=3), world=2, rank=1)
     text = plan.explain()
     assert f"plan {plan.digest}: rank 1 of 2" in text
-    assert all(f"  choice    {note}" in text for note in plan.notes)
-    assert len(plan.notes) == 2
+    assert "\n  choice    " + "\n            ".join(plan.notes) + "\n" in text
     assert "documents(2 over 16 tokens) & window(left=3): 16 × 16, area 52, 2 bands" in text
     assert "32 query heads, 8 key heads, 128 wide, bfloat16 (an example; pass shape= for yours)" in text
-    assert "8 queries, 8 keys here; balance 1.000" in text
-    assert "work      1.000 × the mean of all ranks" in text
+    assert "8 queries, 8 keys here; balance 1.231" in text  # 20 and 32 pairs
+    assert "work      1.231 × the mean of all ranks" in text
 
 
 def test_explain_with_a_shape() -> None:
@@ -285,4 +255,4 @@ def test_explain_names_the_peers() -> None:
     assert "q → rank 0 2 3; kv → rank 0 2 3; q ← rank 0 2 3; kv ← rank 0 2 3" in to_itself
     assert "work      1.000 × the mean of all ranks; 8 of 32 query heads here" in to_itself
     keys = rs.plan(rs.full(8, 16), world=4, strategy="ring", layout="zigzag").explain()
-    assert "  choice    kv layout zigzag: as asked" in keys
+    assert "  choice    layout zigzag: as asked\n            kv layout zigzag: as asked\n" in keys

@@ -8,23 +8,10 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.plans import HARDWARE, Hardware, Link, Speed, best_on, cost, named_hardware
-from ringspan.plans.choose import layouts_for
+from ringspan.plans import Link, Speed, cost
 from ringspan.plans.shape import bytes_moved
+from tests.plans.machines import SLOW
 
-# A machine for arithmetic in the head: a pair of one head of 1 + 1 costs 4 FLOP forward and 10 backward.
-SLOW = Hardware(
-    name="slow",
-    per_node=2,
-    within=Link(latency_s=0.5, bytes_per_s=100.0),
-    between=Link(latency_s=2.0, bytes_per_s=10.0),
-    forward=Speed(full=4.0, causal=2.0, window=1.0),
-    backward=Speed(full=10.0, causal=5.0, window=2.5),
-    launch_s=0.25,
-    tile=0,
-    memory=10**9,
-    source="a test",
-)
 TINY = rs.Shape(heads=1, kv_heads=1, head_dim=1, dtype="float32")
 
 
@@ -119,64 +106,6 @@ def test_computing_is_the_same_whatever_travels(strategy: str) -> None:
     computed = (found.computed - found.begin).sum()
     assert computed == pytest.approx(whole)
     assert found.seconds >= whole / 8 - 1e-6
-
-
-def test_the_machines_have_names_and_files(tmp_path: object) -> None:
-    assert named_hardware("h200x4") == replace(HARDWARE["h200"], per_node=4)
-    assert Hardware.from_json(SLOW.to_json()) == SLOW
-    for wrong in ("h300", "h200x0", "nowhere.json", "h200x"):
-        with pytest.raises(rs.PlanError, match=r"calibrate"):
-            named_hardware(wrong)
-    with pytest.raises(rs.PlanError, match="no hardware file"):
-        Hardware.from_json('{"name": "x"}')
-
-
-def test_the_choice_is_the_cheapest_that_fits_and_says_why_not_the_others() -> None:
-    shape = rs.Shape(heads=32, kv_heads=8, head_dim=128)
-    mask = rs.causal(8192)
-    found = best_on(mask, world=4, hardware="h200x8", shape=shape)
-    costed = [c for c in found.candidates if c.rejected is None]
-    assert [c.cost.seconds for c in costed if c.cost] == sorted(c.cost.seconds for c in costed if c.cost)
-    for candidate in costed:
-        again = cost(plans(mask, 4, candidate.strategy, candidate.layout.name), HARDWARE["h200"], shape)
-        assert candidate.cost is not None
-        assert candidate.cost.seconds == again.seconds
-        assert np.array_equal(candidate.cost.forward.end, again.forward.end)
-    ruled_out = [c for c in found.candidates if c.rejected]
-    assert any("its busiest rank computes" in str(c) for c in ruled_out)
-    small = replace(HARDWARE["h200"], memory=124 * 2**20)
-    fits = best_on(mask, world=4, hardware=small, shape=shape)
-    assert fits.best.cost is not None
-    assert fits.best.cost.peak_bytes <= small.memory
-    assert any("GiB for buffers" in str(c) for c in fits.candidates)
-    with pytest.raises(rs.PlanError, match="nothing fits h200"):
-        best_on(mask, world=4, hardware=replace(small, memory=1), shape=shape)
-
-
-def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() -> None:
-    shape = rs.Shape(heads=32, kv_heads=8, head_dim=128)
-    documents = rs.documents([900, 3000, 100, 96])
-    plan = rs.plan(documents, world=4, rank=2, hardware="h200x8", shape=shape)
-    best = best_on(documents, world=4, hardware="h200x8", shape=shape).best
-    assert (plan.q_layout, plan.strategy) == (best.layout, best.strategy)
-    assert plan.rank == 2
-    assert sum(note.startswith("candidate ") for note in plan.notes) > 5
-    asked = rs.plan(documents, world=4, hardware="h200x8", shape=shape, layout="zigzag")
-    assert asked.q_layout.name == "zigzag"
-
-
-def test_a_layout_that_asks_for_more_is_not_looked_at() -> None:
-    """Full: all are even, and each rank fetches the keys of all others. Causal: zigzag is even, contiguous fetches less."""
-    h200, slow_in_windows = HARDWARE["h200"], replace(SLOW, forward=Speed(full=4.0, causal=4.0, window=1.0))
-    assert [layout.name for layout in layouts_for(rs.full(64), 4, h200)] == ["contiguous"]
-    assert [layout.name for layout in layouts_for(rs.causal(64), 4, h200)] == ["contiguous", "zigzag"]
-    assert [layout.name for layout in layouts_for(rs.full(64), 4, slow_in_windows)] == ["contiguous", "round_robin"]
-
-
-def test_what_only_splits_heads_is_tried_on_one_layout() -> None:
-    found = best_on(rs.causal(512), world=4, hardware="h200x8", shape=rs.Shape(heads=8, kv_heads=4, head_dim=64))
-    split = [c for c in found.candidates if c.strategy == "ulysses(heads=8, kv_heads=4)"]
-    assert [c.rejected for c in split] == [None, "it does the same on any layout"]
 
 
 def test_a_plan_knows_its_cost() -> None:

@@ -11,16 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringspan as rs
-from ringspan.cli import bench_calibrate, bench_cost, bench_layouts, bench_rank
+from ringspan.cli import bench_calibrate, bench_cost, bench_layouts, bench_plan, bench_rank
 from ringspan.cli.workers import Pool
-from ringspan.layouts import balance
-from ringspan.plans import forget
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpu.add_argument("--head-dim", type=int, default=64, help="head dim (default 64)")
     cpu.add_argument("--rounds", type=int, default=5, help="rounds, each measuring both sides (default 5)")
     cpu.add_argument("--strategies", nargs="+", default=["ring", "gather", "exchange"], help="default: ring gather exchange")
-    plans = what.add_parser("plan", help="how long planning takes: 1,000 documents over 1,048,576 tokens on 64 ranks")
-    plans.add_argument("--documents", type=int, default=1000)
-    plans.add_argument("--seq-len", type=int, default=1048576)
-    plans.add_argument("--world", type=int, default=64)
-    plans.add_argument("--seed", type=int, default=0)
+    plans = what.add_parser("plan", help="how long planning takes: masks of a batch on 8 ranks, and a large one on 64")
+    bench_plan.add_arguments(plans)
     rank = what.add_parser("rank", help="what one rank's share costs against the whole on one device, without the wire")
     bench_rank.add_arguments(rank)
     layouts = what.add_parser("layouts", help="how layouts share packed documents: balance, pieces, keys to fetch")
@@ -127,58 +121,6 @@ def _cpu_job(rank: int, strategy: str, n: int, heads: int, dim: int, rounds: int
     return times[1:], cp.plan.digest  # the first round warms up
 
 
-# -- plan --------------------------------------------------------------------------------------------------------------
-
-PLAN_COLUMNS = {
-    "layout": "layout",
-    "strategy": "strategy",
-    "balance": "balance",
-    "one_rank_ms": "one rank, ms",
-    "all_ranks_s": "all ranks, s",
-}
-
-
-def bench_plan(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Planning from nothing (no cache), for one rank and for all."""
-    rng = np.random.default_rng(args.seed)
-    cuts = np.sort(rng.choice(np.arange(1, args.seq_len), args.documents - 1, replace=False))
-    mask = rs.documents(np.diff(np.concatenate([[0], cuts, [args.seq_len]])))
-    rs.plan(rs.documents([3, 5]), world=2)  # so that the first case does not pay for first uses
-    cases = []
-    for layout, strategy in (
-        ("auto", "auto"),
-        ("zigzag", "exchange"),
-        ("zigzag", "ring"),
-        ("round_robin", "exchange"),
-        ("contiguous", "gather"),
-    ):
-
-        def plan(rank: int, layout: str = layout, strategy: str = strategy) -> rs.Plan:
-            return rs.plan(mask, world=args.world, rank=rank, layout=layout, strategy=strategy)
-
-        one = []
-        for rank in range(0, args.world, max(1, args.world // 8)):
-            forget()
-            one.append(_seconds(lambda rank=rank: plan(rank)))  # type: ignore[misc]
-        forget()
-        everyone = _seconds(lambda: [plan(rank) for rank in range(args.world)])
-        made = plan(0)
-        cases.append(
-            {
-                "bench": "plan",
-                "mask": mask.name,
-                "world": args.world,
-                "layout": made.q_layout.name if layout != "auto" else f"auto: {made.q_layout.name}",
-                "strategy": made.strategy,
-                "plan": made.digest,
-                "balance": round(balance(mask, made.q_layout), 3),
-                "one_rank_ms": round(statistics.median(one) * 1e3, 2),
-                "all_ranks_s": round(everyone, 3),
-            }
-        )
-    return cases
-
-
 def _seconds(f: Callable[[], Any]) -> float:
     start = time.perf_counter()
     f()
@@ -196,7 +138,7 @@ def _table(cases: list[dict[str, Any]], columns: dict[str, str]) -> str:
 
 BENCHES: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], dict[str, str]]] = {
     "cpu": (bench_cpu, CPU_COLUMNS),
-    "plan": (bench_plan, PLAN_COLUMNS),
+    "plan": (bench_plan.cases, bench_plan.COLUMNS),
     "rank": (bench_rank.cases, bench_rank.COLUMNS),
     "layouts": (bench_layouts.cases, bench_layouts.COLUMNS),
     "calibrate": (bench_calibrate.cases, bench_calibrate.COLUMNS),

@@ -25,7 +25,7 @@ from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, su
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
-from ringspan.plans import Plan, Strategy, plan
+from ringspan.plans import Hardware, Plan, Shape, Strategy, plan
 from ringspan.transports import ProcessGroup, as_process_group
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class ContextParallel(AttentionMode):
 
     The mask given here is what every attention call in the block means; a call that says otherwise raises. The block is
     of the thread that entered it, nests (the innermost counts), and leaves nothing behind.
+
+    Strategy and layout are chosen before there are tensors: ``hardware`` and ``shape`` say what to choose them for, as in
+    :func:`ringspan.plan`.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class ContextParallel(AttentionMode):
         strategy: str | Strategy = "auto",
         layout: LayoutLike = "auto",
         kv_layout: LayoutLike | None = None,
+        hardware: str | Hardware | None = None,
+        shape: Shape | None = None,
         backend: str = "auto",
     ) -> None:
         self.group: ProcessGroup = as_process_group(group)
@@ -72,9 +77,12 @@ class ContextParallel(AttentionMode):
             strategy=strategy,
             layout=layout,
             kv_layout=kv_layout,
+            hardware=hardware,
+            shape=shape,
         )
         super().__init__(mask)
         self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
+        self._hardware, self._shape = hardware, shape
         self._seat = seat(self.plan, self.group, backend)
         self._seats_at: dict[Parts, Seat] = {}
 
@@ -103,6 +111,8 @@ class ContextParallel(AttentionMode):
             strategy=self._strategy if strategy is None else strategy,
             layout=self.plan.q_layout,
             kv_layout=self.plan.kv_layout,
+            hardware=self._hardware,
+            shape=self._shape,
             backend=self.backend,
         )
 
@@ -129,6 +139,8 @@ class ContextParallel(AttentionMode):
                 strategy=self._strategy,
                 layout=self._layout_asked,
                 kv_layout=self._kv_layout_asked,
+                hardware=self._hardware,
+                shape=self._shape,
                 backend=self.backend,
             )
         finally:

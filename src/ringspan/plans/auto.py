@@ -1,26 +1,92 @@
-"""``strategy="auto"``: a rule short enough to say in a line, until a cost model knows better."""
+"""What ``"auto"`` means: the candidates for a mask, costed on a machine that was named or is assumed."""
 
 from __future__ import annotations
 
-from ringspan.layouts import Layout
+from collections.abc import Sequence
+
+from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
-from ringspan.plans.scene import needed_rows
+from ringspan.plans.candidates import layouts_for, strategies_for
+from ringspan.plans.choose import Choice, choose
+from ringspan.plans.data import Plan
+from ringspan.plans.hardware import Hardware, hardware
+from ringspan.plans.of_rank import plan_rank
+from ringspan.plans.sample import sample
+from ringspan.plans.shape import EXAMPLE, Shape
+from ringspan.plans.site import Site
+from ringspan.remember import remember
 
-WORTH_IT = 0.8
+ASSUMED = "h200x8"
+# So many ranks are planned to cost a candidate; all, if there are no more.
+MOST_RANKS = 16
 
 
-def auto(mask: Mask, q_layout: Layout, kv_layout: Layout) -> tuple[str, str]:
-    """``exchange`` where it moves at most 80% of what all keys to all ranks would take, else ``ring``; and why."""
-    world = q_layout.world
-    if world == 1:
-        return "gather", "strategy gather: one rank has nothing to exchange"
-    needed = needed_rows(mask, q_layout, kv_layout)
-    moved = int(needed.sum() - needed.trace())
-    everything = kv_layout.length * (world - 1)
-    share = moved / everything if everything else 0.0
-    chosen = "exchange" if share <= WORTH_IT else "ring"
-    return (
-        chosen,
-        f"strategy {chosen}: exchange would move {share:.0%} of all keys to all ranks "
-        f"(exchange up to {WORTH_IT:.0%}, else ring)",
+def best(
+    mask: Mask,
+    world: int,
+    *,
+    strategy: str | None,
+    layout: Layout | None,
+    kv_layout: Layout | None,
+    machine: Hardware | None,
+    shape: Shape | None,
+) -> Choice:
+    """The choice of what is None. Keys lie as queries do where ``kv_layout`` is None.
+
+    A machine that nobody named must not refuse a plan for want of memory, and heads that nobody counted are not split.
+    """
+    return _choice(
+        mask,
+        check_world(world),
+        strategy,
+        layout,
+        kv_layout,
+        hardware(ASSUMED) if machine is None else machine,
+        EXAMPLE if shape is None else shape,
+        shape is not None or strategy is not None,
+        machine is not None,
     )
+
+
+@remember(256)
+def _choice(
+    mask: Mask,
+    world: int,
+    strategy: str | None,
+    layout: Layout | None,
+    kv_layout: Layout | None,
+    machine: Hardware,
+    shape: Shape,
+    may_split_heads: bool,
+    must_fit: bool,
+) -> Choice:
+    layouts = layouts_for(mask, world, machine) if layout is None else [layout]
+    strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
+    sites = [site_of(mask, one, kv_layout or one, machine, shape, MOST_RANKS) for one in layouts]
+    return choose(sites, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit)
+
+
+def site_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Site:
+    ranks = sample(mask, q_layout, kv_layout, machine, most_ranks)
+    return Site(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
+
+
+def plans_at(site: Site, strategy: str) -> Sequence[Plan]:
+    return [plan_rank(site.mask, site.q_layout, site.kv_layout, strategy, rank) for rank in site.ranks]
+
+
+def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[str]:
+    """What a plan notes of its choice: what it is the best of, on what that stands, and the candidates as a table."""
+    at, tensors = machine or hardware(ASSUMED), shape or EXAMPLE
+    candidate = choice.best
+    lines = [
+        f"{candidate.strategy} on {candidate.layout.name}: the best of {len(choice.candidates)} candidates on {at.name}, "
+        f"{at.per_node} ranks to a node; {tensors.words}"
+    ]
+    assumed = {"hardware=": machine, "shape=": shape}
+    name_them = " and ".join(name for name, given in assumed.items() if given is None)
+    return [*lines, *([f"assumed where not given: name yours with {name_them}"] if name_them else []), *choice.table()]
+
+
+# What is emptied by those who measure planning.
+CACHES = (_choice,)

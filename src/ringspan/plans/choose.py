@@ -4,33 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import product
-
-import numpy as np
+from typing import NamedTuple
 
 from ringspan.errors import PlanError
-from ringspan.layouts import Layout, areas, named_layout
-from ringspan.masks import Mask
-from ringspan.plans.cost import Cost, cost, flops_per_pair
-from ringspan.plans.data import Phase, Plan
-from ringspan.plans.hardware import Hardware, Speed
-from ringspan.plans.scene import needed_rows
-from ringspan.plans.shape import Shape
+from ringspan.layouts import Layout
+from ringspan.plans.bound import least_seconds
+from ringspan.plans.cost import Cost, cost
+from ringspan.plans.data import Plan
+from ringspan.plans.exchange import Exchange
+from ringspan.plans.gather import Gather
+from ringspan.plans.hierarchical import Hierarchical
+from ringspan.plans.hybrid import Hybrid
+from ringspan.plans.pass_q import PassQ
+from ringspan.plans.registry import parse_strategy
+from ringspan.plans.ring import Ring
+from ringspan.plans.site import Site
+from ringspan.plans.travellers import KEYS, QUERIES, Traveller
+from ringspan.plans.ulysses import Ulysses
 
-LAYOUTS = ("contiguous", "zigzag", "balanced")
-# It is perfectly even, and cuts every document into two pieces for each rank: for so few documents that pieces stay long.
-FOR_FEW_DOCUMENTS, DOCUMENTS_PER_RANK = "per_document", 2
-# It cuts windows into rectangles and triangles, which is worth its many keys where a kernel is slow in bands of two diagonals.
-FOR_SLOW_WINDOWS = "round_robin"
-# They share work by heads as well as by tokens, so that a layout's balance is no bound for them.
-SPLIT_HEADS = ("ulysses", "hybrid")
-# It shares work by heads alone, so that one layout is as good as another.
-ANY_LAYOUT = "ulysses"
+# A candidate that could save less than this is not planned: the model of a machine is not that good.
+WORTH_PLANNING = 0.02
+# Who computes what follows from the layout alone: for a rank's own queries, or with its own keys.
+TRAVELLERS: dict[type, Traveller] = {Exchange: KEYS, Gather: KEYS, Ring: KEYS, Hierarchical: KEYS, PassQ: QUERIES}
+# They depend on how many heads there are.
+SPLIT_HEADS = (Ulysses, Hybrid)
+# It shares work by heads alone, so that the simplest layout is as good as any.
+ANY_LAYOUT = Ulysses
+
+COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to do it: what it costs, and why it was rejected, if it was."""
+    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was."""
 
     layout: Layout
     strategy: str
@@ -40,8 +48,16 @@ class Candidate:
     def __str__(self) -> str:
         said = [f"rejected: {self.rejected}"] if self.rejected else []
         if self.cost is not None:
-            said.insert(0, f"{self.cost.seconds * 1e3:.3g} ms, of which the wire shows {self.cost.exposed_s * 1e3:.3g} ms")
+            said.insert(0, f"{_ms(self.cost.seconds)} ms, of which the wire shows {_ms(self.cost.exposed_s)} ms")
         return f"{self.strategy} on {self.layout.name}: {', '.join(said)}"
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """What a table says of it, by :data:`COLUMNS`."""
+        figures = ("–", "–", "–")
+        if self.cost is not None:
+            figures = _ms(self.cost.seconds), _ms(self.cost.exposed_s), f"{self.cost.peak_bytes / 2**30:,.2f}"
+        return self.strategy, self.layout.name, *figures, self.rejected or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -54,94 +70,103 @@ class Choice:
     def best(self) -> Candidate:
         return self.candidates[0]
 
+    def table(self) -> tuple[str, ...]:
+        """The candidates as lines of one table, its heading first."""
+        rows = [COLUMNS, *(candidate.row for candidate in self.candidates)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sides = ("<", "<", ">", ">", ">", "<")
+        cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
+        return tuple("  ".join(row).rstrip() for row in cells)
+
     def __str__(self) -> str:
-        return "\n".join(map(str, self.candidates))
+        return "\n".join(self.table())
 
     def __repr__(self) -> str:
         return f"<Choice of {len(self.candidates)}: {self.best}>"
 
 
 def choose(
-    mask: Mask,
-    layouts: Sequence[Layout],
+    sites: Sequence[Site],
     strategies: Sequence[str],
-    machine: Hardware,
-    shape: Shape,
-    plans_of: Callable[[Layout, str], Sequence[Plan]],
+    plans_of: Callable[[Site, str], Sequence[Plan]],
+    *,
+    may_split_heads: bool = True,
+    must_fit: bool = True,
 ) -> Choice:
-    """Cost every candidate that could be the fastest; all ranks choose alike.
+    """Cost every candidate that could be the fastest by more than a little; all ranks choose alike.
 
-    ``plans_of`` makes the plans of all ranks, or of a sample of them.
+    There is a site for each layout, the simpler first. ``plans_of`` makes the plans of the ranks that a site looks at. Where
+    nothing fits into memory it raises, or, if it need not fit, the candidate that takes the least comes first.
+
+    What looks best is looked at next: more closely, if it has only been glanced at, else by planning it. So most candidates are
+    never planned, and many are hardly looked at.
     """
     found: list[Candidate] = []
     fastest = float("inf")
-    most_pairs = {layout.digest: int(areas(mask, layout).max(initial=0)) for layout in layouts}
-    # The best balanced first, so that it sets the mark for the others.
-    for layout, strategy in product(sorted(layouts, key=lambda x: most_pairs[x.digest]), strategies):
-        if strategy.startswith(ANY_LAYOUT) and any(candidate.strategy == strategy for candidate in found):
-            found.append(Candidate(layout=layout, strategy=strategy, rejected="it does the same on any layout"))
+    queue: list[_Open] = []
+    for order, (site, strategy) in enumerate(product(sites, strategies)):
+        planner = parse_strategy(strategy)
+        if isinstance(planner, ANY_LAYOUT) and site is not sites[0]:
             continue
-        bound = _least_seconds(most_pairs[layout.digest], machine, shape)
-        if bound >= fastest and not strategy.startswith(SPLIT_HEADS):
-            why = f"its busiest rank computes for {bound * 1e3:,.3g} ms at best"
-            found.append(Candidate(layout=layout, strategy=strategy, rejected=why))
-            continue
-        figures = cost(plans_of(layout, strategy), machine, shape)
-        why_not = None
-        if figures.peak_bytes > machine.memory:
-            why_not = f"needs {figures.peak_bytes / 2**30:,.1f} GiB for buffers, and a device has {machine.memory / 2**30:,.1f}"
+        if isinstance(planner, SPLIT_HEADS) and not may_split_heads:
+            why = "how many heads there are was not said: give shape="
+            found.append(Candidate(layout=site.q_layout, strategy=strategy, rejected=why))
         else:
-            fastest = min(fastest, figures.seconds)
-        found.append(Candidate(layout=layout, strategy=strategy, cost=figures, rejected=why_not))
-    if all(candidate.rejected for candidate in found):
-        raise PlanError(
-            f"nothing fits {machine.name}: {'; '.join(map(str, found))}. Use more ranks, or a machine with more memory"
-        )
+            glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
+            heappush(queue, _Open(_figure(glance), order, False, site, strategy))
+    while queue:
+        least_s, order, is_close, site, strategy = heappop(queue)
+        if least_s > (1 - WORTH_PLANNING) * fastest:
+            saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
+            why = f"takes at least {_ms(least_s)} ms{saves}"
+            found.append(Candidate(layout=site.q_layout, strategy=strategy, rejected=why))
+        elif not is_close:
+            closer = least_seconds(parse_strategy(strategy), site)
+            heappush(queue, _Open(_figure(closer), order, True, site, strategy))
+        else:
+            figures = cost(plans_of(site, strategy), site.machine, site.shape)
+            too_large = _too_large(figures, site)
+            fastest = fastest if too_large else min(fastest, figures.seconds)
+            found.append(Candidate(layout=site.q_layout, strategy=strategy, cost=figures, rejected=too_large))
     # A stable sort: of two that cost the same, the one that was tried first.
-    order = sorted(found, key=lambda c: (c.rejected is not None, c.cost.seconds if c.cost else float("inf")))
-    return Choice(candidates=tuple(order))
+    choice = Choice(candidates=tuple(sorted(found, key=_rank)))
+    if must_fit and choice.best.rejected:
+        raise PlanError(
+            f"nothing fits {sites[0].machine.name}: {'; '.join(map(str, found))}. Use more ranks, or a machine with more memory"
+        )
+    return choice
 
 
-def layouts_for(mask: Mask, world: int, machine: Hardware) -> list[Layout]:
-    """Those worth a look: each once, and none that asks for as much work and as many keys as a simpler one."""
-    found: list[Layout] = []
-    asked: list[tuple[int, int]] = []
-    square = mask.lengths[0] == mask.lengths[1]
-    has_few = square and 2 < len(mask.documents()) <= DOCUMENTS_PER_RANK * world + 1
-    for name in (*LAYOUTS, *([FOR_FEW_DOCUMENTS] if has_few else [])):
-        layout, _ = named_layout(name, mask, world)
-        pairs, keys = int(areas(mask, layout).max(initial=0)), _most_fetched(mask, layout)
-        if not any(p <= pairs and k <= keys for p, k in asked):
-            found.append(layout)
-            asked.append((pairs, keys))
-    if machine.forward.window < machine.forward.causal / 2:
-        found.append(named_layout(FOR_SLOW_WINDOWS, mask, world)[0])
-    return found
+class _Open(NamedTuple):
+    """A candidate that is not decided yet: how long it takes at least, and whether that was looked at closely. The smallest is
+    the next; of equals, the simpler."""
+
+    least_s: float
+    order: int
+    is_close: bool
+    site: Site
+    strategy: str
 
 
-def _most_fetched(mask: Mask, layout: Layout) -> int:
-    """The keys of others that a rank needs, or that others need of it; the most on any rank."""
-    if mask.lengths[0] != mask.lengths[1]:  # where the keys lie is another question
-        return 0
-    away = needed_rows(mask, layout, layout) * (1 - np.eye(layout.world, dtype=np.int64))
-    return int(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
+def _too_large(figures: Cost, site: Site) -> str | None:
+    if figures.peak_bytes <= site.machine.memory:
+        return None
+    return f"needs {figures.peak_bytes / 2**30:,.1f} GiB for buffers, and a device has {site.machine.memory / 2**30:,.1f}"
 
 
-def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
-    """Those worth a look, the simpler first."""
-    if world == 1:
-        return ["gather"]
-    found = ["exchange(stages=1)", "exchange(stages=2)", "ring", "gather"]
-    if world <= shape.heads:
-        found.append(f"ulysses(heads={shape.heads}, kv_heads={shape.kv_heads})")
-    if machine.per_node < world:
-        found.append(f"hierarchical(per_node={machine.per_node})")
-        if world % machine.per_node == 0 and machine.per_node > 1:
-            found.append(f"hybrid(per_node={machine.per_node})")
-    return [*found, "pass_q"]
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    """By time; then what does not fit, by memory; then what was not planned."""
+    if candidate.cost is None:
+        return True, float("inf")
+    if candidate.rejected:
+        return True, candidate.cost.peak_bytes
+    return False, _figure(candidate.cost.seconds)
 
 
-def _least_seconds(pairs: int, machine: Hardware, shape: Shape) -> float:
-    """What a rank with so many pairs needs for them if nothing else cost anything."""
-    speeds: tuple[tuple[Phase, Speed], ...] = (("forward", machine.forward), ("backward", machine.backward))
-    return sum(pairs * shape.heads * flops_per_pair(shape, phase) / speed.best for phase, speed in speeds)
+def _figure(seconds: float) -> float:
+    """Rounded, so that ranks with other processors, whose sums differ in the last bit, find the same order."""
+    return float(f"{seconds:.6g}")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g}"

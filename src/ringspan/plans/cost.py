@@ -1,53 +1,18 @@
-"""What a plan costs on a machine: all ranks walk their steps, computing while messages travel.
-
-A step of a rank begins when its last one has ended. Its messages start when both sides have posted them; all that a rank sends
-over a link shares that link, and so does all that it receives. The step ends when its tasks are computed and its messages are
-there::
-
-    rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
-             |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  the dots are exposed
-
-That is a machine whose ``overlap`` is 1. Where it is less, computing and sending slow each other down, and the step is longer
-by the rest of the shorter of the two. What has to be copied together before it travels, or apart when it has come, hides
-nowhere.
-
-Where there are too many ranks to plan them all, a sample walks: a peer that is not in it keeps pace with the nearest that is.
-"""
+"""What a plan costs on a machine: its steps as seconds of computing, sending and copying, and all ranks walked through them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ringspan.masks import Band
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
-from ringspan.plans.hardware import Hardware, Link, Speed
+from ringspan.plans.hardware import Hardware, Speed
 from ringspan.plans.shape import Shape, is_packed, peak_bytes
-
-Seconds = NDArray[np.float64]
-
-
-class Timeline(NamedTuple):
-    """When each rank (row) begins each step (column), has computed it, and ends it; in seconds from the start of the phase."""
-
-    begin: Seconds
-    computed: Seconds
-    end: Seconds
-
-    @property
-    def seconds(self) -> float:
-        return float(self.end.max(initial=0.0))
-
-    @property
-    def exposed(self) -> Seconds:
-        """How long messages keep each rank beyond its computing: waiting for them, copying them, slowed down by them."""
-        waited: Seconds = (self.end - self.computed).sum(axis=1)
-        return waited
+from ringspan.plans.walk import Loads, Timeline, nearest, walk, wire_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,78 +43,39 @@ class Cost:
 def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> Cost:
     """What the plans of all ranks cost together, or what those of some ranks, in order, tell about it."""
     fitted = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
-    forward, backward = (_walk(fitted, machine, shape, phase) for phase in PHASES)
+    forward, backward = (walk(_loads(fitted, machine, shape, phase), machine.overlap) for phase in PHASES)
     peak = max(peak_bytes(plan, shape, phase) for plan in fitted for phase in PHASES)
     ranks = tuple(plan.rank for plan in fitted)
     return Cost(forward=forward, backward=backward, peak_bytes=peak, ranks=ranks, world=fitted[0].world)
 
 
-def _walk(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) -> Timeline:
-    steps = max(len(plan.program.steps(phase)) for plan in plans)
-    begin, computed, end = (np.zeros((len(plans), steps)) for _ in range(3))
-    now = np.zeros(len(plans))
-    row_of = _nearest(np.array([plan.rank for plan in plans]), plans[0].world)
-    for n in range(steps):
-        arrived, longer = now.copy(), np.zeros(len(plans))
-        begin[:, n] = now
-        for row, plan in enumerate(plans):
-            mine = plan.program.steps(phase)
-            if n >= len(mine):
-                continue
-            computed[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in mine[n].tasks)
-            wire = _wire_seconds(plan, mine[n], machine, shape, phase)
-            if wire:
-                peers = {row_of[t.peer] for t in (*mine[n].sends, *mine[n].recvs)} | {row}
-                arrived[row] = max(now[peer] for peer in peers) + wire
-                longer[row] = (1 - machine.overlap) * min(computed[row, n], wire)
-            longer[row] += _copied_bytes(plan, mine[n], shape, phase) / machine.copy_bytes_per_s
-        computed[:, n] += now
-        now = np.maximum(computed[:, n], arrived) + longer
-        end[:, n] = now
-    return Timeline(begin, computed, end)
-
-
-def _nearest(ranks: NDArray[np.int64], world: int) -> list[int]:
-    """For each rank of the world, which of the given ones, in order, is nearest: itself, if it is among them.
-
-    >>> _nearest(np.array([0, 4, 5]), 6)
-    [0, 0, 0, 1, 1, 2]
-    """
-    everybody = np.arange(world)
-    after = np.minimum(np.searchsorted(ranks, everybody), len(ranks) - 1)
-    before = np.maximum(after - 1, 0)
-    is_nearer = np.abs(everybody - ranks[before]) <= np.abs(ranks[after] - everybody)
-    found: list[int] = np.where(is_nearer, before, after).tolist()
-    return found
-
-
-def _wire_seconds(plan: Plan, step: Step, machine: Hardware, shape: Shape, phase: Phase) -> float:
-    """How long a rank's messages take once both sides have posted them; the two links work at the same time."""
-    node = plan.rank // machine.per_node
-    longest = 0.0
-    for link, is_here in ((machine.within, True), (machine.between, False)):
-        sizes = [
-            shape.total_bytes(
-                (t for t in ways if t.peer != plan.rank and (t.peer // machine.per_node == node) == is_here),
-                phase,
-                plan.program,
-            )
-            for ways in (step.sends, step.recvs)
-        ]
-        if any(sizes):
-            longest = max(longest, _on_link(link, max(sizes)))
-    return longest
+def _loads(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) -> Loads:
+    size = len(plans), max(len(plan.program.steps(phase)) for plan in plans)
+    computing, copied = np.zeros(size), np.zeros(size)
+    sent, received = (np.zeros((2, *size), dtype=np.int64) for _ in range(2))
+    met: list[set[tuple[int, int]]] = [set() for _ in range(size[1])]
+    row_of = nearest(np.array([plan.rank for plan in plans]), plans[0].world).tolist()
+    for row, plan in enumerate(plans):
+        node = plan.rank // machine.per_node
+        for n, step in enumerate(plan.program.steps(phase)):
+            computing[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in step.tasks)
+            copied[row, n] = _copied_bytes(plan, step, shape, phase)
+            for way, transfers in ((sent, step.sends), (received, step.recvs)):
+                away = [t for t in transfers if t.peer != plan.rank]
+                met[n].update((row, row_of[t.peer]) for t in away)
+                for link, is_here in enumerate((True, False)):
+                    there = (t for t in away if (t.peer // machine.per_node == node) == is_here)
+                    way[link, row, n] = shape.total_bytes(there, phase, plan.program)
+    pairs = (np.array(sorted(m), dtype=np.int64).reshape(-1, 2).T for m in met)
+    meets = [(rows, peers) for rows, peers in pairs]
+    return Loads(computing, wire_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, meets)
 
 
 def _copied_bytes(plan: Plan, step: Step, shape: Shape, phase: Phase) -> int:
     """Of messages that are packed, and of gradients, which are added to what is there."""
     packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
     added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
-    return sum(shape.transfer_bytes(t, phase, plan.program) for t in packed + added)
-
-
-def _on_link(link: Link, size: int) -> float:
-    return link.latency_s + size / link.bytes_per_s
+    return shape.total_bytes(packed + added, phase, plan.program)
 
 
 def task_seconds(task: Task, plan: Plan, machine: Hardware, shape: Shape, phase: Phase) -> float:
@@ -158,7 +84,7 @@ def task_seconds(task: Task, plan: Plan, machine: Hardware, shape: Shape, phase:
     kinds = tiled_area(task.bands, machine.tile)
     heads = plan.program.q_slots[task.q_slot].heads or shape.heads
     work = heads * flops_per_pair(shape, phase)
-    return sum(machine.launch_s + area * work / _of_kind(speed, kind) for kind, area in enumerate(kinds) if area)
+    return sum(machine.launch_s + area * work / of_kind(speed, kind) for kind, area in enumerate(kinds) if area)
 
 
 def flops_per_pair(shape: Shape, phase: Phase) -> int:
@@ -167,7 +93,7 @@ def flops_per_pair(shape: Shape, phase: Phase) -> int:
     return 2 * shape.batch * (d + e if phase == "forward" else 3 * d + 2 * e)
 
 
-def _of_kind(speed: Speed, cuts: int) -> float:
+def of_kind(speed: Speed, cuts: int) -> float:
     return (speed.full, speed.causal, speed.window)[cuts]
 
 

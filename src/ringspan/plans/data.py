@@ -240,8 +240,7 @@ class Plan:
         """What the plans of all ranks take on a machine: seconds, exposed wire, memory, and who does what when."""
         from ringspan.plans import named_hardware
         from ringspan.plans.cost import cost
-        from ringspan.plans.explain import EXAMPLE
-        from ringspan.plans.shape import check_shape
+        from ringspan.plans.shape import EXAMPLE, check_shape
 
         shape = EXAMPLE if shape is None else check_shape(shape)
         return cost([self.at(rank) for rank in range(self.world)], named_hardware(hardware), shape)

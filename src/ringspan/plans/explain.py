@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from ringspan.layouts import areas
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Transfer
-from ringspan.plans.shape import Shape, buffer_bytes, bytes_moved, check_shape
-
-EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+from ringspan.plans.shape import EXAMPLE, Shape, buffer_bytes, bytes_moved, check_shape
 
 
 def explain(plan: Plan, shape: Shape | None = None) -> str:
@@ -28,9 +26,8 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
         f"{len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
         f"  work      {plan.work:.3f} × the mean of all ranks{_heads(plan)}",
-        *(f"  choice    {note}" for note in plan.notes),
-        f"  tensors   batch {shape.batch}, {shape.heads} query heads, {shape.kv_heads} key heads, "
-        f"{shape.head_dim}{f'/{shape.v_dim}' if shape.v_dim else ''} wide, {shape.dtype}{example}",
+        *(f"  {'choice' if n == 0 else '':10}{note}" for n, note in enumerate(plan.notes)),
+        f"  tensors   {shape.words}{example}",
     ]
     for phase in PHASES:
         lines += ["", *_phase(plan, shape, phase)]

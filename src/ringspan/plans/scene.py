@@ -16,6 +16,9 @@ from ringspan.remember import remember
 Rows = tuple[tuple[int, int], ...]
 Ints = NDArray[np.int64]
 
+# So few take about as long to cut for all ranks at once as for one.
+FEW_TILES = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
@@ -47,21 +50,46 @@ class Scene:
         return _seeing(self.mask, self.q_layout, self.kv_layout, self.rank)
 
 
-# Strategies that are compared with each other ask the same questions.
+# Strategies that are compared with each other ask the same questions, and so do ranks that are planned one after the other.
 @remember(64)
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
+    if most_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
+        tiles = whole_tiles(mask, q_layout, kv_layout)
+        return _where(tiles, tiles.q_rank == rank)
     return cut(mask, q_layout.pieces.of(rank), kv_layout.pieces)
 
 
 @remember(64)
 def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
+    if most_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
+        tiles = whole_tiles(mask, q_layout, kv_layout)
+        return _where(tiles, tiles.k_rank == rank)
     return cut(mask, q_layout.pieces, kv_layout.pieces.of(rank))
+
+
+@remember(8)
+def whole_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> Tiles:
+    """What everybody's queries see of everybody's keys."""
+    return cut(mask, q_layout.pieces, kv_layout.pieces)
+
+
+@remember(8)
+def most_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
+    """How many tiles there can be for all ranks: each band has no more than its pieces of queries times its pieces of keys."""
+    q0, q1, k0, k1, _, _ = mask.table.T
+    queries = tables.count_overlapping(q0, q1, *q_layout.pieces.extent)
+    keys = tables.count_overlapping(k0, k1, *kv_layout.pieces.extent)
+    return int((queries * keys).sum())
+
+
+def _where(tiles: Tiles, chosen: NDArray[np.bool_]) -> Tiles:
+    return Tiles(tiles.q_rank[chosen], tiles.k_rank[chosen], tiles.bands[chosen])
 
 
 @remember(64)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
     """A matrix: how many keys of rank ``column`` the queries of rank ``row`` see at least one pair with."""
-    tiles = cut(mask, q_layout.pieces, kv_layout.pieces)
+    tiles = whole_tiles(mask, q_layout, kv_layout)
     pair, start, stop = union(tiles.q_rank * q_layout.world + tiles.k_rank, tiles.bands[:, K0], tiles.bands[:, K1])
     total = np.zeros(q_layout.world**2, dtype=np.int64)
     np.add.at(total, pair, stop - start)
@@ -120,4 +148,4 @@ def bands_by_group(bands: Table, group: Ints) -> dict[int, tuple[Band, ...]]:
 
 
 # What is emptied by those who measure planning.
-CACHES = (_seen, _seeing, needed_rows)
+CACHES = (whole_tiles, most_tiles, _seen, _seeing, needed_rows)

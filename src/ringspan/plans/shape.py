@@ -52,6 +52,15 @@ class Shape:
         """Bytes of an element of what is accumulated: at least float32."""
         return wide_item(self.item)
 
+    @property
+    def words(self) -> str:
+        """
+        >>> Shape(heads=32, kv_heads=8, head_dim=192, v_dim=128).words
+        'batch 1, 32 query heads, 8 key heads, 192/128 wide, bfloat16'
+        """
+        width = f"{self.head_dim}/{self.v_dim}" if self.v_dim else f"{self.head_dim}"
+        return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, {width} wide, {self.dtype}"
+
     def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
         """Bytes of one row on the wire, and in a slot."""
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
@@ -98,6 +107,10 @@ def _check_count(name: str, given: Any, fewest: int) -> None:
         raise InputError(f"{name} must be a whole number, not {given!r}") from None
     if count < fewest:
         raise InputError(f"{name} must be at least {fewest}, not {count}")
+
+
+# For those who were told of no tensors.
+EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 
 
 def wide_item(item: int) -> int:

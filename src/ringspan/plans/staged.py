@@ -43,20 +43,23 @@ def staged(scene: Scene, traveller: Traveller, tiles: Tiles, incoming: Wanted, o
 
     away = by_peer(visitors.owner, visitors.at, visitors.at + visitors.size)
     home = by_peer(leaving.by, leaving.start, leaving.stop)
+    distances: list[list[int]] = [[] for _ in range(stages)]
+    for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
+        distances[stage].append(distance)
 
     def guests(what: What, stage: int) -> tuple[Transfer, ...]:
         """The rows of others (or what was found for them) that this rank holds in a stage."""
-        owners = ((rank - d) % world for d in range(1, world) if stage_of[d] == stage)
+        owners = ((rank - d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in away.get(p, ()))
 
     def own(what: What, stage: int) -> tuple[Transfer, ...]:
         """The rank's own rows (or what was found for them) that others hold in a stage."""
-        askers = ((rank + d) % world for d in range(1, world) if stage_of[d] == stage)
+        askers = ((rank + d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
 
     def step(n: int, back: What | None) -> Step:
-        sends, recvs = own(traveller.what, n), guests(traveller.what, n)
-        if back:
+        sends, recvs = (own(traveller.what, n), guests(traveller.what, n)) if n < stages else ((), ())
+        if back and n >= 2:
             sends += guests(back, n - 2)
             recvs += own(back, n - 2)
         computed = bands.get(HOME if n == 0 else n - 1, ())

@@ -12,9 +12,10 @@ import pytest
 import ringspan as rs
 from ringspan.cli.main import main
 from ringspan.cli.plan import drawings, png
-from ringspan.cli.plan.study import MANY_RANKS, Question, Study, sample, study
-from ringspan.layouts import LAYOUTS, areas, named_layout
+from ringspan.cli.plan.study import Question, Study, study
+from ringspan.layouts import LAYOUTS, named_layout
 from ringspan.plans import HARDWARE, best_on, bytes_moved
+from ringspan.plans.candidates import MANY_RANKS
 from ringspan.plans.data import PHASES
 from tests.cli.plan import browser
 
@@ -104,18 +105,6 @@ def test_thousands_of_steps_are_not_printed_one_by_one(capsys: pytest.CaptureFix
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [1, 2, 5, 39, 40, 99])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_a_sample_has_the_size_asked_for_and_the_busiest_rank(layout: str, most: int) -> None:
-    mask = rs.documents([300, 1000, 11])
-    made, _ = named_layout(layout, mask, 40)
-    ranks = sample(mask, made, most)
-    assert len(ranks) == min(most, 40)
-    assert sorted(set(ranks)) == list(ranks)
-    assert set(ranks) <= set(range(40))
-    assert int(areas(mask, made).argmax()) in ranks
 
 
 def test_what_is_sampled_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:

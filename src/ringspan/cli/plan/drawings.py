@@ -12,8 +12,8 @@ from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Study
 from ringspan.layouts import areas
 from ringspan.masks import table as tables
-from ringspan.plans.cost import Timeline
 from ringspan.plans.data import PHASES
+from ringspan.plans.walk import Timeline
 
 # The most ranks along a side of a drawing, and the most steps of a rank and phase. More of them are drawn together.
 MOST_RANKS = 64

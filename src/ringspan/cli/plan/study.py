@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
 
 import ringspan as rs
 from ringspan.cli.progress import Progress
 from ringspan.errors import PlanError
-from ringspan.layouts import Layout, areas, balance, check_world, named_layout
-from ringspan.layouts.auto import GOOD_ENOUGH
-from ringspan.plans import Candidate, Choice, Cost, Hardware, Plan, Shape, parse_strategy
-from ringspan.plans.choose import choose, layouts_for, strategies_for
+from ringspan.layouts import check_world, named_layout
+from ringspan.plans import Candidate, Choice, Cost, Hardware, Plan, Shape, parse_strategy, plan_rank
+from ringspan.plans.auto import site_of
+from ringspan.plans.candidates import MANY_RANKS, layouts_for, strategies_for
+from ringspan.plans.choose import choose
+from ringspan.plans.registry import spec
+from ringspan.plans.site import Site
 
 # A rank may have a message for every other. All ranks are costed while that makes no more messages than this for a candidate.
 MOST_MESSAGES = 2**16
 FEWEST_RANKS = 16
-# With more ranks than these some candidates take minutes to make: others stand in for them, and the notes say so.
-MANY_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,79 +66,50 @@ class Study:
 
 
 def study(question: Question) -> Study:
-    """Make the layouts, then plan and cost each with each strategy; a bar on stderr tells how far it is."""
-    names = _layout_names(question)
-    strategies = _strategies(question)
-    total = len(names) * len(strategies) * question.costed
+    """Make the layouts, then plan and cost what could be the fastest; a bar on stderr tells how far it is."""
+    sites, strategies = _sites(question), _strategies(question)
+    total = len(sites) * len(strategies) * question.costed
     done = 0
     with Progress(total) as bar:
 
-        def plans_of(layout: Layout, strategy: str) -> list[Plan]:
+        def plans_of(site: Site, strategy: str) -> list[Plan]:
             nonlocal done
             found = []
-            for plan in _plans(question, layout, strategy, sample(question.mask, layout, question.costed)):
-                bar.update(done, f"{strategy} on {layout.name}: rank {plan.rank}")
+            for plan in _plans(site, strategy):
+                bar.update(done, f"{strategy} on {site.q_layout.name}: rank {plan.rank}")
                 found.append(plan)
                 done += 1
             return found
 
-        layouts = _layouts(question, names, bar)
-        choice = choose(question.mask, layouts, strategies, question.machine, question.shape, plans_of)
-        best = choice.best
-        assert best.cost is not None
-        plans = tuple(_plans(question, best.layout, best.strategy, best.cost.ranks))
+        choice = choose(sites, strategies, plans_of)
+        best = next(site for site in sites if site.q_layout is choice.best.layout)
+        plans = tuple(_plans(best, choice.best.strategy))
         bar.update(total, f"{len(choice.candidates)} candidates")
     return Study(question=question, choice=choice, plans=plans, notes=tuple(_left_out(question)))
 
 
-def sample(mask: rs.Mask, layout: Layout, most: int) -> tuple[int, ...]:
-    """At most so many ranks, in order: evenly spaced, and among them the one with the most work and the one with the least.
-
-    >>> sample(rs.causal(64), named_layout("contiguous", rs.causal(64), 16)[0], 4)
-    (0, 5, 10, 15)
-    """
-    if layout.world <= most:
-        return tuple(range(layout.world))
-    work = areas(mask, layout)
-    extremes = dict.fromkeys((int(work.argmax()), int(work.argmin())))
-    chosen = set(list(extremes)[:most])
-    evenly = np.linspace(0, layout.world - 1, most).round().astype(int).tolist()
-    for rank in sorted(evenly, key=lambda rank: min(abs(rank - other) for other in extremes), reverse=True):
-        if len(chosen) < most:  # those that lie beside an extreme give way to it
-            chosen.add(rank)
-    return tuple(sorted(chosen))
+def _plans(site: Site, strategy: str) -> Iterator[Plan]:
+    """The plans of the ranks that are looked at, for the heads there are."""
+    for rank in site.ranks:
+        plan = plan_rank(site.mask, site.q_layout, site.kv_layout, strategy, rank)
+        yield plan.for_heads(site.shape.heads, site.shape.kv_heads)
 
 
-def _plans(question: Question, layout: Layout, strategy: str, ranks: Sequence[int]) -> Iterator[Plan]:
-    """The plans of these ranks, for the heads there are."""
-    first = rs.plan(question.mask, world=question.world, rank=ranks[0], strategy=strategy, layout=layout)
-    first = first.for_heads(question.shape.heads, question.shape.kv_heads)
-    return (first.at(rank) for rank in ranks)
-
-
-def _layout_names(question: Question) -> tuple[str, ...]:
-    if question.layout != "auto":
-        return (question.layout,)
-    if question.world <= MANY_RANKS:
-        return tuple(layout.name for layout in layouts_for(question.mask, question.world, question.machine))
-    quick = ("contiguous", "zigzag")
-    uneven = all(balance(question.mask, named_layout(name, question.mask, question.world)[0]) > GOOD_ENOUGH for name in quick)
-    return (*quick, "round_robin") if uneven else quick
-
-
-def _layouts(question: Question, names: Sequence[str], bar: Progress) -> list[Layout]:
-    """Those of these names, each once."""
-    made: dict[str, Layout] = {}
-    for name in names:
-        bar.update(0, f"layout {name}")
-        layout, _ = named_layout(name, question.mask, question.world)
-        made.setdefault(layout.digest, layout)
-    return list(made.values())
+def _sites(question: Question) -> list[Site]:
+    """One for each layout; the keys lie as the queries do, or one after the other where their number differs."""
+    mask, world, machine = question.mask, question.world, question.machine
+    if question.layout == "auto":
+        layouts = layouts_for(mask, world, machine)
+    else:
+        layouts = [named_layout(question.layout, mask, world)[0]]
+    is_square = mask.lengths[0] == mask.lengths[1]
+    of_keys = None if is_square else named_layout("contiguous", mask.transposed, world)[0]
+    return [site_of(mask, one, of_keys or one, machine, question.shape, question.costed) for one in layouts]
 
 
 def _strategies(question: Question) -> list[str]:
     if question.strategy != "auto":
-        return [question.strategy]
+        return [spec(question.strategy)]
     return strategies_for(question.world, question.machine, question.shape)
 
 

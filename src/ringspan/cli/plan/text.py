@@ -7,13 +7,13 @@ from typing import Any
 
 from ringspan.cli.plan.units import seconds, size
 
-WIDTH = 33
 FIRST_STEPS, LAST_STEPS = 8, 2
 
 
 def text(found: dict[str, Any]) -> str:
     """What was chosen, and why not another."""
     mask, chosen = found["mask"], found["chosen"]
+    width = max(len(candidate["strategy"]) for candidate in found["candidates"]) + 2
     lines = [
         f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward, of which the wire "
         f"shows {seconds(chosen['exposed_s'])}",
@@ -26,9 +26,9 @@ def text(found: dict[str, Any]) -> str:
         f"  figures   {basis(found)}",
         *(f"  note      {note}" for note in found["notes"]),
         "",
-        f"{'candidate':<{WIDTH}}{'layout':<13}{'forward':>10}{'backward':>10}{'wire shows':>12}{'buffers':>10}   rejected",
-        "-" * 107,
-        *(_row(candidate) for candidate in found["candidates"]),
+        f"{'candidate':<{width}}{'layout':<13}{'forward':>10}{'backward':>10}{'wire shows':>12}{'buffers':>10}   rejected",
+        "-" * (width + 74),
+        *(_row(candidate, width) for candidate in found["candidates"]),
     ]
     return "\n".join(lines)
 
@@ -55,8 +55,8 @@ def shortened(explained: str) -> str:
     return "\n".join(shown)
 
 
-def _row(c: dict[str, Any]) -> str:
+def _row(c: dict[str, Any], width: int) -> str:
     cells = [seconds(c[key]) if c[key] is not None else "–" for key in ("forward_s", "backward_s", "exposed_s")]
     peak = size(c["peak_bytes"]) if c["peak_bytes"] is not None else "–"
     figures = f"{cells[0]:>10}{cells[1]:>10}{cells[2]:>12}{peak:>10}"
-    return f"{c['strategy']:<{WIDTH}}{c['layout']:<13}{figures}   {c['rejected'] or ''}".rstrip()
+    return f"{c['strategy']:<{width}}{c['layout']:<13}{figures}   {c['rejected'] or ''}".rstrip()

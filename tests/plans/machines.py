@@ -1,0 +1,34 @@
+"""Machines for tests of what things cost."""
+
+from __future__ import annotations
+
+from ringspan.plans import Hardware, Link, Speed
+
+# For arithmetic in the head: a pair of one head of 1 + 1 costs 4 FLOP forward and 10 backward.
+SLOW = Hardware(
+    name="slow",
+    per_node=2,
+    within=Link(latency_s=0.5, bytes_per_s=100.0),
+    between=Link(latency_s=2.0, bytes_per_s=10.0),
+    forward=Speed(full=4.0, causal=2.0, window=1.0),
+    backward=Speed(full=10.0, causal=5.0, window=2.5),
+    launch_s=0.25,
+    tile=0,
+    memory=10**9,
+    source="a test",
+)
+
+# A laptop: computing is slow, and sending disturbs it.
+LAPTOP = Hardware(
+    name="laptop",
+    per_node=4,
+    within=Link(latency_s=2e-4, bytes_per_s=1.2e9),
+    between=Link(latency_s=2e-4, bytes_per_s=1.2e9),
+    forward=Speed(full=8e10, causal=8e10, window=3e10),
+    backward=Speed(full=8e10, causal=8e10, window=4e10),
+    launch_s=2e-4,
+    tile=512,
+    memory=8 * 2**30,
+    overlap=0.2,
+    source="a test",
+)

@@ -1,0 +1,74 @@
+"""How long a strategy takes at least, against what its plans take."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.layouts import LAYOUTS
+from ringspan.plans import HARDWARE, cost, named_hardware, parse_strategy
+from ringspan.plans.auto import plans_at, site_of
+from ringspan.plans.bound import least_seconds
+from ringspan.plans.site import Site
+from tests.plans.machines import LAPTOP, SLOW
+from tests.strategies import Drawn, masks
+
+STRATEGIES = [
+    "exchange(stages=1)",
+    "exchange(stages=2)",
+    "exchange(stages=3)",
+    "gather(stages=1)",
+    "gather(stages=2)",
+    "ring",
+    "pass_q(stages=2)",
+    "ulysses(heads=8, kv_heads=2)",
+    "hierarchical(per_node=2)",
+    "hybrid(per_node=2, heads=8, kv_heads=2)",
+]
+SHAPE = rs.Shape(heads=8, kv_heads=2, head_dim=64)
+LARGE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+N = 131072
+PACKED = [36000, 2000, 28000, 1072, 48000, 16000]
+MASKS = {
+    "causal": rs.causal(N),
+    "full": rs.full(N),
+    "window": rs.causal(N) & rs.window(left=2048),
+    "documents": rs.documents(PACKED),
+}
+# How much of what a plan takes is known beforehand, where computing is not over in a moment.
+KNOWN = {"exchange": 0.95, "gather": 0.9, "ring": 0.55, "pass_q": 0.9, "ulysses": 0.7}
+
+
+def exact(site: Site, strategy: str) -> float:
+    return cost(plans_at(site, strategy), site.machine, site.shape).seconds
+
+
+@pytest.mark.parametrize("machine", ["h200x8", "h200x4", "h200x2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MASKS)
+def test_no_plan_is_faster_and_most_are_hardly_slower(name: str, strategy: str, machine: str) -> None:
+    for layout_name in ("contiguous", "zigzag", "balanced"):
+        layout = LAYOUTS[layout_name](MASKS[name], 8)
+        site = site_of(MASKS[name], layout, layout, named_hardware(machine), LARGE, 8)
+        least, taken = least_seconds(parse_strategy(strategy), site), exact(site, strategy)
+        assert KNOWN.get(strategy.partition("(")[0], 0.0) * taken <= least <= 1.001 * taken, layout_name
+
+
+@given(
+    masks(40, leaves=3),
+    st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balanced"]),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from([SLOW, LAPTOP, HARDWARE["h200"]]),
+)
+def test_no_plan_of_any_mask_is_faster(drawn: Drawn, layout: str, strategy: str, machine: rs.Hardware) -> None:
+    q_layout, kv_layout = LAYOUTS[layout](drawn.mask, 4), LAYOUTS[layout](drawn.mask.transposed, 4)
+    site = site_of(drawn.mask, q_layout, kv_layout, machine, SHAPE, 4)
+    assert least_seconds(parse_strategy(strategy), site) <= 1.05 * exact(site, strategy)
+
+
+def test_nothing_is_known_of_a_strategy_of_your_own() -> None:
+    layout = LAYOUTS["zigzag"](MASKS["causal"], 4)
+    site = site_of(MASKS["causal"], layout, layout, HARDWARE["h200"], SHAPE, 4)
+    assert least_seconds(object(), site) == 0.0
