@@ -43,6 +43,29 @@ def test_every_step_has_the_plan_it_would_have_had(pools: Pools, strategy: str, 
     assert len({digest for digest, *_ in ranks[0]}) == len(SEQUENCES)
 
 
+def planned_for_a_machine(rank: int) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The notes of plans that follow from the first, and of those made for that machine and those tensors directly."""
+    machine, shape = "h200x1", rs.Shape(heads=4, kv_heads=2, head_dim=8)
+    cp = rs.ContextParallel(None, rs.causal(64), hardware=machine, shape=shape)
+    following, other = rs.documents([40, 3]), rs.full(64)
+    layouts = {"layout": cp.plan.q_layout, "kv_layout": cp.plan.kv_layout}
+    return [
+        (
+            cp.prefetch(following).result().plan.notes,
+            rs.plan(following, world=cp.world, rank=rank, hardware=machine, shape=shape).notes,
+        ),
+        (
+            cp.with_mask(other).plan.notes,
+            rs.plan(other, world=cp.world, rank=rank, hardware=machine, shape=shape, **layouts).notes,  # type: ignore[arg-type]
+        ),
+    ]
+
+
+def test_plans_that_follow_are_for_the_same_machine(pools: Pools) -> None:
+    for rank in pools(3).run(planned_for_a_machine):
+        assert all(notes == directly and "on h200, nodes of 1" in " ".join(notes) for notes, directly in rank)
+
+
 def a_mask_without_length(rank: int) -> str:
     upcoming = rs.ContextParallel(None, rs.causal(8)).prefetch(rs.window(left=2))
     try:

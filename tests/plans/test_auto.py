@@ -18,7 +18,7 @@ def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() ->
     assert (plan.q_layout, plan.strategy, plan.rank) == (choice.best.layout, choice.best.strategy, 2)
     assert plan.notes[1:] == choice.table()
     assert plan.notes[0].startswith(
-        f"{plan.strategy} on {plan.q_layout.name}: the best of {len(choice.candidates)} candidates on h200, 8 ranks to a node"
+        f"{plan.strategy} on {plan.q_layout.name}: the best of {len(choice.candidates)} candidates on h200, nodes of 8"
     )
 
 

@@ -81,7 +81,7 @@ def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[
     candidate = choice.best
     lines = [
         f"{candidate.strategy} on {candidate.layout.name}: the best of {len(choice.candidates)} candidates on {at.name}, "
-        f"{at.per_node} ranks to a node; {tensors.words}"
+        f"nodes of {at.per_node}; {tensors.words}"
     ]
     assumed = {"hardware=": machine, "shape=": shape}
     name_them = " and ".join(name for name, given in assumed.items() if given is None)
