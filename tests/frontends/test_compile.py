@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
@@ -234,6 +236,19 @@ def test_a_block_that_is_not_there_when_compiled_code_runs_again() -> None:
     for block, mask in ((cp, NEAR), (nullcontext(), rs.full(N)), (cp, NEAR), (rs.local_attention(), rs.full(N))):
         with block:
             assert torch.allclose(attend(X), dense_attention(X, X, X, torch.from_numpy(mask.dense())).out, atol=1e-12)
+
+
+def test_a_block_whose_function_is_another() -> None:
+    """Shards ask their block for a seat of their own; the next block's is not the first one's."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
+    x = DTensor.from_local(X, mesh, [Shard(2), Shard(1)])
+    attend = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager", fullgraph=True)
+    for reach in (1, 5, 1):
+        mask = rs.mask_mod(lambda b, h, q, k, reach=reach: (k <= q) & (q - k <= reach + h), N, heads=4)
+        seen = torch.stack([torch.from_numpy((rs.causal(N) & rs.window(left=reach + h)).dense()) for h in range(4)])
+        with rs.ContextParallel(mesh["cp"], mask):
+            got = attend(x).to_local()
+        assert torch.allclose(got, F.scaled_dot_product_attention(X, X, X, attn_mask=seen), atol=1e-12)
 
 
 def test_local_attention_goes_around_compiled_functions() -> None:

@@ -84,6 +84,7 @@ class ContextParallel(AttentionMode):
         self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
         self._hardware, self._shape = hardware, shape
         self._seat = seat(self.plan, self.group, backend)
+        self._seat_number = f"{self._seat.ticket}"
         self._seats_at: dict[Parts, Seat] = {}
 
     @property
@@ -220,12 +221,13 @@ class ContextParallel(AttentionMode):
         if self._is_settled and is_dtensor(q):
             from ringspan.frontends.corners import parts_of
 
-            place = self._seat_at(parts_of(q))
+            place = self._seat_at(parts_of(q), self._seat_number)
         return attention_at(place, q, k, v, scale).out
 
     @same_every_time
-    def _seat_at(self, parts: Parts) -> Seat:
-        """The seat of a shard that has these parts of batch and heads."""
+    def _seat_at(self, parts: Parts, number: str) -> Seat:
+        """The seat of a shard that has these parts of batch and heads, in the block of this number: a compiled program compares
+        what a method is given before it takes the result to be the same, but not whose method it is."""
         if parts not in self._seats_at:
             self._seats_at[parts] = seat(self.plan, self.group, self.backend, parts)
         return self._seats_at[parts]
