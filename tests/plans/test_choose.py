@@ -76,11 +76,11 @@ def test_what_does_not_fit_is_rejected_however_fast_it_is() -> None:
     mask = rs.causal(8192)
     best = best_on(mask, world=4, hardware="h200x8", shape=SHAPE).best
     assert best.cost is not None
-    small = replace(HARDWARE["h200"], memory=best.cost.peak_bytes - 1)
+    small = replace(HARDWARE["h200"], memory=best.cost.memory_bytes - 1)
     fits = best_on(mask, world=4, hardware=small, shape=SHAPE)
     assert fits.best.cost is not None
-    assert fits.best.cost.peak_bytes <= small.memory
-    assert any("GiB for buffers" in (c.rejected or "") and c.strategy == best.strategy for c in fits.candidates)
+    assert fits.best.cost.memory_bytes <= small.memory
+    assert any("GiB for buffers and the kernel" in (c.rejected or "") and c.strategy == best.strategy for c in fits.candidates)
     with pytest.raises(rs.PlanError, match="nothing fits h200"):
         best_on(mask, world=4, hardware=replace(small, memory=1), shape=SHAPE)
 

@@ -25,7 +25,7 @@ from ringspan.plans.pass_q import PassQ
 from ringspan.plans.registry import STRATEGIES, Strategy, parse_strategy, register, spec, strategy_for_heads
 from ringspan.plans.ring import Ring, block_reach
 from ringspan.plans.scene import Scene, needed_rows
-from ringspan.plans.shape import Shape, bytes_moved, check_shape, peak_bytes
+from ringspan.plans.shape import Shape, bytes_moved, check_shape, memory_bytes, peak_bytes
 from ringspan.plans.ulysses import Ulysses
 from ringspan.plans.verify import verify
 
@@ -170,6 +170,7 @@ __all__ = [
     "bytes_moved",
     "cost",
     "forget",
+    "memory_bytes",
     "named_hardware",
     "needed_rows",
     "parse_strategy",

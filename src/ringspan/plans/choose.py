@@ -149,9 +149,10 @@ class _Open(NamedTuple):
 
 
 def _too_large(figures: Cost, site: Site) -> str | None:
-    if figures.peak_bytes <= site.machine.memory:
+    if figures.memory_bytes <= site.machine.memory:
         return None
-    return f"needs {figures.peak_bytes / 2**30:,.1f} GiB for buffers, and a device has {site.machine.memory / 2**30:,.1f}"
+    needed, there = figures.memory_bytes / 2**30, site.machine.memory / 2**30
+    return f"needs {needed:,.1f} GiB for buffers and the kernel, and a device has {there:,.1f}"
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
@@ -159,7 +160,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     if candidate.cost is None:
         return True, float("inf")
     if candidate.rejected:
-        return True, candidate.cost.peak_bytes
+        return True, candidate.cost.memory_bytes
     return False, _figure(candidate.cost.seconds)
 
 

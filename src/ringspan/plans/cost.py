@@ -11,17 +11,21 @@ import numpy as np
 from ringspan.masks import Band
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
 from ringspan.plans.hardware import Hardware, Speed
-from ringspan.plans.shape import Shape, is_packed, peak_bytes
+from ringspan.plans.shape import Shape, is_packed, memory_bytes, peak_bytes
 from ringspan.plans.walk import Loads, Timeline, nearest, walk, wire_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds and bytes of the slowest rank. Rows of the timelines belong to ``ranks``: to all of the world, or to a sample."""
+    """Seconds and bytes of the slowest rank. Rows of the timelines belong to ``ranks``: to all of the world, or to a sample.
+
+    ``peak_bytes`` are those of buffers, ``memory_bytes`` have what the kernel takes as well.
+    """
 
     forward: Timeline
     backward: Timeline
     peak_bytes: int
+    memory_bytes: int
     ranks: tuple[int, ...]
     world: int
 
@@ -44,9 +48,9 @@ def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> Cost:
     """What the plans of all ranks cost together, or what those of some ranks, in order, tell about it."""
     fitted = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
     forward, backward = (walk(_loads(fitted, machine, shape, phase), machine.overlap) for phase in PHASES)
-    peak = max(peak_bytes(plan, shape, phase) for plan in fitted for phase in PHASES)
+    peak, memory = (max(of(plan, shape, phase) for plan in fitted for phase in PHASES) for of in (peak_bytes, memory_bytes))
     ranks = tuple(plan.rank for plan in fitted)
-    return Cost(forward=forward, backward=backward, peak_bytes=peak, ranks=ranks, world=fitted[0].world)
+    return Cost(forward=forward, backward=backward, peak_bytes=peak, memory_bytes=memory, ranks=ranks, world=fitted[0].world)
 
 
 def _loads(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) -> Loads:
