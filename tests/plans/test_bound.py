@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.layouts import LAYOUTS
-from ringspan.plans import HARDWARE, cost, named_hardware, parse_strategy
+from ringspan.plans import HARDWARE, Speed, cost, named_hardware, parse_strategy
 from ringspan.plans.auto import plans_at, site_of
 from ringspan.plans.bound import least_seconds
 from ringspan.plans.site import Site
@@ -56,16 +58,24 @@ def test_no_plan_is_faster_and_most_are_hardly_slower(name: str, strategy: str, 
         assert KNOWN.get(strategy.partition("(")[0], 0.0) * taken <= least <= 1.001 * taken, layout_name
 
 
+def alike(machine: rs.Hardware) -> rs.Hardware:
+    """The machine if all kinds of bands were as fast as the fastest: two triangles are no slower than one rectangle."""
+    forward, backward = (Speed(full=x.best, causal=x.best, window=x.best) for x in (machine.forward, machine.backward))
+    return replace(machine, forward=forward, backward=backward, tile=0)
+
+
 @given(
     masks(40, leaves=3),
     st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balanced"]),
     st.sampled_from(STRATEGIES),
-    st.sampled_from([SLOW, LAPTOP, HARDWARE["h200"]]),
+    st.sampled_from([alike(SLOW), alike(LAPTOP), alike(HARDWARE["h200"])]),
 )
-def test_no_plan_of_any_mask_is_faster(drawn: Drawn, layout: str, strategy: str, machine: rs.Hardware) -> None:
+def test_no_plan_of_any_mask_is_faster_where_kinds_of_bands_are_alike(
+    drawn: Drawn, layout: str, strategy: str, machine: rs.Hardware
+) -> None:
     q_layout, kv_layout = LAYOUTS[layout](drawn.mask, 4), LAYOUTS[layout](drawn.mask.transposed, 4)
     site = site_of(drawn.mask, q_layout, kv_layout, machine, SHAPE, 4)
-    assert least_seconds(parse_strategy(strategy), site) <= 1.05 * exact(site, strategy)
+    assert least_seconds(parse_strategy(strategy), site) <= (1 + 1e-6) * exact(site, strategy)
 
 
 def test_nothing_is_known_of_a_strategy_of_your_own() -> None:

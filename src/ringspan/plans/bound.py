@@ -2,7 +2,8 @@
 
 Its steps are walked as those of a plan are, with what is known beforehand: the tiles of a layout, each at the speed of its kind
 before any of them are joined, one launch for what a step computes, and the rows that have to travel. Planning can only add to
-that: more launches, slower kinds, messages that have to be packed.
+that: more launches, slower kinds, messages that have to be packed. With one exception: bands that complement each other, as two
+triangles do, may join to one of a faster kind. Masks are seldom written so, and the error is no larger than the kinds differ.
 """
 
 from __future__ import annotations
