@@ -30,7 +30,8 @@ CASES = {
     "odd row length": (torch.randn(10, 2, 3, 63), False),
     "odd stride": (torch.randn(10, 2, 3, 65)[..., :64], False),
     "odd offset": (torch.randn(1 + 10 * 6 * 64)[1:].view(10, 2, 3, 64), False),
-    "dims last": (torch.randn(10, 2, 64, 3).mT, False),
+    "dims before heads": (torch.randn(10, 2, 64, 3).mT, False),
+    "the batch last": (torch.randn(10, 3, 64, 2).permute(0, 3, 1, 2), False),
 }
 
 
@@ -38,3 +39,4 @@ CASES = {
 def test_words_are_used_where_rows_consist_of_them(x: Tensor, in_words: bool) -> None:
     assert _is_in_words(x) == in_words
     assert torch.equal(beside(x, x), torch.cat([x, x], -1))
+    assert beside(x, x).is_contiguous()

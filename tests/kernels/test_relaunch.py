@@ -71,6 +71,14 @@ def test_another_kind_is_asked_for(other: Callable[[], tuple[list[Tensor], dict[
     assert package.asked == 2
 
 
+def test_plain_values_are_repeated() -> None:
+    package = Package(own=(None, (1, 2.0), [True, "x"]))
+    relaunch = Relaunch(package)
+    for _ in range(2):
+        check(relaunch, *draw())
+    assert package.asked == 1
+
+
 def test_nothing_of_a_call_is_kept_alive() -> None:
     relaunch = Relaunch(Package())
     check(relaunch, *draw())
@@ -93,6 +101,7 @@ def test_tensors_that_calls_share_stay_in_their_places() -> None:
     [
         pytest.param(Package(own=torch.zeros(1)), id="a tensor of its own"),
         pytest.param(Package(own=(None, [torch.zeros(1)])), id="one within another argument"),
+        pytest.param(Package(own=object()), id="a stream, or whatever it is"),
         pytest.param(Package(launches=2), id="two programs"),
     ],
 )

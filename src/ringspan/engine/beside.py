@@ -15,15 +15,17 @@ WORD = torch.complex128
 
 
 def beside(k_TBGD: Tensor, v_TBGE: Tensor) -> Tensor:
-    """``torch.cat([k, v], dim=-1)``, to the bit."""
+    """``torch.cat([k, v], dim=-1)``, to the bit, row by row: rows travel as they lie."""
     parts = (k_TBGD, v_TBGE)
     if all(map(_is_in_words, parts)):
-        return torch.cat([x.view(WORD) for x in parts], dim=-1).view(k_TBGD.dtype)
-    return torch.cat(parts, dim=-1)
+        return torch.cat([x.view(WORD) for x in parts], dim=-1).contiguous().view(k_TBGD.dtype)
+    return torch.cat(parts, dim=-1).contiguous()  # it may have lain otherwise, if both parts did
 
 
 def _is_in_words(x: Tensor) -> bool:
-    """Whether every row consists of whole words, each where a word may lie."""
+    """Whether every row consists of whole words, each where a word may lie, on a device that has such words."""
+    if x.device.type not in ("cpu", "cuda"):
+        return False
     size = x.element_size()
     steps = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
     return x.stride(-1) == 1 and all(step * size % WORD.itemsize == 0 for step in steps) and x.data_ptr() % WORD.itemsize == 0

@@ -40,6 +40,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     Returns this rank's result: out (S, B, H, E), wide or as the kernel wrote it, and lse (S, B, H).
     """
     program = plan.program
+    q_SBHD = _together(q_SBHD)
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel do so from a copy that lies row by row; those that stay are read as they lie.
     moving = program.moves_queries("forward")
@@ -66,6 +67,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     rank's part of the gradients of what the functions of the call learn.
     """
     program = plan.program
+    saved = Saved(*map(_together, saved[:3]), *saved[3:])
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel take along all that their gradient needs, in one row; those that stay need no such copy.
     q: list[Tensor] = []
@@ -129,6 +131,11 @@ def _span(name: str) -> AbstractContextManager[Any]:
 def _room(slot: Slot, like: Tensor) -> Tensor:
     heads = like.shape[2] if slot.heads is None else slot.heads
     return like.new_empty((slot.rows, like.shape[1], heads, like.shape[3]))
+
+
+def _together(x_SBHD: Tensor) -> Tensor:
+    """With the numbers of a row side by side, as kernels take it for granted."""
+    return x_SBHD if x_SBHD.stride(-1) == 1 else x_SBHD.contiguous()
 
 
 def _heads_first(x_SBH: Tensor) -> Tensor:

@@ -58,7 +58,10 @@ NO_MODS = "knows no score_mod and no mask_mod"
 
 
 class Kernel(Protocol):
-    """A back end. A module with these functions is one. One that says :data:`NO_MODS` need not take ``mods``."""
+    """A back end. A module with these functions is one. One that says :data:`NO_MODS` need not take ``mods``.
+
+    Tensors come in any layout, but for their last dim, whose numbers lie side by side.
+    """
 
     def why_not(self, inputs: Inputs) -> str | None:
         """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""

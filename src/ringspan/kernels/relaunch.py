@@ -7,7 +7,7 @@ launched is launched again for later ones, with other tensors in the same places
     first call     package(q, k, v, options)   ->  program(q, k, v, out, lse, 0.088, None, …)      written down
     later calls                                    program(Q, K, V, OUT, LSE, 0.088, None, …)
 
-A call that launches more than one program, or gives it a tensor of the package's own, is made as the package makes it, every
+A call that launches more than one program, or gives it anything of the package's own, is made as the package makes it, every
 time. So is every call, should the package no longer keep its programs where it does today.
 """
 
@@ -27,6 +27,9 @@ from torch.utils._pytree import tree_leaves
 REMEMBERED = 512
 # The package copies tensors that do not begin at a multiple of so many bytes. Programs count on it.
 ALIGNED = 16
+
+# Arguments that say the same in every call of a kind.
+PLAIN = (bool, int, float, str, type(None))
 
 # Where the package keeps its programs: an attribute of the function that launches them.
 PROGRAMS = "compile_cache"
@@ -105,8 +108,8 @@ def _repeatable(launched: list[tuple[Any, Any]], tensors: Sequence[Tensor], shar
         if len(numbers) == 1:
             places.append((n, numbers[0]))
             arguments[n] = None  # else it would live as long as this
-        elif any(isinstance(x, Tensor) and all(x is not y for y in shared) for x in tree_leaves(argument)):
-            return None  # nobody's, or of two that were given the same memory
+        elif not all(isinstance(x, PLAIN) or any(x is y for y in shared) for x in tree_leaves(argument)):
+            return None  # a tensor of nobody's, or of two that were given the same memory; a stream, which may be another
     if len(places) != len(tensors):
         return None
     return Launch(program, arguments, places, tuple(tensors[3].shape), tuple(tensors[4].shape))
