@@ -67,7 +67,8 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     rank's part of the gradients of what the functions of the call learn.
     """
     program = plan.program
-    saved = Saved(*map(_together, saved[:3]), *saved[3:])
+    q_SBHD, dout_SBHE, out_SBHE = map(_together, saved[:3])
+    saved = saved._replace(q_BHSD=q_SBHD, dout_BHSE=dout_SBHE, out_BHSE=out_SBHE)
     kv = [kv_TBGF, *(_room(slot, kv_TBGF) for slot in program.kv_slots[1:])]
     # Queries that travel take along all that their gradient needs, in one row; those that stay need no such copy.
     q: list[Tensor] = []

@@ -20,12 +20,13 @@ from ringspan.plans.hardware import HARDWARE, Hardware, Link, Speed
 from ringspan.plans.hardware import hardware as named_hardware
 from ringspan.plans.hierarchical import Hierarchical
 from ringspan.plans.hybrid import Hybrid
+from ringspan.plans.memory import memory_bytes, peak_bytes
 from ringspan.plans.of_rank import plan_rank
 from ringspan.plans.pass_q import PassQ
 from ringspan.plans.registry import STRATEGIES, Strategy, parse_strategy, register, spec, strategy_for_heads
 from ringspan.plans.ring import Ring, block_reach
 from ringspan.plans.scene import Scene, needed_rows
-from ringspan.plans.shape import Shape, bytes_moved, check_shape, memory_bytes, peak_bytes
+from ringspan.plans.shape import Shape, bytes_moved, check_shape
 from ringspan.plans.ulysses import Ulysses
 from ringspan.plans.verify import verify
 

@@ -11,7 +11,8 @@ import numpy as np
 from ringspan.masks import Band
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
 from ringspan.plans.hardware import Hardware, Speed
-from ringspan.plans.shape import Shape, is_packed, memory_bytes, peak_bytes
+from ringspan.plans.memory import memory_bytes, peak_bytes
+from ringspan.plans.shape import Shape, is_packed
 from ringspan.plans.walk import Loads, Timeline, nearest, walk, wire_seconds
 
 

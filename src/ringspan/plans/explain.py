@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ringspan.layouts import areas
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Transfer
-from ringspan.plans.shape import EXAMPLE, Shape, buffer_bytes, bytes_moved, check_shape
+from ringspan.plans.memory import buffer_bytes
+from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_shape
 
 
 def explain(plan: Plan, shape: Shape | None = None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringspan.errors import InputError, PlanError
-from ringspan.plans.data import Phase, Plan, Program, Slot, Step, Task, Transfer, What, side
+from ringspan.plans.data import Phase, Plan, Program, Slot, Transfer, What, side
 
 # What kernels ask of rows that they read where they lie.
 ROW_ALIGNMENT = 16
@@ -128,58 +128,6 @@ def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
     plan = plan.for_heads(shape.heads, shape.kv_heads)
     sends, recvs = ([t for t in plan.transfers(phase, way) if t.peer != plan.rank] for way in WAYS)
     return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
-
-
-def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in buffers of its own, in any step."""
-    return max(buffer_bytes(plan, shape, phase), default=0)
-
-
-def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
-    """What each step holds in buffers of its own: slots, accumulators, and messages packed or waiting to be added.
-
-    The tensors that come in and the kernels' own scratch space are not counted.
-    """
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
-    program = plan.program
-    held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
-    if program.moves_queries(phase):  # they travel from a copy that lies row by row
-        held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
-    results: tuple[What, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
-    for what in results:
-        held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
-
-    def messages(step: Step) -> int:
-        apart = [t for t in step.sends if is_packed(t)]
-        apart += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
-        return shape.total_bytes(apart, phase, program)
-
-    return [held + messages(step) for step in program.steps(phase)]
-
-
-def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in any step, beside the tensors that come in: its buffers and what the kernel takes."""
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
-    steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
-    taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
-    return max(taken, default=0)
-
-
-def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
-    """What FlashAttention-4 takes for a task, if it does it in one launch; other kernels may take more.
-
-    Results in the dtype of the tensors, with lse. Backward, beside them, sums in float32: for dq, for dk and dv where query
-    heads share them, and two numbers for each query.
-    """
-    rows, keys = (max(b[i + 1] for b in task.bands) - min(b[i] for b in task.bands) if task.bands else 0 for i in (0, 2))
-    heads = program.q_slots[task.q_slot].heads or shape.heads
-    kv_heads = program.kv_slots[task.kv_slot].heads or shape.kv_heads
-    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
-    if phase == "forward":
-        return shape.batch * rows * heads * (e * shape.item + shape.wide_item)
-    sums = shape.wide_item if heads != kv_heads else 0
-    of_queries = rows * heads * (d * (shape.item + shape.wide_item) + 2 * shape.wide_item)
-    return shape.batch * (of_queries + keys * kv_heads * (d + e) * (shape.item + sums))
 
 
 def is_packed(t: Transfer) -> bool:
