@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.frontends.flex import plan_of
 from tests.conftest import Pools
 from tests.flex_truth import dense_flex
 
@@ -255,6 +256,16 @@ class TestBlock:
             torch.testing.assert_close([cp.flex_attention(q, k, v, block_mask=one) for one in made], want)
             torch.testing.assert_close([rs.flex_attention(q, k, v, block_mask=one, plan=cp.plan) for one in made], again)
 
+    def test_a_block_mask_is_planned_for_what_the_block_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[dict[str, Any]] = []
+        monkeypatch.setattr(
+            "ringspan.frontends.flex.make_plan", lambda *args, **given: asked.append(given) or rs.plan(*args, **given)
+        )
+        made, shapes = blocks(), [rs.Shape(heads=heads, kv_heads=2, head_dim=8) for heads in (2, 4)]
+        for shape in shapes:
+            rs.ContextParallel(None, rs.full(40), hardware="h200x1", shape=shape).flex_attention(*small(), block_mask=made)
+        assert [(given["hardware"], given["shape"]) for given in asked] == [("h200x1", shape) for shape in shapes]
+
     def test_activation_checkpointing(self) -> None:
         cp = rs.ContextParallel(None, rs.full(40))
         q, k, v = (x.requires_grad_() for x in small())
@@ -295,6 +306,15 @@ class TestBlock:
     def test_what_cannot_be_is_refused(self, call: Callable[..., Any], kind: type[Exception], message: str) -> None:
         with rs.ContextParallel(None, rs.full(40)), pytest.raises(kind, match=message):
             call(small())
+
+
+def test_a_block_mask_is_planned_as_its_mask_would_be() -> None:
+    """On a link so slow that heads are split, where it is known how many there are; not so on the machine that is assumed."""
+    made = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 4096, 4096, device="cpu")
+    given: dict[str, Any] = {"hardware": "h200x1", "shape": rs.Shape(heads=32, kv_heads=8, head_dim=128)}
+    like = rs.plan(rs.full(4096), world=16, **given)
+    found = plan_of(made, like, "auto", **given)
+    assert found.strategy == like.strategy != plan_of(made, like, "auto").strategy
 
 
 # -- what is returned, and what is wrong -------------------------------------------------------------------------------

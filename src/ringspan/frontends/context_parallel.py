@@ -251,7 +251,9 @@ class ContextParallel(AttentionMode):
         A BlockMask of the whole sequence is planned on this layout when it is first met; without one the mask is that of the
         block.
         """
-        plan = self.plan if block_mask is None else plan_of(block_mask, self.plan, self._strategy)
+        plan = self.plan
+        if block_mask is not None:
+            plan = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
         q, k, v = under_autocast(query, key, value)
         return flex_attention(
             q,

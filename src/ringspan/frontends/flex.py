@@ -16,7 +16,7 @@ from ringspan.frontends.attention import Group, attention
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.masks import Mask
 from ringspan.masks import block_mask as as_mask
-from ringspan.plans import Plan, Strategy
+from ringspan.plans import Hardware, Plan, Shape, Strategy
 from ringspan.plans import plan as make_plan
 
 if TYPE_CHECKING:
@@ -95,10 +95,17 @@ class _Known(NamedTuple):
 _known: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
 
 
-def plan_of(given: BlockMask, like: Plan, strategy: str | Strategy) -> Plan:
+def plan_of(
+    given: BlockMask,
+    like: Plan,
+    strategy: str | Strategy,
+    *,
+    hardware: str | Hardware | None = None,
+    shape: Shape | None = None,
+) -> Plan:
     """The plan of a BlockMask of the whole sequence on the layouts of another plan. It is made once."""
     known = _look(given, like.mask.lengths)
-    wanted = (like.q_layout, like.kv_layout, like.rank, strategy)
+    wanted = (like.q_layout, like.kv_layout, like.rank, strategy, hardware, shape)
     if wanted not in known.plans:
         known.plans[wanted] = make_plan(
             known.mask,
@@ -107,6 +114,8 @@ def plan_of(given: BlockMask, like: Plan, strategy: str | Strategy) -> Plan:
             strategy=strategy,
             layout=like.q_layout,
             kv_layout=like.kv_layout,
+            hardware=hardware,
+            shape=shape,
         )
     return known.plans[wanted]
 
