@@ -66,8 +66,8 @@ def test_a_machine_that_nobody_named_refuses_nothing() -> None:
     """Keys of a hundred million tokens are more than any device has; the plan that takes the least memory is made."""
     mask = rs.causal(400_000_000)
     with pytest.raises(rs.PlanError, match="nothing fits h200"):
-        best_on(mask, world=2, hardware="h200x8", shape=SHAPE)
-    plan = rs.plan(mask, world=2)
+        best_on(mask, world=4, hardware="h200x8", shape=SHAPE)
+    plan = rs.plan(mask, world=4)
     assert plan.strategy == "ring"
 
 

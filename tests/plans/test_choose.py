@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
 import ringspan as rs
 from ringspan.layouts import LAYOUTS
 from ringspan.plans import HARDWARE, Hardware, best_on, cost
+from ringspan.plans import choose as choosing
+from ringspan.plans.auto import plans_at, site_of
 from ringspan.plans.shape import EXAMPLE
 from tests.plans.machines import LAPTOP
 
@@ -91,10 +94,31 @@ def test_what_only_splits_heads_is_tried_on_one_layout() -> None:
     assert sum(c.strategy == "ulysses(heads=8, kv_heads=4)" for c in found.candidates) == 1
 
 
-def test_of_two_that_cost_the_same_the_simpler_one_is_taken() -> None:
-    """With one rank to fetch from, one stage and two are the same."""
-    found = best_on(rs.documents([64, 64], causal=False), world=2, hardware="h200x8", shape=SHAPE)
-    assert (found.best.layout.name, found.best.strategy) == ("contiguous", "exchange(stages=1)")
+EQUALS = {
+    # with one rank to fetch from, one stage and two are the same
+    "stages": (rs.documents([64, 64], causal=False), "h200x8", "contiguous", "exchange(stages=1)"),
+    # what takes the same is planned in another order than that of the candidates
+    "the wire is hidden": (rs.causal(131072), "h200x8", "zigzag", "exchange(stages=1)"),
+    "nodes of one": (rs.full(2048), "h200x1", "contiguous", "ring"),
+}
+
+
+@pytest.mark.parametrize(("mask", "machine", "layout", "strategy"), EQUALS.values(), ids=EQUALS)
+def test_of_those_that_cost_the_same_the_simpler_one_is_taken(mask: rs.Mask, machine: str, layout: str, strategy: str) -> None:
+    found = best_on(mask, world=2, hardware=machine, shape=rs.Shape(heads=8, kv_heads=8, head_dim=64, dtype="float32"))
+    assert (found.best.layout.name, found.best.strategy) == (layout, strategy)
+
+
+@pytest.mark.parametrize("last_bit", [-1e-12, 0.0, 1e-12])
+def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever takes a second and could take 0.98 is just worth planning, on every processor."""
+    taken = SimpleNamespace(seconds=1 + last_bit, memory_bytes=0)
+    monkeypatch.setattr(choosing, "cost", lambda *_: taken)
+    monkeypatch.setattr(choosing, "least_seconds", lambda *_: 0.98)
+    layout = LAYOUTS["contiguous"](rs.causal(64), 2)
+    sites = [site_of(rs.causal(64), layout, layout, HARDWARE["h200"], SHAPE, 2)]
+    found = choosing.choose(sites, ["exchange(stages=1)", "ring"], plans_at)
+    assert [c.rejected for c in found.candidates] == [None, None]
 
 
 def test_the_table_lines_up() -> None:

@@ -101,7 +101,7 @@ def choose(
     What looks best is looked at next: more closely, if it has only been glanced at, else by planning it. So most candidates are
     never planned, and many are hardly looked at.
     """
-    found: list[Candidate] = []
+    found: list[_Decided] = []
     fastest = float("inf")
     queue: list[_Open] = []
     for order, (site, strategy) in enumerate(product(sites, strategies)):
@@ -110,7 +110,7 @@ def choose(
             continue
         if isinstance(planner, SPLIT_HEADS) and not may_split_heads:
             why = "how many heads there are was not said: give shape="
-            found.append(Candidate(layout=site.q_layout, strategy=strategy, rejected=why))
+            found.append(_Decided(float("inf"), order, Candidate(layout=site.q_layout, strategy=strategy, rejected=why)))
         else:
             glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
             heappush(queue, _Open(_figure(glance), order, False, site, strategy))
@@ -119,21 +119,20 @@ def choose(
         if least_s > (1 - WORTH_PLANNING) * fastest:
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
-            found.append(Candidate(layout=site.q_layout, strategy=strategy, rejected=why))
+            found.append(_Decided(least_s, order, Candidate(layout=site.q_layout, strategy=strategy, rejected=why)))
         elif not is_close:
             closer = least_seconds(parse_strategy(strategy), site)
             heappush(queue, _Open(_figure(closer), order, True, site, strategy))
         else:
             figures = cost(plans_of(site, strategy), site.machine, site.shape)
             too_large = _too_large(figures, site)
-            fastest = fastest if too_large else min(fastest, figures.seconds)
-            found.append(Candidate(layout=site.q_layout, strategy=strategy, cost=figures, rejected=too_large))
-    # A stable sort: of two that cost the same, the one that was tried first.
-    choice = Choice(candidates=tuple(sorted(found, key=_rank)))
+            fastest = fastest if too_large else min(fastest, _figure(figures.seconds))
+            candidate = Candidate(layout=site.q_layout, strategy=strategy, cost=figures, rejected=too_large)
+            found.append(_Decided(least_s, order, candidate))
+    choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_place)))
     if must_fit and choice.best.rejected:
-        raise PlanError(
-            f"nothing fits {sites[0].machine.name}: {'; '.join(map(str, found))}. Use more ranks, or a machine with more memory"
-        )
+        why = "; ".join(map(str, choice.candidates))
+        raise PlanError(f"nothing fits {sites[0].machine.name}: {why}. Use more ranks, or a machine with more memory")
     return choice
 
 
@@ -148,20 +147,30 @@ class _Open(NamedTuple):
     strategy: str
 
 
+class _Decided(NamedTuple):
+    """A candidate, how long it takes at least, and how many simpler ones there are."""
+
+    least_s: float
+    order: int
+    candidate: Candidate
+
+
+def _place(decided: _Decided) -> tuple[float, ...]:
+    """By time; then what does not fit, by memory; then what was not planned, by what it takes at least. Of equals the simpler
+    comes first, whichever was planned before the other."""
+    figures = decided.candidate.cost
+    if figures is None:
+        return 2, decided.least_s, decided.order
+    if decided.candidate.rejected:
+        return 1, figures.memory_bytes, _figure(figures.seconds), decided.order
+    return 0, _figure(figures.seconds), decided.order
+
+
 def _too_large(figures: Cost, site: Site) -> str | None:
     if figures.memory_bytes <= site.machine.memory:
         return None
     needed, there = figures.memory_bytes / 2**30, site.machine.memory / 2**30
     return f"needs {needed:,.1f} GiB for buffers and the kernel, and a device has {there:,.1f}"
-
-
-def _rank(candidate: Candidate) -> tuple[bool, float]:
-    """By time; then what does not fit, by memory; then what was not planned."""
-    if candidate.cost is None:
-        return True, float("inf")
-    if candidate.rejected:
-        return True, candidate.cost.memory_bytes
-    return False, _figure(candidate.cost.seconds)
 
 
 def _figure(seconds: float) -> float:
