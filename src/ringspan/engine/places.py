@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ringspan.kernels import Mods, PlacedMods
+from ringspan.per_stream import per_stream
 from ringspan.plans import Plan, Task
 from ringspan.plans.contents import Contents, held
 from ringspan.plans.data import Phase
@@ -25,7 +24,7 @@ def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: 
     )
 
 
-@lru_cache(maxsize=1024)
+@per_stream(1024)
 def _on_device(contents: Contents, device: torch.device) -> Tensor:
     # Used again in other calls: a tensor made in inference mode could never take part in a backward pass.
     with torch.inference_mode(False):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels import Accumulator, Partial, Sum
+from ringspan.per_stream import per_stream
 from ringspan.plans import Plan, Step, Transfer
 from ringspan.plans.scene import Rows
 from ringspan.plans.shape import is_packed
@@ -135,7 +135,7 @@ def _extent(rows: Rows) -> tuple[int, int]:
     return min(start for start, _ in rows), max(stop for _, stop in rows)
 
 
-@lru_cache(maxsize=256)
+@per_stream(256)
 def _index(rows: Rows, device: torch.device) -> Tensor:
     """The rows of a transfer, counted from the first of its extent."""
     first, _ = _extent(rows)

@@ -15,7 +15,6 @@ neither queries nor keys are the *sequences* of one call of variable lengths, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ringspan.masks import Band
 from ringspan.masks import table as tables
+from ringspan.per_stream import per_stream
 
 
 class Window(NamedTuple):
@@ -66,7 +66,7 @@ class Batch(NamedTuple):
     seen: Lengths | None = None
 
 
-@lru_cache(maxsize=1024)
+@per_stream(1024)
 def batches(bands: tuple[Band, ...], device: torch.device) -> tuple[Batch, ...]:
     """Calls that together cover each band once."""
     return tuple(_batch(layer, device) for layer in layers(bands))
