@@ -236,7 +236,7 @@ def test_explain_says_what_was_chosen_and_why() -> None:
     assert f"plan {plan.digest}: rank 1 of 2" in text
     assert "\n  choice    " + "\n            ".join(plan.notes) + "\n" in text
     assert "documents(2 over 16 tokens) & window(left=3): 16 × 16, area 52, 2 bands" in text
-    assert "32 query heads, 8 key heads, 128 wide, bfloat16 (an example; pass shape= for yours)" in text
+    assert "32 query heads, 8 key heads, 128 wide, bfloat16 (an example; explain(shape) is about yours)" in text
     assert "8 queries, 8 keys here; balance 1.231" in text  # 20 and 32 pairs
     assert "work      1.231 × the mean of all ranks" in text
 

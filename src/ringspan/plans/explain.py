@@ -14,7 +14,7 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     Bytes depend on the tensors; without a shape they are those of 32 query heads, 8 key heads of 128 in bfloat16, and the text
     says so.
     """
-    example = " (an example; pass shape= for yours)" if shape is None else ""
+    example = " (an example; explain(shape) is about yours)" if shape is None else ""
     shape = EXAMPLE if shape is None else check_shape(shape)
     plan = plan.for_heads(shape.heads, shape.kv_heads)
     per_rank = areas(plan.mask, plan.q_layout)

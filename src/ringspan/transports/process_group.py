@@ -118,7 +118,7 @@ class ProcessGroup:
 
     def _named(self, error: RuntimeError, label: str, peers: list[int]) -> TransportError:
         """What the back end said, with the rank and the step it was said of."""
-        names = ", ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
+        names = " or ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "imed out" in said or "imeout" in said:
             return PeerTimeout(f"rank {self.rank}: {names} did not answer in {label}; stuck, or in another call ({said})")
