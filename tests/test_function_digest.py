@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import ringspan as rs
 from ringspan.function_digest import function_digest
@@ -25,6 +30,50 @@ class Bias:
 
     def there(self, score: Any) -> Any:
         return score - self.bias
+
+
+class Ramp:
+    """Reads one attribute by a method of its own, and has another that is another number in every process."""
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+        self.owner = self
+        self.made_at = id(object())
+
+    def __call__(self, score: Any) -> Any:
+        return score * self.owner.steepness()
+
+    def steepness(self) -> float:
+        return self.slope
+
+
+class Steeper(Ramp):
+    def steepness(self) -> float:
+        return self.slope + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    cap: float
+
+
+class Learned(nn.Module):
+    def __init__(self, heads: int, inner: Ramp) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+        self.inner = inner
+
+    def forward(self, score: Any) -> Any:
+        return self.inner(score) + self.bias
+
+
+class Side(Enum):
+    LEFT = "left"
+    RIGHT = "right"
+
+
+def capped(config: Any) -> Callable[..., Any]:
+    return lambda score: score.clamp(max=config.cap)
 
 
 def scaled(by: Any) -> Callable[..., Any]:
@@ -58,6 +107,39 @@ MAKERS: dict[str, Callable[[], Callable[..., Any]]] = {
     "of other constants": lambda: lambda score: score in {"one", "two", "four"},
     "of other names": lambda: lambda score: score.sin(),
     "that holds itself": holds_itself,
+    "a dict by objects": lambda: scaled({Ramp(1.0): 2.0}),
+    "of another value": lambda: scaled({Ramp(1.0): 3.0}),
+    "by functions": lambda: scaled({with_inner: 2.0}),
+    "a dict by text": lambda: scaled({"1": 2.0}),
+    "by numbers": lambda: scaled({1: 2.0}),
+    "an object": lambda: Ramp(1.0),
+    "an object of another number": lambda: Ramp(2.0),
+    "an object of another method": lambda: Steeper(1.0),
+    "a method of an object": lambda: Ramp(1.0).steepness,
+    "a method of another number": lambda: Ramp(2.0).steepness,
+    "a slot": lambda: capped(Config(1.0)),
+    "another slot": lambda: capped(Config(2.0)),
+    "a module": lambda: Learned(4, Ramp(1.0)),
+    "of more heads": lambda: Learned(8, Ramp(1.0)),
+    "that has another": lambda: Learned(4, Ramp(2.0)),
+    "an enum": lambda: scaled(Side.LEFT),
+    "its other": lambda: scaled(Side.RIGHT),
+    "a set": lambda: scaled({"one", "two", "three"}),
+    "another set": lambda: scaled({"one", "two", "four"}),
+    "a built-in": lambda: scaled(torch.sin),
+    "another built-in": lambda: scaled(torch.cos),
+    "a method of a dict": lambda: scaled({1: 2.0}.get),
+    "of another dict": lambda: scaled({1: 3.0}.get),
+    "numpy's 2": lambda: scaled(np.int64(2)),
+    "numpy's 3": lambda: scaled(np.int64(3)),
+    "numpy's 2.0": lambda: scaled(np.float32(2)),
+    "numpy's 3.0": lambda: scaled(np.float32(3)),
+    "numpy's True": lambda: scaled(np.True_),
+    "numpy's False": lambda: scaled(np.False_),
+    "a half": lambda: scaled(Fraction(1, 2)),
+    "a third": lambda: scaled(Fraction(1, 3)),
+    "an array": lambda: scaled(np.zeros(3)),
+    "a longer array": lambda: scaled(np.zeros(4)),
 }
 
 

@@ -1,18 +1,28 @@
 """What ranks can compare of a function that each of them has: its code, and the numbers it holds.
 
-Functions that differ in nothing of this may still differ, in the values of the tensors they hold: to look at those would take
-longer than to call the function.
+An object holds more than a function takes of it: a layer knows its rank, its group and its neighbours. So of an object are told
+its type and the attributes that code around it names, and the code of those that are methods (always of ``__call__``, or of a
+module's ``forward``).
+
+Functions that differ in nothing of this may still differ: in what they reach by globals or by names made up as they run, and in
+the values of the tensors they hold. To look at those would take longer than to call the function.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
+from enum import Enum
 from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType, MethodType
+from numbers import Number
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
+
+ABSENT = object()
 
 
 def function_digest(function: Callable[..., Any]) -> str:
@@ -23,30 +33,74 @@ def function_digest(function: Callable[..., Any]) -> str:
     >>> function_digest(times(2)) == function_digest(times(2)), function_digest(times(2)) == function_digest(times(3))
     (True, False)
     """
-    return hashlib.sha256(repr(_said(function, ())).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_said(function, (), frozenset())).encode()).hexdigest()[:16]
 
 
-def _said(x: Any, inside: tuple[int, ...]) -> Any:
-    """A value in words that are the same in every process; ``inside`` are the ids of those that hold it."""
+def _said(x: Any, inside: tuple[int, ...], names: frozenset[str]) -> Any:
+    """A value in words that are the same in every process, so never with an address.
+
+    ``inside`` are the ids of those that hold it, ``names`` what the code among them names.
+    """
+    if isinstance(x, Enum):
+        return _name(type(x)), x.name
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes)):
         return x
+    if isinstance(x, (Number, np.bool_)) and type(x).__repr__ is not object.__repr__:
+        return _name(type(x)), repr(x)
+    if isinstance(x, (Tensor, np.ndarray)):
+        return str(x.dtype), tuple(x.shape)
+    if isinstance(x, ModuleType):
+        return x.__name__
     if id(x) in inside:  # a function may hold itself
         return "itself"
     inside = (*inside, id(x))
     if isinstance(x, FunctionType):
         held = (*(_content(cell) for cell in x.__closure__ or ()), x.__defaults__, x.__kwdefaults__)
-        return _code(x.__code__), [_said(value, inside) for value in held]
+        return _code(x.__code__), [_said(value, inside, names | _names(x)) for value in held]
     if isinstance(x, MethodType):
-        return _said(x.__func__, inside), _said(x.__self__, inside)
+        return [_said(value, inside, names | _names(x.__func__)) for value in (x.__func__, x.__self__)]
+    if isinstance(x, BuiltinFunctionType):  # its self is a module, or what it is a method of
+        return x.__name__, _said(x.__self__, inside, names)
     if isinstance(x, partial):
-        return [_said(value, inside) for value in (x.func, x.args, x.keywords)]
+        return [_said(value, inside, names | _names(x.func)) for value in (x.func, x.args, x.keywords)]
     if isinstance(x, (list, tuple)):
-        return [_said(value, inside) for value in x]
+        return [_said(value, inside, names) for value in x]
+    if isinstance(x, (set, frozenset)):
+        return sorted(repr(_said(value, inside, names)) for value in x)
     if isinstance(x, dict):
-        return [(str(key), _said(value, inside)) for key, value in x.items()]
-    if isinstance(x, Tensor):
-        return str(x.dtype), tuple(x.shape)
-    return f"{type(x).__module__}.{type(x).__qualname__}"
+        return [(_said(key, inside, names), _said(value, inside, names)) for key, value in x.items()]
+    # A module's __call__ is torch's own, and names a hundred things that no score_mod is made of.
+    names = _with_methods(x, names | {"forward" if isinstance(x, nn.Module) else "__call__"})
+    named = ((name, _attribute(x, name)) for name in sorted(names))
+    kind = _name(x if isinstance(x, type) else type(x))
+    return kind, [(name, _said(value, inside, names)) for name, value in named if value is not ABSENT]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _with_methods(x: Any, names: frozenset[str]) -> frozenset[str]:
+    """The names, and those that the object's methods of these names name in their turn."""
+    found, to_do = set[str](), set(names)
+    while to_do:
+        found |= to_do
+        to_do = {other for name in to_do for other in _names(_attribute(x, name))} - found
+    return frozenset(found)
+
+
+def _attribute(x: Any, name: str) -> Any:
+    """What an object has by this name, without running any code of its own; of a property or the like, its function."""
+    found = inspect.getattr_static(x, name, ABSENT)
+    if isinstance(found, MemberDescriptorType):  # a slot
+        return getattr(x, name, ABSENT)
+    if isinstance(found, property):
+        return found.fget
+    if isinstance(found, (staticmethod, classmethod)):
+        return found.__func__
+    if found is ABSENT and isinstance(x, nn.Module):
+        return next((table[name] for table in (x._parameters, x._buffers, x._modules) if name in table), ABSENT)
+    return found
 
 
 def _content(cell: CellType) -> Any:
@@ -54,6 +108,15 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet
         return None
+
+
+def _names(function: Any) -> frozenset[str]:
+    return _names_in(function.__code__) if isinstance(function, FunctionType) else frozenset()
+
+
+@lru_cache(maxsize=256)
+def _names_in(code: CodeType) -> frozenset[str]:
+    return frozenset(code.co_names).union(*(_names_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 @lru_cache(maxsize=256)
