@@ -25,10 +25,12 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     assert (cpu["device"], cpu["dtype"], cpu["chosen"]) == ("cpu", "float32", "cpu")
     for_cuda = dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex"), "serves CUDA devices, not cpu")
     assert cpu["why_not"] == {**for_cuda, "eager": "is for score_mod and mask_mod, which there are none of"}
+    assert cpu["lacks"] == {}
 
 
-def kernel(device: str, dtype: str, chosen: str, **why_not: str) -> dict[str, Any]:
-    return {"device": device, "dtype": dtype, "head_dim": 128, "v_dim": 64, "chosen": chosen, "why_not": why_not}
+def kernel(device: str, dtype: str, chosen: str, lacks: dict[str, str] | None = None, **why_not: str) -> dict[str, Any]:
+    dims = {"head_dim": 128, "v_dim": 64}
+    return {"device": device, "dtype": dtype, **dims, "chosen": chosen, "why_not": why_not, "lacks": lacks or {}}
 
 
 ON_A_CPU = {
@@ -46,7 +48,7 @@ ON_A_GPU = {
     "transports": ["in process", "gloo", "nccl"],
     "devices": {"cuda:0": "H200"},
     "kernels": [
-        kernel("cuda:0", "bfloat16", "flash", fa4="is not installed: pip install flash-attn-4"),
+        kernel("cuda:0", "bfloat16", "flash", lacks={"fa4": "flash-attn-4"}, fa4="is in whatever words"),
         kernel("cuda:0", "float32", "efficient", fa4="is for float16", flash="is for float16"),
     ],
 }
@@ -69,7 +71,7 @@ ON_A_GPU = {
                 "will use  cuda:0 (H200), bfloat16: kernel flash",
                 "          cuda:0 (H200), float32: kernel efficient",
                 "          gloo or nccl between processes",
-                "missing   fa4 is not installed: pip install flash-attn-4",
+                "missing   flash-attn-4, for the kernel fa4: pip install flash-attn-4",
             ],
         ),
         (

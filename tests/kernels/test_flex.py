@@ -139,16 +139,8 @@ def test_why_not(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], capability: tuple[int, int], reason: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(flex, "find_spec", lambda name: object())
     plain = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "v_dim": 64}
     assert flex.why_not(Inputs(**{**plain, **changes})) == reason  # type: ignore[arg-type]
-
-
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flex, "find_spec", lambda name: None)
-    reason = flex.why_not(Inputs(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64, v_dim=64))
-    assert reason == "needs Triton: pip install triton"
 
 
 # -- functions of the user ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.kernels import Inputs, flex
+from ringspan.kernels import Inputs, flex, reasons
 from ringspan.kernels.reference import dense_attention
 from tests.kernels.test_gpu import MASKS, error, in_this_dtype
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def serving(dtype: torch.dtype, head_dim: int, v_dim: int) -> None:
-    reason = flex.why_not(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim, v_dim=v_dim))
+    reason = dict(reasons(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim, v_dim=v_dim)))["flex"]
     if reason:
         pytest.skip(f"flex {reason}")
 

@@ -10,7 +10,7 @@ import torch
 
 import ringspan as rs
 from ringspan import kernels
-from ringspan.kernels import Inputs, cpu, pick, reference, wide
+from ringspan.kernels import Inputs, cpu, fa4, flex, lacking, pick, reference, wide
 
 
 def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Inputs:
@@ -61,6 +61,30 @@ def test_kernels_are_tried_in_order_and_loaded_when_their_turn_comes(monkeypatch
     assert pick("auto", inputs()) is eager
     with pytest.raises(rs.KernelError, match='backend="shy" is too shy'):
         pick("shy", inputs())
+
+
+@pytest.mark.parametrize(
+    ("backend", "there", "dtype", "package"),
+    [
+        ("fa4", False, torch.bfloat16, "flash-attn-4"),
+        ("fa4", False, torch.float32, None),  # which it would not take anyway
+        ("fa4", True, torch.bfloat16, None),
+        ("flex", False, torch.bfloat16, "triton"),
+        ("flex", False, torch.float64, None),
+        ("flex", True, torch.bfloat16, None),
+    ],
+)
+def test_what_has_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch, backend: str, there: bool, dtype: torch.dtype, package: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa4, "is_installed", lambda: there)
+    monkeypatch.setattr(flex, "find_spec", lambda name: object() if there and name == "triton" else None)
+    given = inputs("cuda", dtype)
+    assert lacking(given).get(backend) == package
+    if package:
+        with pytest.raises(rs.KernelError, match=f'backend="{backend}" needs a package .*: pip install {package};'):
+            pick(backend, given)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.engine import DTYPES
 from ringspan.frontends.activate import missing
-from ringspan.kernels import Inputs, reasons
+from ringspan.kernels import Inputs, lacking, reasons
 
 IN_PROCESS = "in process"
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
-    """Versions, devices, and for each device and dtype what every kernel says of itself (None: it can serve)."""
+    """Versions, devices, and for each device and dtype the kernel that is chosen, why others are not, and what those lack."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     kernels = [
         {
@@ -68,7 +68,8 @@ def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
 def _choice(inputs: Inputs) -> dict[str, Any]:
     said = dict(reasons(inputs))
     able = [name for name, reason in said.items() if reason is None]
-    return {"chosen": able[0] if able else None, "why_not": {name: reason for name, reason in said.items() if reason}}
+    why_not = {name: reason for name, reason in said.items() if reason}
+    return {"chosen": able[0] if able else None, "why_not": why_not, "lacks": lacking(inputs)}
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -104,12 +105,8 @@ def _missing(found: dict[str, Any]) -> list[str]:
     """What this machine could use and does not have; of no use is what nothing here could run."""
     if list(found["devices"]) == ["cpu"]:
         return ["a CUDA device: without one attention is computed on the CPU"]
-    said = {
-        f"{name} {reason}": None
-        for row in found["kernels"]
-        for name, reason in row["why_not"].items()
-        if "pip install" in reason
-    }
+    lacks = {name: package for row in found["kernels"] for name, package in row["lacks"].items()}
+    said = [f"{package}, for the kernel {name}: pip install {package}" for name, package in lacks.items()]
     return [*said, *([] if "nccl" in found["transports"] else ["nccl, for several GPUs: this PyTorch was built without it"])]
 
 

@@ -32,7 +32,7 @@ def pick(backend: str, inputs: Inputs) -> Kernel:
     """The kernel called ``backend``, or for ``"auto"`` the first that can serve. Says why if there is none."""
     check_backend(backend)
     if backend != "auto":
-        reason = _load(backend).why_not(inputs)
+        reason = _why_not(_load(backend), inputs)
         if reason:
             raise KernelError(f'backend="{backend}" {reason}; use backend="auto" to have one chosen')
         return _load(backend)
@@ -53,7 +53,25 @@ def reasons(inputs: Inputs) -> Iterator[tuple[str, str | None]]:
         if name not in ONLY_IF_ASKED:
             kernel = _load(name)
             rather_not = getattr(kernel, "rather_not", lambda _: None)
-            yield name, kernel.why_not(inputs) or rather_not(inputs)
+            yield name, _why_not(kernel, inputs) or rather_not(inputs)
+
+
+def lacking(inputs: Inputs) -> dict[str, str]:
+    """The kernels that could serve these inputs if their package were installed, each with that package."""
+    able = {name: kernel for name in KERNELS if (kernel := _load(name)).why_not(inputs) is None}
+    return {name: package for name, kernel in able.items() if (package := _missing(kernel))}
+
+
+def _why_not(kernel: Kernel, inputs: Inputs) -> str | None:
+    reason = kernel.why_not(inputs)
+    if reason is None and (package := _missing(kernel)):
+        return f"needs a package that is not installed: pip install {package}"
+    return reason
+
+
+def _missing(kernel: Kernel) -> str | None:
+    is_installed = getattr(kernel, "is_installed", lambda: True)
+    return None if is_installed() else kernel.PACKAGE
 
 
 def _load(name: str) -> Kernel:
@@ -75,6 +93,7 @@ __all__ = [
     "ScoreMod",
     "Sum",
     "check_backend",
+    "lacking",
     "merge",
     "mods_of",
     "pick",

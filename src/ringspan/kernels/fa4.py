@@ -39,8 +39,6 @@ def why_not(inputs: Inputs) -> str | None:
     for what, dim in (("head dim", inputs.head_dim), ("value dim", inputs.v_dim)):
         if dim % 8 or not 8 <= dim <= largest:
             return f"takes a {what} that is a multiple of 8 up to {largest} on this device, not {dim}"
-    if not is_installed():
-        return f"is not installed: pip install {PACKAGE}"
     return None
 
 

@@ -37,6 +37,8 @@ from ringspan.rebound import rebound
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
+PACKAGE = "triton"
+
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
 MOST_PROGRAMS = 256
 
@@ -65,9 +67,11 @@ def why_not(inputs: Inputs) -> str | None:
         # Below, tensor cores have no tile so narrow; above, a block may not fit into the device's shared memory.
         if not 16 <= dim <= 256:
             return f"takes a {what} from 16 to 256, not {dim}"
-    if find_spec("triton") is None:
-        return "needs Triton: pip install triton"
     return None
+
+
+def is_installed() -> bool:
+    return find_spec(PACKAGE) is not None
 
 
 def attend(

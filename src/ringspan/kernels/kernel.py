@@ -58,13 +58,22 @@ NO_MODS = "knows no score_mod and no mask_mod"
 
 
 class Kernel(Protocol):
-    """A back end. A module with these functions is one. One that says :data:`NO_MODS` need not take ``mods``.
+    """A back end. A module with these is one. One that says :data:`NO_MODS` need not take ``mods``.
 
     Tensors come in any layout, but for their last dim, whose numbers lie side by side.
     """
 
+    PACKAGE: str
+    """What to install before it can serve anything. A kernel that comes with PyTorch may leave this and the next out."""
+
+    def is_installed(self) -> bool:
+        """Whether that is here."""
+
     def why_not(self, inputs: Inputs) -> str | None:
-        """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""
+        """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name.
+
+        Of the inputs alone: it is asked about them whether or not its package is here.
+        """
 
     def rather_not(self, inputs: Inputs) -> str | None:
         """A reason to let others go first although it can serve, for ``"auto"``. A kernel without one may leave this out."""
