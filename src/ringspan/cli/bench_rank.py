@@ -24,6 +24,7 @@ import ringspan as rs
 from ringspan.cli import bench_torch
 from ringspan.engine import attend
 from ringspan.frontends.attention import call_for
+from ringspan.frontends.given import given_scale
 from ringspan.kernels import Saved
 from ringspan.plans import peak_bytes
 from ringspan.plans.data import PHASES
@@ -180,7 +181,7 @@ def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], object]:
     backend = args.whole or args.backends[0]
     (plan,) = rs.LocalWorld(1).plans(mask)
     q, k, v = _tensors(mask.lengths[0], args)
-    call = call_for(plan, q, v, None, backend)
+    call = call_for(plan, q, v, given_scale(None, q.shape[-1]), backend)
     parts = list(call.kernel.attend(q, k, v, mask.bands, scale=call.scale))
     if len(parts) > 1:  # a kernel that has no one call for this mask: its parts have to be merged
         return _step(_share(plan, backend), q, k, v)
@@ -196,7 +197,7 @@ def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], object]:
 
 def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, None, backend), Silent().run)
+        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, given_scale(None, q.shape[-1]), backend), Silent().run)
         return result.out
 
     return attention
@@ -279,7 +280,7 @@ def _held(attention: Callable[..., Tensor], *qkv: Tensor) -> int:
 def _scratch(plan: rs.Plan, backend: str, *qkv: Tensor) -> int:
     """What the kernel takes for its own results and scratch space, at most, in any task of the backward pass."""
     q, k, v = (x.detach() for x in qkv)
-    call, most = call_for(plan, q, v, None, backend), 0
+    call, most = call_for(plan, q, v, given_scale(None, q.shape[-1]), backend), 0
     for task in (task for step in plan.program.backward for task in step.tasks):
         rows = plan.program.kv_slots[task.kv_slot].rows
         keys, values = (x.new_zeros((*x.shape[:2], rows, x.shape[3])) for x in (k, v))

@@ -22,6 +22,7 @@ import ringspan as rs
 from ringspan.cli.fit import Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
 from ringspan.engine import attend
 from ringspan.frontends.attention import call_for
+from ringspan.frontends.given import given_scale
 from ringspan.plans import Hardware
 from ringspan.plans.data import PHASES
 from ringspan.transports.silent import Silent
@@ -123,7 +124,7 @@ def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable
     q, k, v = (torch.randn(shape.batch, h, mask.lengths[0], shape.head_dim, **options).requires_grad_() for h in heads)
     grad = torch.randn_like(q)
     plan = rs.plan(mask, world=1, strategy="gather")
-    call = call_for(plan, q, v, None, probes.backend)
+    call = call_for(plan, q, v, given_scale(None, shape.head_dim), probes.backend)
     return (
         lambda: attend([plan], [(q, k, v)], call, Silent().run)[0].out,
         lambda out: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),

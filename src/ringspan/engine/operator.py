@@ -52,15 +52,14 @@ class Seat:
     ticket: Tensor | None = None
     row: Row | None = None
 
-    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float | None) -> Partial:
+    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float) -> Partial:
         """Attention of this rank, differentiable; as an operator where somebody looks."""
-        size = q_BHSD.shape[-1] ** -0.5 if scale is None else float(scale)
         if is_watched():
             ticket = self._printed_ticket() if _is_exporting() else self.ticket
             if ticket is not None:
-                return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, ticket, size)
+                return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, ticket, scale)
         with torch._C.DisableTorchFunction():  # a block around this call would see the kernels' own
-            plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, size)
+            plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, scale)
             (result,) = attend([plan], [(q_BHSD, k_BGTD, v_BGTE)], call, self.run)
         return result
 

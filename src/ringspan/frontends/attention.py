@@ -99,12 +99,12 @@ def attention(
 
 def attention_at(place: Seat, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Partial:
     """Attention of the rank that has this seat, of tensors or of the shards of DTensors."""
-    scale = given_scale(scale)
+    factor = given_scale(scale, q.shape[-1])
     if not (is_dtensor(q) or is_dtensor(k) or is_dtensor(v)):
-        return place.attend(q, k, v, scale)
+        return place.attend(q, k, v, factor)
     from ringspan.frontends.shards import on_shards
 
-    return on_shards(lambda q, k, v: place.attend(q, k, v, scale), q, k, v, place.processes)
+    return on_shards(lambda q, k, v: place.attend(q, k, v, factor), q, k, v, place.processes)
 
 
 def traced_seat(plan: Plan, group: Group, backend: str, parts: Parts | None) -> Seat:
@@ -142,7 +142,7 @@ def prepared(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float | None,
+    scale: float,
     score_mod: ScoreMod | None = None,
 ) -> tuple[Plan, Call]:
     """The plan for these tensors' heads and the call's kernel, once all ranks have come with the same."""
@@ -176,7 +176,7 @@ def prepared(
     return plan, call_for(plan, q, v, scale, backend, score_mod)
 
 
-def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str, score_mod: ScoreMod | None = None) -> Call:
+def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float, backend: str, score_mod: ScoreMod | None = None) -> Call:
     """The kernel, scale and functions of a call."""
     check_heads(score_mod, q.shape[1])
     mods = mods_of(score_mod, _settling(plan.mask, q), q)
@@ -188,12 +188,7 @@ def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float | None, backend: str
         ragged=plan.is_ragged,
         modded=mods is not None,
     )
-    return Call(
-        kernel=pick(backend, inputs),
-        scale=q.shape[-1] ** -0.5 if (given := given_scale(scale)) is None else given,
-        head_dim=q.shape[-1],
-        mods=mods,
-    )
+    return Call(kernel=pick(backend, inputs), scale=scale, head_dim=q.shape[-1], mods=mods)
 
 
 def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:

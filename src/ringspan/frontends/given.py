@@ -1,4 +1,4 @@
-"""What a user may give to a front end, and what is said of anything else. Each returns what it was given, or raises."""
+"""What a user may give to a front end, and what is said of anything else. Each returns what is meant by it, or raises."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def given_mask(mask: Any) -> Mask:
     return mask
 
 
-def given_scale(scale: Any) -> float | None:
-    """A number that scores are multiplied by; None is left for 1 / √(head dim)."""
+def given_scale(scale: Any, head_dim: int) -> float:
+    """The number that scores are multiplied by; where none was given, 1 / √(head dim)."""
+    if scale is None:
+        return max(1, head_dim) ** -0.5  # heads of no width are refused with the tensors, where more can be said
     try:
-        return None if scale is None else float(scale)
+        return float(scale)
     except (TypeError, ValueError):
         raise InputError(f"scale must be a number, or None for 1 / √(head dim); got {scale!r}") from None
 

@@ -14,7 +14,7 @@ from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.flex import Answer, asked_for, mask_of
-from ringspan.frontends.given import given_mask
+from ringspan.frontends.given import given_mask, given_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
@@ -158,7 +158,7 @@ class LocalWorld:
         keys, values = _split(k, kv_layout), _split(v, kv_layout)
         transport = InProcess(self.world)
         transport.traffic = self.traffic
-        call = call_for(plans[0], q, v, scale, backend, score_mod)
+        call = call_for(plans[0], q, v, given_scale(scale, shape.head_dim), backend, score_mod)
         with torch._C.DisableTorchFunction():  # the kernels' own calls, which a `with cp:` block around this one would see
             parts = attend(plans, list(zip(queries, keys, values, strict=True)), call, transport.run)
         back = torch.from_numpy(q_layout.order()).to(q.device).argsort()
