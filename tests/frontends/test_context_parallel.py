@@ -231,6 +231,7 @@ def what_is_refused(rank: int) -> list[str]:
         lambda: cp.shard(torch.zeros(N + 1), dim=0),
         lambda: cp.shard(torch.zeros(N), dim=1),
         lambda: cp.unshard(torch.zeros(N), dim=0),
+        lambda: cp.unshard([mine], dim=0),  # type: ignore[arg-type]
         lambda: cp.unshard(mine, dim=0, grad="average"),  # type: ignore[arg-type]
         lambda: cp.positions("keys"),  # type: ignore[arg-type]
         lambda: rs.attention(mine, mine, mine, plan=rs.plan(rs.full(N), world=7)),
@@ -239,6 +240,7 @@ def what_is_refused(rank: int) -> list[str]:
         lambda: cp.with_mask(torch.ones(N, N)),  # type: ignore[arg-type]
         lambda: rs.ContextParallel(None, rs.causal(N), backend="flsh"),
         lambda: cp.attention(mine, mine, mine, scale="x"),  # type: ignore[arg-type]
+        lambda: cp.attention(*[torch.zeros(1, 1, len(mine), 0)] * 3),
         lambda: cross.shard(torch.zeros(N + 2), dim=0),
         lambda: cross.shard(torch.zeros(N), dim=0, of="kv"),
         lambda: cp.mean([1.0]),  # type: ignore[arg-type]
@@ -264,6 +266,7 @@ def test_bad_input_is_named(pools: Pools) -> None:
         f"InputError: dim 0 of a tensor of shape ({N + 1},) has {N + 1} tokens, but the plan's sequence has {N}",
         "InputError: dim=1 is not a dim",
         "InputError: a tensor of shape",
+        "InputError: unshard takes one tensor, of this rank's tokens; got list: call it for each",
         'InputError: grad must be "replicate" or "partial"',
         'InputError: of must be "q" or "kv"',
         "InputError: this is the plan of rank 0 of 7",
@@ -272,6 +275,7 @@ def test_bad_input_is_named(pools: Pools) -> None:
         "MaskError: the mask says who sees whom: rs.causal(n), or rs.full(n) where everybody sees everybody; got Tensor",
         "UnknownKernel: no kernel is called 'flsh' (did you mean flash?); there are fa4,",
         "InputError: scale must be a number, or None for 1 / √(head dim); got 'x'",
+        "InputError: heads must be at least 1 wide: q (1, 1,",
         f"InputError: dim 0 of a tensor of shape ({N + 2},) has {N + 2} tokens, but the plan's sequence has {N} "
         f"(its keys have {N + 2}: say of='kv'): shard whole sequences",
         f"InputError: dim 0 of a tensor of shape ({N},) has {N} tokens, but the plan's sequence has {N + 2} "

@@ -145,6 +145,8 @@ GOOD = {"mask": rs.causal(N)}
         (qkv(), {"scale": "x"}, rs.InputError, "scale must be a number, .* got 'x'"),
         (qkv(), {"score_mod": 3}, rs.InputError, r"takes \(score, b, h, q, k\).*; 3 does not: 'int' object is not callable"),
         (qkv(), {"score_mod": lambda score: score}, rs.InputError, "does not: .* takes 1 positional argument but 5 were given"),
+        (qkv(), {"score_mod": lambda *given: None}, rs.InputError, "another score, a tensor .* gives None: let it return"),
+        (qkv(), {"score_mod": lambda *given: 0.0}, rs.InputError, "another score, a tensor .* gives 0.0"),
         (qkv(), {"score_mod": rs.alibi(torch.ones(3))}, rs.InputError, "made for 3 heads, but q has 4: .* one row for each"),
         (qkv(), {"score_mod": rs.alibi(torch.ones(5))}, rs.InputError, "made for 5 heads, but q has 4"),
         (qkv(), {"score_mod": rs.relative_bias(torch.ones(1, 3))}, rs.InputError, "made for 1 heads, but q has 4"),

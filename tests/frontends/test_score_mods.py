@@ -80,6 +80,9 @@ RESULT = (torch.zeros(1, H, N, 8), torch.zeros(1, H, N))
     ("make", "message"),
     [
         (lambda: rs.softcap(0.0), "a softcap is a positive number, not 0.0"),
+        (lambda: rs.softcap("x"), "a softcap is a positive number, not 'x'"),  # type: ignore[arg-type]
+        (lambda: rs.alibi_slopes("x"), "the number of query heads, at least 1; got 'x'"),  # type: ignore[arg-type]
+        (lambda: rs.alibi_slopes(0), "the number of query heads, at least 1; got 0"),
         (lambda: rs.relative_bias(torch.zeros(2, 4)), r"an odd number of distances; got \(2, 4\)"),
         (lambda: rs.relative_bias(torch.zeros(5)), r"got \(5,\)"),
         (lambda: rs.relative_bias([[0.0] * 3]), "is a tensor .* got list"),  # type: ignore[arg-type]

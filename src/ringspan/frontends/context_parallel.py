@@ -183,6 +183,8 @@ class ContextParallel(AttentionMode):
         layout = self._layout(of)
         if grad not in ("replicate", "partial"):
             raise InputError(f'grad must be "replicate" or "partial", not {grad!r}')
+        if not isinstance(x, Tensor):
+            raise InputError(f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}: call it for each")
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != layout.counts[self.rank]:
             raise InputError(
                 f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "

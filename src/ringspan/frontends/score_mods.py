@@ -9,6 +9,7 @@ Legend: B batch, H query heads, S queries, E value dim, R distances.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ def softcap(cap: float) -> ScoreMod:
     >>> lse[0, 0, 0].item()  # the first query sees one key; its score would be 229
     2.0
     """
-    if not cap > 0:
-        raise InputError(f"a softcap is a positive number, not {cap}")
+    if not _is_positive(cap, Real, Tensor):
+        raise InputError(f"a softcap is a positive number, not {cap!r}")
 
     def soft_capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -62,6 +63,8 @@ def alibi_slopes(heads: int) -> Tensor:
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
+    if not _is_positive(heads, Integral):
+        raise InputError(f"alibi_slopes takes the number of query heads, at least 1; got {heads!r}")
     return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
 
 
@@ -132,6 +135,10 @@ def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:
         return score_mod
 
     return marked
+
+
+def _is_positive(given: Any, *kinds: Any) -> bool:
+    return isinstance(given, kinds) and bool(given > 0)
 
 
 def _came(given: Any) -> str:

@@ -87,8 +87,17 @@ def mods_of(score_mod: ScoreMod | None, mask_mod: MaskMod | None, like: Tensor) 
 
 
 def _captured_by_score_mod(score_mod: ScoreMod, *example: Tensor) -> tuple[Tensor, ...]:
+    def checked(*given: Tensor) -> Tensor:
+        score = score_mod(*given)
+        if not isinstance(score, Tensor):
+            raise InputError(
+                f"a score_mod gives another score, a tensor made of the one that it is given; {score_mod!r} gives {score!r}: "
+                "let it return one"
+            )
+        return score
+
     try:
-        return captured_by(score_mod, *example)
+        return captured_by(checked, *example)
     except TypeError as error:
         if _takes(score_mod, len(example)):
             raise  # it went wrong inside, and knows best itself
