@@ -10,7 +10,7 @@ from ringspan.layouts import Layout, LayoutLike, areas, make_layout, named_layou
 from ringspan.masks import Mask
 from ringspan.plans import auto, head_split, of_rank
 from ringspan.plans import scene as scenes
-from ringspan.plans.choose import Candidate, Choice
+from ringspan.plans.choose import Candidate, Choice, Hear
 from ringspan.plans.contents import slot_contents
 from ringspan.plans.cost import Cost, cost, tiled_area
 from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
@@ -74,8 +74,13 @@ def best_on(
     strategy: str | Strategy = "auto",
     layout: LayoutLike = "auto",
     kv_layout: LayoutLike | None = None,
+    hear: Hear | None = None,
 ) -> Choice:
-    """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given."""
+    """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given.
+
+    The best is what :func:`plan` makes of the same arguments. ``hear`` is told how far it is: a share of the candidates, and
+    which one is planned.
+    """
     way, q_layout, k_layout = _asked(mask, world, strategy, layout, kv_layout, [])
     return auto.best(
         mask,
@@ -85,6 +90,7 @@ def best_on(
         kv_layout=k_layout,
         machine=named_hardware(hardware),
         shape=_shape(shape),
+        hear=hear,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
 from ringspan.plans.candidates import layouts_for, strategies_for
-from ringspan.plans.choose import Choice, choose
+from ringspan.plans.choose import Choice, Hear, choose
 from ringspan.plans.data import Plan
 from ringspan.plans.hardware import Hardware, hardware
 from ringspan.plans.of_rank import plan_rank
@@ -30,12 +31,15 @@ def best(
     kv_layout: Layout | None,
     machine: Hardware | None,
     shape: Shape | None,
+    hear: Hear | None = None,
 ) -> Choice:
     """The choice of what is None. Keys lie as queries do where ``kv_layout`` is None.
 
-    A machine that nobody named must not refuse a plan for want of memory, and heads that nobody counted are not split.
+    A machine that nobody named must not refuse a plan for want of memory, and heads that nobody counted are not split. Whoever
+    hears how far it is has it found anew, for there is nothing to hear of what is looked up.
     """
-    return _choice(
+    find = _remembered if hear is None else partial(_find, hear=hear)
+    return find(
         mask,
         check_world(world),
         strategy,
@@ -48,8 +52,7 @@ def best(
     )
 
 
-@remember(256)
-def _choice(
+def _find(
     mask: Mask,
     world: int,
     strategy: str | None,
@@ -59,11 +62,15 @@ def _choice(
     shape: Shape,
     may_split_heads: bool,
     must_fit: bool,
+    hear: Hear | None = None,
 ) -> Choice:
     layouts = layouts_for(mask, world, machine) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
     sites = [site_of(mask, one, kv_layout or one, machine, shape, MOST_RANKS) for one in layouts]
-    return choose(sites, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit)
+    return choose(sites, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, hear=hear)
+
+
+_remembered = remember(256)(_find)
 
 
 def site_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Site:
@@ -89,4 +96,4 @@ def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[
 
 
 # What is emptied by those who measure planning.
-CACHES = (_choice,)
+CACHES = (_remembered,)

@@ -38,9 +38,10 @@ COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "reject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was."""
+    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was. ``layout`` is of the queries."""
 
     layout: Layout
+    kv_layout: Layout
     strategy: str
     cost: Cost | None = None
     rejected: str | None = None
@@ -85,6 +86,10 @@ class Choice:
         return f"<Choice of {len(self.candidates)}: {self.best}>"
 
 
+# Hears how large a share of the candidates is decided, and which one is planned now.
+Hear = Callable[[float, str], None]
+
+
 def choose(
     sites: Sequence[Site],
     strategies: Sequence[str],
@@ -92,6 +97,7 @@ def choose(
     *,
     may_split_heads: bool = True,
     must_fit: bool = True,
+    hear: Hear | None = None,
 ) -> Choice:
     """Cost every candidate that could be the fastest by more than a little; all ranks choose alike.
 
@@ -110,7 +116,7 @@ def choose(
             continue
         if isinstance(planner, SPLIT_HEADS) and not may_split_heads:
             why = "how many heads there are was not said: give shape="
-            found.append(_Decided(float("inf"), order, Candidate(layout=site.q_layout, strategy=strategy, rejected=why)))
+            found.append(_Decided(float("inf"), order, _candidate(site, strategy, rejected=why)))
         else:
             glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
             heappush(queue, _Open(_figure(glance), order, False, site, strategy))
@@ -119,16 +125,17 @@ def choose(
         if least_s > (1 - WORTH_PLANNING) * fastest:
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
-            found.append(_Decided(least_s, order, Candidate(layout=site.q_layout, strategy=strategy, rejected=why)))
+            found.append(_Decided(least_s, order, _candidate(site, strategy, rejected=why)))
         elif not is_close:
             closer = least_seconds(parse_strategy(strategy), site)
             heappush(queue, _Open(_figure(closer), order, True, site, strategy))
         else:
+            if hear is not None:
+                hear(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {site.q_layout.name}")
             figures = cost(plans_of(site, strategy), site.machine, site.shape)
             too_large = _too_large(figures, site)
             fastest = fastest if too_large else min(fastest, _figure(figures.seconds))
-            candidate = Candidate(layout=site.q_layout, strategy=strategy, cost=figures, rejected=too_large)
-            found.append(_Decided(least_s, order, candidate))
+            found.append(_Decided(least_s, order, _candidate(site, strategy, cost=figures, rejected=too_large)))
     choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_place)))
     if must_fit and choice.best.rejected:
         why = "; ".join(map(str, choice.candidates))
@@ -145,6 +152,10 @@ class _Open(NamedTuple):
     is_close: bool
     site: Site
     strategy: str
+
+
+def _candidate(site: Site, strategy: str, *, cost: Cost | None = None, rejected: str | None) -> Candidate:
+    return Candidate(layout=site.q_layout, kv_layout=site.kv_layout, strategy=strategy, cost=cost, rejected=rejected)
 
 
 class _Decided(NamedTuple):

@@ -51,6 +51,24 @@ def test_json_is_what_the_cost_model_says(capsys: pytest.CaptureFixture[str]) ->
     assert sum(r["sent_bytes"] for r in found["ranks"]) == sum(r["received_bytes"] for r in found["ranks"])
 
 
+CUTS = np.sort(np.random.default_rng(1).choice(np.arange(1, 2**18), 299, replace=False))
+ASKED: dict[str, tuple[rs.Mask, int, dict[str, str]]] = {
+    "a sample of ranks is compared": (rs.documents(np.diff([0, *CUTS, 2**18]).tolist()), 64, {}),
+    "keys of another length": (rs.full(64, 128), 4, {"strategy": "exchange(stages=1)"}),
+    "keys of another length, laid out": (rs.full(64, 128), 4, {"layout": "zigzag"}),
+    "all is given": (rs.causal(64), 4, {"layout": "striped", "strategy": "pass_q"}),
+}
+
+
+@pytest.mark.parametrize(("mask", "world", "given"), ASKED.values(), ids=ASKED)
+def test_what_it_chooses_is_what_a_plan_is(mask: rs.Mask, world: int, given: dict[str, Any]) -> None:
+    found = study(question(mask, world, **given))
+    plan = rs.plan(mask, world=world, hardware="h200x8", shape=SHAPE, **given)
+    assert found.plans[0].digest == plan.for_heads(SHAPE.heads, SHAPE.kv_heads).digest
+    assert found.cost.is_exact
+    assert found.cost.seconds == plan.cost("h200x8", SHAPE).seconds
+
+
 def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--mask", "window(100)", "--seq-len", "4096", "--world", "4", "--layout", "zigzag", "--rank", "2", *TENSORS]
     assert main(["plan", *words]) == 0
@@ -115,6 +133,8 @@ def test_what_is_sampled_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> No
     assert not any(c["exact"] for c in found["candidates"])
     assert main(["plan", *words]) == 0
     assert "sampled: 6 of 32 ranks" in capsys.readouterr().out
+    assert main(["plan", "--mask", "causal(4096)", "--world", "32", *TENSORS]) == 0
+    assert "exact: all 32 ranks were planned and walked through; candidates compared by 16" in capsys.readouterr().out
 
 
 def test_thousands_of_ranks_say_what_was_not_tried() -> None:

@@ -53,7 +53,7 @@ No GPU, no tensors and no other processes are needed: the machine is a model, an
         "--cost-ranks",
         type=int,
         metavar="N",
-        help="plan and cost this many ranks of each candidate (default: all up to 256, fewer beyond, and the report says so)",
+        help="walk this many ranks of what is chosen (default: all up to 256, fewer beyond, and the report says so)",
     )
     show = parser.add_argument_group("what to show")
     show.add_argument("--rank", type=int, default=0, metavar="R", help="whose steps to print (default 0)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from ringspan.plans.data import PHASES
 
 
 def facts(study: Study) -> dict[str, Any]:
-    """Seconds are those of the slowest rank that was costed; ``exact`` says whether all were."""
+    """Seconds are those of the slowest rank that was walked; ``exact`` says whether all were. The candidates, the best among
+    them, are as they were compared."""
     asked, cost, plan = study.question, study.cost, study.plans[0]
     return {
         "ringspan": rs.__version__,
@@ -33,7 +34,7 @@ def facts(study: Study) -> dict[str, Any]:
         "hardware": asdict(asked.machine),
         "shape": asdict(asked.shape),
         "chosen": {
-            **_candidate(study.best),
+            **_candidate(replace(study.best, cost=cost)),
             "digest": plan.digest,
             "balance": balance(asked.mask, plan.q_layout),
         },

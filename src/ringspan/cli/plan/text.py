@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from ringspan.cli.plan.units import seconds, size
+from ringspan.plans.auto import MOST_RANKS
 
 FIRST_STEPS, LAST_STEPS = 8, 2
 
@@ -35,11 +36,12 @@ def text(found: dict[str, Any]) -> str:
 
 def basis(found: dict[str, Any]) -> str:
     """What the figures stand on."""
+    compared = "" if all(c["exact"] in (True, None) for c in found["candidates"]) else f"; candidates compared by {MOST_RANKS}"
     if found["exact"]:
-        return f"exact: all {found['world']:,} ranks were planned and walked through; the machine is a model"
+        return f"exact: all {found['world']:,} ranks were planned and walked through{compared}; the machine is a model"
     return (
         f"sampled: {len(found['costed_ranks'])} of {found['world']:,} ranks were planned and walked through, among them the "
-        "busiest; the others are taken to keep pace with their neighbours"
+        f"busiest{compared}; the others are taken to keep pace with their neighbours"
     )
 
 
