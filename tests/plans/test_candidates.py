@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 import ringspan as rs
-from ringspan.plans import HARDWARE, Hardware, Speed
+from ringspan.layouts import named_layout
+from ringspan.plans import HARDWARE, Hardware, Speed, best_on
 from ringspan.plans.candidates import MANY_RANKS, layouts_for, strategies_for
-from tests.plans.machines import SLOW
+from tests.plans.machines import LAPTOP, SLOW
 
 H200 = HARDWARE["h200"]
 SLOW_IN_WINDOWS = replace(SLOW, forward=Speed(full=4.0, causal=4.0, window=1.0))
@@ -21,7 +22,13 @@ LAYOUTS: list[tuple[rs.Mask, int, Hardware, list[str]]] = [
     (rs.full(64), 4, H200, EVEN),
     # zigzag is even, contiguous fetches less
     (rs.causal(64), 4, H200, ZIGZAG),
-    (rs.full(64), 4, SLOW_IN_WINDOWS, ["contiguous", "round_robin"]),
+    # windows are cut into triangles and rectangles, where that is faster and there are any
+    (rs.full(64), 4, SLOW_IN_WINDOWS, EVEN),
+    (rs.causal(64), 4, SLOW_IN_WINDOWS, ZIGZAG),
+    (rs.full(2048) & rs.window(left=256, right=256), 2, H200, EVEN),
+    (rs.full(2048) & rs.window(left=256, right=256), 2, LAPTOP, ["contiguous", "round_robin"]),
+    # zigzag is faster than round_robin, and fetches less
+    (rs.documents([1638, 2730, 2048, 1776]) & rs.window(left=300), 2, LAPTOP, ZIGZAG),
     # documents of one length are even as they lie
     (rs.documents([16] * 8), 4, H200, EVEN),
     (rs.documents([900, 3000, 100, 96]), 4, H200, ["contiguous", "zigzag", "balanced", "per_document"]),
@@ -32,7 +39,16 @@ LAYOUTS: list[tuple[rs.Mask, int, Hardware, list[str]]] = [
 
 @pytest.mark.parametrize(("mask", "world", "machine", "names"), LAYOUTS)
 def test_a_layout_that_asks_for_more_is_not_looked_at(mask: rs.Mask, world: int, machine: Hardware, names: list[str]) -> None:
-    assert [layout.name for layout in layouts_for(mask, world, machine)] == names
+    assert [layout.name for layout in layouts_for(mask, world, machine, SHAPE)] == names
+
+
+@pytest.mark.parametrize(("of_keys", "names"), [("contiguous", EVEN), ("zigzag", ZIGZAG)])
+def test_how_many_keys_are_fetched_depends_on_where_they_lie(of_keys: str, names: list[str]) -> None:
+    """Two documents to a rank: nothing is fetched by queries that lie where their keys do."""
+    mask = rs.documents([16] * 8)
+    kv_layout, _ = named_layout(of_keys, mask, 4)
+    assert [layout.name for layout in layouts_for(mask, 4, H200, SHAPE, kv_layout)] == names
+    assert best_on(mask, world=4, hardware=H200, shape=SHAPE, kv_layout=kv_layout).best.layout.name == of_keys
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def _find(
     must_fit: bool,
     hear: Hear | None = None,
 ) -> Choice:
-    layouts = layouts_for(mask, world, machine) if layout is None else [layout]
+    layouts = layouts_for(mask, world, machine, shape, kv_layout) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
     sites = [site_of(mask, one, kv_layout or one, machine, shape, MOST_RANKS) for one in layouts]
     return choose(sites, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, hear=hear)

@@ -7,6 +7,7 @@ import numpy as np
 from ringspan.layouts import Layout, areas, balance, named_layout
 from ringspan.layouts.auto import GOOD_ENOUGH
 from ringspan.masks import Mask
+from ringspan.plans.cost import rounded
 from ringspan.plans.exchange import Exchange
 from ringspan.plans.gather import Gather
 from ringspan.plans.hardware import Hardware
@@ -17,6 +18,8 @@ from ringspan.plans.registry import Strategy, spec
 from ringspan.plans.ring import Ring
 from ringspan.plans.scene import needed_rows
 from ringspan.plans.shape import Shape
+from ringspan.plans.site import Site
+from ringspan.plans.travellers import KEYS
 from ringspan.plans.ulysses import Ulysses
 
 # Where a simple layout has at most this balance, one that looks at the work could save too little to be made.
@@ -29,21 +32,35 @@ FOR_SLOW_WINDOWS = "round_robin"
 MANY_RANKS = 1024
 
 
-def layouts_for(mask: Mask, world: int, machine: Hardware) -> list[Layout]:
-    """Each once, and none that asks for as much work and as many keys as a simpler one."""
+def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layout: Layout | None = None) -> list[Layout]:
+    """Each once, and none that asks for as much work and as many keys as a simpler one. Keys lie as queries do where
+    ``kv_layout`` is None."""
     if world > MANY_RANKS:
         return _quick_layouts(mask, world)
+    slow_windows = _has_slow_windows(mask, machine)
     found: list[Layout] = []
-    asked: list[tuple[int, int]] = []
-    for name in ("contiguous", "zigzag", *_by_work(mask, world)):
+    asked: list[tuple[float, int]] = []
+    for name in ("contiguous", "zigzag", *_by_work(mask, world), *([FOR_SLOW_WINDOWS] if slow_windows else [])):
         layout, _ = named_layout(name, mask, world)
-        pairs, keys = int(areas(mask, layout).max(initial=0)), _most_fetched(mask, layout)
-        if not any(p <= pairs and k <= keys for p, k in asked):
+        keys_at = kv_layout or layout
+        # A layout for slow windows has no fewer pairs than others, and faster ones.
+        work = _seconds(mask, layout, keys_at, machine, shape) if slow_windows else areas(mask, layout).max(initial=0)
+        keys = _most_fetched(mask, layout, keys_at)
+        if not any(w <= work and k <= keys for w, k in asked):
             found.append(layout)
-            asked.append((pairs, keys))
-    if machine.forward.window < machine.forward.causal / 2:
-        found.append(named_layout(FOR_SLOW_WINDOWS, mask, world)[0])
+            asked.append((work, keys))
     return found
+
+
+def _has_slow_windows(mask: Mask, machine: Hardware) -> bool:
+    return machine.forward.window < machine.forward.causal / 2 and any(b.cut_below and b.cut_above for b in mask.bands)
+
+
+def _seconds(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape) -> float:
+    """Of computing, on the busiest rank."""
+    ranks = tuple(range(q_layout.world))
+    site = Site(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
+    return rounded(site.busiest(KEYS))
 
 
 def _by_work(mask: Mask, world: int) -> list[str]:
@@ -65,23 +82,20 @@ def _quick_layouts(mask: Mask, world: int) -> list[Layout]:
     return [*simple, *([named_layout("round_robin", mask, world)[0]] if uneven else [])]
 
 
-def _most_fetched(mask: Mask, layout: Layout) -> int:
+def _most_fetched(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
     """The keys of others that a rank needs, or that others need of it; the most on any rank."""
-    if mask.lengths[0] != mask.lengths[1]:  # where the keys lie is another question
-        return 0
-    away = needed_rows(mask, layout, layout) * (1 - np.eye(layout.world, dtype=np.int64))
+    away = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(q_layout.world, dtype=np.int64))
     return int(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
 
 
-def strategies_for(world: int, machine: Hardware, shape: Shape, *, split_heads: bool = True) -> list[str]:
-    """``split_heads``: also those that depend on how many heads there are."""
+def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
     if world == 1:
         return [spec(Gather())]
     found: list[Strategy] = [Exchange(stages=1), Exchange(stages=2), Ring(), Gather()]
-    if split_heads and world <= shape.heads:
+    if world <= shape.heads:
         found.append(Ulysses(heads=shape.heads, kv_heads=shape.kv_heads))
     if machine.per_node < world:
         found.append(Hierarchical(per_node=machine.per_node))
-        if split_heads and world % machine.per_node == 0 and machine.per_node > 1:
+        if world % machine.per_node == 0 and machine.per_node > 1:
             found.append(Hybrid(per_node=machine.per_node, heads=shape.heads, kv_heads=shape.kv_heads))
     return [spec(strategy) for strategy in (*found, PassQ())]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.plans.bound import least_seconds
-from ringspan.plans.cost import Cost, cost
+from ringspan.plans.cost import Cost, cost, rounded
 from ringspan.plans.data import Plan
 from ringspan.plans.exchange import Exchange
 from ringspan.plans.gather import Gather
@@ -119,7 +119,7 @@ def choose(
             found.append(_Decided(float("inf"), order, _candidate(site, strategy, rejected=why)))
         else:
             glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
-            heappush(queue, _Open(_figure(glance), order, False, site, strategy))
+            heappush(queue, _Open(rounded(glance), order, False, site, strategy))
     while queue:
         least_s, order, is_close, site, strategy = heappop(queue)
         if least_s > (1 - WORTH_PLANNING) * fastest:
@@ -128,13 +128,13 @@ def choose(
             found.append(_Decided(least_s, order, _candidate(site, strategy, rejected=why)))
         elif not is_close:
             closer = least_seconds(parse_strategy(strategy), site)
-            heappush(queue, _Open(_figure(closer), order, True, site, strategy))
+            heappush(queue, _Open(rounded(closer), order, True, site, strategy))
         else:
             if hear is not None:
                 hear(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {site.q_layout.name}")
             figures = cost(plans_of(site, strategy), site.machine, site.shape)
             too_large = _too_large(figures, site)
-            fastest = fastest if too_large else min(fastest, _figure(figures.seconds))
+            fastest = fastest if too_large else min(fastest, rounded(figures.seconds))
             found.append(_Decided(least_s, order, _candidate(site, strategy, cost=figures, rejected=too_large)))
     choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_place)))
     if must_fit and choice.best.rejected:
@@ -173,8 +173,8 @@ def _place(decided: _Decided) -> tuple[float, ...]:
     if figures is None:
         return 2, decided.least_s, decided.order
     if decided.candidate.rejected:
-        return 1, figures.memory_bytes, _figure(figures.seconds), decided.order
-    return 0, _figure(figures.seconds), decided.order
+        return 1, figures.memory_bytes, rounded(figures.seconds), decided.order
+    return 0, rounded(figures.seconds), decided.order
 
 
 def _too_large(figures: Cost, site: Site) -> str | None:
@@ -182,11 +182,6 @@ def _too_large(figures: Cost, site: Site) -> str | None:
         return None
     needed, there = figures.memory_bytes / 2**30, site.machine.memory / 2**30
     return f"needs {needed:,.1f} GiB for buffers and the kernel, and a device has {there:,.1f}"
-
-
-def _figure(seconds: float) -> float:
-    """Rounded, so that ranks with other processors, whose sums differ in the last bit, find the same order."""
-    return float(f"{seconds:.6g}")
 
 
 def _ms(seconds: float) -> str:
