@@ -58,24 +58,60 @@ def test_no_plan_is_faster_and_most_are_hardly_slower(name: str, strategy: str, 
         assert KNOWN.get(strategy.partition("(")[0], 0.0) * taken <= least <= 1.001 * taken, layout_name
 
 
-def alike(machine: rs.Hardware) -> rs.Hardware:
-    """The machine if all kinds of bands were as fast as the fastest: two triangles are no slower than one rectangle."""
-    forward, backward = (Speed(full=x.best, causal=x.best, window=x.best) for x in (machine.forward, machine.backward))
-    return replace(machine, forward=forward, backward=backward, tile=0)
+RATES = st.integers(1, 1000).map(lambda rate: rate * 1e11)
+
+
+def machines(speeds: st.SearchStrategy[Speed]) -> st.SearchStrategy[rs.Hardware]:
+    """Tiles apart, which round what is computed a little differently before and after tiles are joined."""
+    bases = st.sampled_from([SLOW, LAPTOP, HARDWARE["h200"]])
+    return st.builds(
+        lambda base, forward, backward: replace(base, forward=forward, backward=backward, tile=0), bases, speeds, speeds
+    )
+
+
+ANY_SPEED = st.builds(Speed, full=RATES, causal=RATES, window=RATES)
+# A triangle that is joined with its complement to a rectangle is not faster for it.
+RISING = st.lists(RATES, min_size=3, max_size=3).map(sorted).map(lambda x: Speed(full=x[0], causal=x[1], window=x[2]))
+ON = st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balanced"])
+
+
+def check_bound(mask: rs.Mask, layout: str, strategy: str, machine: rs.Hardware) -> None:
+    q_layout, kv_layout = LAYOUTS[layout](mask, 4), LAYOUTS[layout](mask.transposed, 4)
+    site = site_of(mask, q_layout, kv_layout, machine, SHAPE, 4)
+    assert least_seconds(parse_strategy(strategy), site) <= (1 + 1e-6) * exact(site, strategy)
+
+
+@given(masks(40, leaves=3), ON, st.sampled_from(STRATEGIES), machines(RISING))
+def test_no_plan_of_any_mask_is_faster_where_no_kind_is_slower_than_a_simpler_one(
+    drawn: Drawn, layout: str, strategy: str, machine: rs.Hardware
+) -> None:
+    check_bound(drawn.mask, layout, strategy, machine)
 
 
 @given(
-    masks(40, leaves=3),
-    st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balanced"]),
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.integers(0, 40),
+    ON,
     st.sampled_from(STRATEGIES),
-    st.sampled_from([alike(SLOW), alike(LAPTOP), alike(HARDWARE["h200"])]),
+    machines(ANY_SPEED),
 )
-def test_no_plan_of_any_mask_is_faster_where_kinds_of_bands_are_alike(
-    drawn: Drawn, layout: str, strategy: str, machine: rs.Hardware
+def test_no_plan_of_documents_and_windows_is_faster_whatever_the_speeds(
+    lengths: list[int], left: int, layout: str, strategy: str, machine: rs.Hardware
 ) -> None:
-    q_layout, kv_layout = LAYOUTS[layout](drawn.mask, 4), LAYOUTS[layout](drawn.mask.transposed, 4)
-    site = site_of(drawn.mask, q_layout, kv_layout, machine, SHAPE, 4)
-    assert least_seconds(parse_strategy(strategy), site) <= (1 + 1e-6) * exact(site, strategy)
+    check_bound(rs.documents(lengths) & rs.window(left=left), layout, strategy, machine)
+
+
+# As one was calibrated: triangles are a little faster than rectangles.
+TRIANGLES_FIRST = replace(
+    LAPTOP,
+    forward=Speed(full=71.81e9, causal=72.91e9, window=31.94e9),
+    backward=Speed(full=70.94e9, causal=71.48e9, window=44.95e9),
+)
+
+
+@pytest.mark.parametrize("strategy", ["exchange(stages=1)", "gather(stages=1)"])
+def test_a_rectangle_that_is_joined_to_a_triangle_counts_as_one(strategy: str) -> None:
+    check_bound(rs.causal(65536), "zigzag", strategy, TRIANGLES_FIRST)
 
 
 def test_nothing_is_known_of_a_strategy_of_your_own() -> None:

@@ -1,9 +1,10 @@
 """How long a strategy takes at least, without planning it.
 
-Its steps are walked as those of a plan are, with what is known beforehand: the tiles of a layout, each at the speed of its kind
-before any of them are joined, one launch for what a step computes, and the rows that have to travel. Planning can only add to
-that: more launches, slower kinds, messages that have to be packed. With one exception: bands that complement each other, as two
-triangles do, may join to one of a faster kind. Masks are seldom written so, and the error is no larger than the kinds differ.
+Its steps are walked as those of a plan are, with what is known beforehand: the tiles of a layout, each at the best speed of the
+kinds it may be joined into, one launch for what a step computes, and the rows that have to travel. Planning can only add to
+that: more launches, slower kinds, messages that have to be packed. With one exception: bands of a mask that complement each
+other, as two triangles do, may join to one of a faster kind. Masks are seldom written so, and the error is no larger than the
+kinds differ.
 """
 
 from __future__ import annotations

@@ -126,15 +126,15 @@ class Site:
 
 
 def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, Seconds]:
-    """What the pairs of each band take, launches apart; see :func:`ringspan.plans.cost.tiled_area`."""
+    """What the pairs of each band take at least, launches apart; see :func:`ringspan.plans.cost.tiled_area`.
+
+    What a layout has cut apart may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals stay, so
+    that a tile becomes part of a band with as many cuts or more, and it counts at the best speed among those.
+    """
     q0, q1, k0, k1, lo, hi = bands.T
     kind = (lo > k0 - q1 + 1).astype(np.int64) + (hi < k1 - 1 - q0)
     across = np.minimum(machine.tile, hi - lo + 1)
     tiled = area(bands) + kind * across / 2 * np.minimum(q1 - q0, k1 - k0)
     speeds = {"forward": machine.forward, "backward": machine.backward}
-    return {
-        phase: tiled
-        * (shape.heads * flops_per_pair(shape, phase))
-        / np.array([of_kind(speeds[phase], cuts) for cuts in range(3)])[kind]
-        for phase in PHASES
-    }
+    best = {phase: [max(of_kind(speeds[phase], cuts) for cuts in range(fewest, 3)) for fewest in range(3)] for phase in PHASES}
+    return {phase: tiled * (shape.heads * flops_per_pair(shape, phase)) / np.array(best[phase])[kind] for phase in PHASES}
