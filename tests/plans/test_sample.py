@@ -77,3 +77,17 @@ def test_a_sample_has_the_size_asked_for_the_busiest_rank_and_the_one_that_fetch
     assert int(areas(mask, made).argmax()) in ranks
     away = needed_rows(mask, made, made) * (1 - np.eye(40, dtype=np.int64))
     assert most == 1 or int(np.maximum(away.sum(axis=0), away.sum(axis=1)).argmax()) in ranks
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_what_is_taken_was_planned_on_every_rank(seed: int) -> None:
+    """Of packed documents a few ranks may have to do with the longest, and pass it on: no sample knows them all."""
+    share = np.random.default_rng(seed).lognormal(size=200)
+    cuts = np.round(np.cumsum(share) / share.sum() * 2**18).astype(int)
+    mask, shape = rs.documents(np.diff(cuts, prepend=0)), rs.Shape(heads=64, kv_heads=8, head_dim=128)
+    found = rs.best_on(mask, world=40, hardware="h200x8", shape=shape)
+    assert found.best.cost is not None
+    assert found.best.cost.is_exact
+    for candidate in found.candidates:
+        plan = rs.plan(mask, world=40, strategy=candidate.strategy, layout=candidate.layout)
+        assert found.best.cost.seconds <= 1.02 * plan.cost("h200x8", shape).seconds

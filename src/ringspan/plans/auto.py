@@ -18,7 +18,7 @@ from ringspan.plans.site import Site
 from ringspan.remember import remember
 
 ASSUMED = "h200x8"
-# So many ranks are planned to cost a candidate; all, if there are no more.
+# So many ranks are planned to see what a candidate costs at least; all, if there are no more.
 MOST_RANKS = 16
 
 

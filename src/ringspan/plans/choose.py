@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from ringspan.plans.ulysses import Ulysses
 
 # A candidate that could save less than this is not planned: the model of a machine is not that good.
 WORTH_PLANNING = 0.02
+# Of so many ranks all are planned before a candidate is taken; of more, a sample.
+FEW_RANKS = 256
 # Who computes what follows from the layout alone: for a rank's own queries, or with its own keys.
 TRAVELLERS: dict[type, Traveller] = {Exchange: KEYS, Gather: KEYS, Ring: KEYS, Hierarchical: KEYS, PassQ: QUERIES}
 # They depend on how many heads there are.
@@ -104,8 +107,8 @@ def choose(
     There is a site for each layout, the simpler first. ``plans_of`` makes the plans of the ranks that a site looks at. Where
     nothing fits into memory it raises, or, if it need not fit, the candidate that takes the least comes first.
 
-    What looks best is looked at next: more closely, if it has only been glanced at, else by planning it. So most candidates are
-    never planned, and many are hardly looked at.
+    What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are many, then
+    all of them. So most candidates are never planned, and many are hardly looked at.
     """
     found: list[_Decided] = []
     fastest = float("inf")
@@ -119,20 +122,24 @@ def choose(
             found.append(_Decided(float("inf"), order, _candidate(site, strategy, rejected=why)))
         else:
             glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
-            heappush(queue, _Open(rounded(glance), order, False, site, strategy))
+            heappush(queue, _Open(rounded(glance), order, Look.GLANCE, site, strategy))
     while queue:
-        least_s, order, is_close, site, strategy = heappop(queue)
+        least_s, order, look, site, strategy = heappop(queue)
         if least_s > (1 - WORTH_PLANNING) * fastest:
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
             found.append(_Decided(least_s, order, _candidate(site, strategy, rejected=why)))
-        elif not is_close:
+        elif look == Look.GLANCE:
             closer = least_seconds(parse_strategy(strategy), site)
-            heappush(queue, _Open(rounded(closer), order, True, site, strategy))
+            heappush(queue, _Open(rounded(closer), order, Look.BOUND, site, strategy))
         else:
             if hear is not None:
                 hear(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {site.q_layout.name}")
             figures = cost(plans_of(site, strategy), site.machine, site.shape)
+            if not figures.is_exact and site.world <= FEW_RANKS:
+                # A rank that was not looked at can only make it slower.
+                heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Look.SAMPLE, site.whole, strategy))
+                continue
             too_large = _too_large(figures, site)
             fastest = fastest if too_large else min(fastest, rounded(figures.seconds))
             found.append(_Decided(least_s, order, _candidate(site, strategy, cost=figures, rejected=too_large)))
@@ -143,13 +150,21 @@ def choose(
     return choice
 
 
+class Look(IntEnum):
+    """How closely a candidate has been looked at."""
+
+    GLANCE = 0
+    BOUND = 1
+    SAMPLE = 2
+
+
 class _Open(NamedTuple):
-    """A candidate that is not decided yet: how long it takes at least, and whether that was looked at closely. The smallest is
-    the next; of equals, the simpler."""
+    """A candidate that is not decided yet: how long it takes at least, and on what look that stands. The smallest is the next;
+    of equals, the simpler."""
 
     least_s: float
     order: int
-    is_close: bool
+    look: Look
     site: Site
     strategy: str
 
@@ -185,4 +200,9 @@ def _too_large(figures: Cost, site: Site) -> str | None:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g}"
+    """
+    >>> _ms(0.00123456), _ms(1.6189)
+    ('1.23', '1,619')
+    """
+    ms = seconds * 1e3
+    return f"{ms:,.3g}" if ms < 999.5 else f"{ms:,.0f}"

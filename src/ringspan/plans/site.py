@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -50,6 +50,11 @@ class Site:
     @property
     def world(self) -> int:
         return self.q_layout.world
+
+    @cached_property
+    def whole(self) -> Site:
+        """The same, with all ranks looked at."""
+        return replace(self, ranks=tuple(range(self.world)))
 
     @cached_property
     def keys_travel(self) -> Demand:
