@@ -112,7 +112,7 @@ def test_of_those_that_cost_the_same_the_simpler_one_is_taken(mask: rs.Mask, mac
 @pytest.mark.parametrize("last_bit", [-1e-12, 0.0, 1e-12])
 def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever takes a second and could take 0.98 is just worth planning, on every processor."""
-    taken = SimpleNamespace(seconds=1 + last_bit, memory_bytes=0)
+    taken = SimpleNamespace(is_exact=True, seconds=1 + last_bit, memory_bytes=0)
     monkeypatch.setattr(choosing, "cost", lambda *_: taken)
     monkeypatch.setattr(choosing, "least_seconds", lambda *_: 0.98)
     layout = LAYOUTS["contiguous"](rs.causal(64), 2)
