@@ -130,11 +130,20 @@ def test_what_is_sampled_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> No
     found = told(capsys, *words)
     assert found["exact"] is False
     assert len(found["costed_ranks"]) == len(found["ranks"]) == 6
-    assert not any(c["exact"] for c in found["candidates"])
     assert main(["plan", *words]) == 0
     assert "sampled: 6 of 32 ranks" in capsys.readouterr().out
-    assert main(["plan", "--mask", "causal(4096)", "--world", "32", *TENSORS]) == 0
-    assert "exact: all 32 ranks were planned and walked through; candidates compared by 16" in capsys.readouterr().out
+
+
+def test_candidates_are_compared_by_all_ranks_up_to_256_and_by_some_of_more(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mask", "causal(4096)", "--layout", "zigzag", "--strategy", "exchange(stages=1)", *TENSORS]
+    assert [c["exact"] for c in told(capsys, *words, "--world", "32")["candidates"]] == [True]
+    assert main(["plan", *words, "--world", "32"]) == 0
+    text = capsys.readouterr().out
+    assert "exact: all 32 ranks were planned and walked through" in text
+    assert "candidates compared" not in text
+    assert [c["exact"] for c in told(capsys, *words, "--world", "300", "--cost-ranks", "4")["candidates"]] == [False]
+    assert main(["plan", *words, "--world", "300", "--cost-ranks", "4"]) == 0
+    assert "candidates compared by 16" in capsys.readouterr().out
 
 
 def test_thousands_of_ranks_say_what_was_not_tried() -> None:
