@@ -66,5 +66,14 @@ def test_strategies_that_the_machine_and_the_heads_allow(world: int, per_node: i
     assert found == ["exchange", "exchange", "ring", "gather", *more, "pass_q"]
 
 
+def test_where_there_are_no_heads_none_are_split() -> None:
+    none, nodes_of_2 = rs.Shape(heads=0, kv_heads=4, head_dim=64), replace(H200, per_node=2)
+    found = best_on(rs.causal(64), world=4, hardware=nodes_of_2, shape=none)
+    assert not {"ulysses", "hybrid"} & {c.strategy.partition("(")[0] for c in found.candidates}
+    for strategy in ("ulysses", "hybrid(per_node=2)"):
+        with pytest.raises(rs.PlanError, match="at least 1; got heads=0, kv_heads=4"):
+            best_on(rs.causal(64), world=4, hardware=nodes_of_2, shape=none, strategy=strategy)
+
+
 def test_one_rank_has_nothing_to_exchange() -> None:
     assert strategies_for(1, H200, SHAPE) == ["gather(stages=1)"]

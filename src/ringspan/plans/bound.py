@@ -102,12 +102,13 @@ def _head_split(site: Site, per_node: int, whole: dict[Phase, float]) -> dict[Ph
     kept = -(-shape.heads // per_node)
     far = max(0, shape.heads - kept * min(per_node, machine.per_node))
     rows = max(site.q_layout.counts[rank] for rank in site.ranks)
+    share = kept / shape.heads if shape.heads else 0.0
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
         leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - kept) for what in ("q", RESULTS[phase][0])]
         moved = np.zeros((2, 1, 3))
         moved[1 if far else 0, 0, [0, 2]] = leaving
-        found[phase] = _alone(np.array([[0.0, whole[phase] * kept / shape.heads, 0.0]]))._replace(
+        found[phase] = _alone(np.array([[0.0, whole[phase] * share, 0.0]]))._replace(
             wire=wire_seconds(moved, moved, machine), copying=moved.sum(axis=0) / machine.copy_bytes_per_s
         )
     return found

@@ -96,6 +96,6 @@ def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
         found.append(Ulysses(heads=shape.heads, kv_heads=shape.kv_heads))
     if machine.per_node < world:
         found.append(Hierarchical(per_node=machine.per_node))
-        if world % machine.per_node == 0 and machine.per_node > 1:
+        if world % machine.per_node == 0 and machine.per_node > 1 and shape.heads:
             found.append(Hybrid(per_node=machine.per_node, heads=shape.heads, kv_heads=shape.kv_heads))
     return [spec(strategy) for strategy in (*found, PassQ())]

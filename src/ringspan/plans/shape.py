@@ -15,8 +15,8 @@ ROW_ALIGNMENT = 16
 
 WAYS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
 
-# Of a field of a shape. A batch may be empty.
-FEWEST = {"heads": 0, "kv_heads": 1, "head_dim": 1, "batch": 0}
+# Of a field of a shape, where it is given. A batch may be empty, and queries may have no heads.
+FEWEST = {"heads": 0, "kv_heads": 1, "head_dim": 1, "v_dim": 1, "batch": 0}
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -36,7 +36,8 @@ class Shape:
         if self.dtype not in ITEM_BYTES:
             raise InputError(f"attention is computed in {', '.join(ITEM_BYTES)}; got {self.dtype}")
         for name, fewest in FEWEST.items():
-            _check_count(name, getattr(self, name), fewest)
+            if name != "v_dim" or self.v_dim is not None:
+                _check_count(name, getattr(self, name), fewest)
         if self.heads % self.kv_heads:
             raise InputError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly: give a multiple of the key heads"
@@ -58,7 +59,7 @@ class Shape:
         >>> Shape(heads=32, kv_heads=8, head_dim=192, v_dim=128).words
         'batch 1, 32 query heads, 8 key heads, 192/128 wide, bfloat16'
         """
-        width = f"{self.head_dim}/{self.v_dim}" if self.v_dim else f"{self.head_dim}"
+        width = f"{self.head_dim}/{self.v_dim}" if self.v_dim is not None else f"{self.head_dim}"
         return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, {width} wide, {self.dtype}"
 
     def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
