@@ -85,11 +85,11 @@ def plans_at(site: Site, strategy: str) -> Sequence[Plan]:
 def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[str]:
     """What a plan notes of its choice: what it is the best of, on what that stands, and the candidates as a table."""
     at, tensors = machine or hardware(ASSUMED), shape or EXAMPLE
-    candidate = choice.best
-    lines = [
-        f"{candidate.strategy} on {candidate.layout.name}: the best of {len(choice.candidates)} candidates on {at.name}, "
-        f"nodes of {at.per_node}; {tensors.words}"
-    ]
+    chosen, planned = choice.best, sum(candidate.cost is not None for candidate in choice.candidates)
+    why = f"the best of {len(choice.candidates)} candidates"
+    if chosen.rejected:
+        why = f"takes the least memory of {planned} candidates that were planned, none of which fits,"
+    lines = [f"{chosen.strategy} on {chosen.layout.name}: {why} on {at.name}, nodes of {at.per_node}; {tensors.words}"]
     assumed = {"hardware=": machine, "shape=": shape}
     name_them = " and ".join(name for name, given in assumed.items() if given is None)
     return [*lines, *([f"assumed where not given: name yours with {name_them}"] if name_them else []), *choice.table()]
