@@ -7,7 +7,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.layouts import named_layout
-from ringspan.plans.scene import seen_ranks
+from ringspan.plans.scene import estimated_tiles, seen_ranks, whole_tiles
 from tests.plans.examples import MASKS, layouts_for
 
 
@@ -23,3 +23,12 @@ def test_who_sees_whom_is_what_the_dense_mask_shows(mask: rs.Mask, world: int) -
             for q in range(world)
         ]
         assert seen_ranks(mask, q_layout, kv_layout).tolist() == shown, name
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_there_are_no_more_tiles_than_estimated_where_spans_have_no_gaps(mask: rs.Mask, layout: str) -> None:
+    q_layout, _ = named_layout(layout, mask, 3)
+    kv_layout, _ = named_layout(layout, mask.transposed, 3)
+    tiles = whole_tiles(mask, q_layout, kv_layout)
+    assert len(tiles.bands) <= estimated_tiles(mask, q_layout, kv_layout)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ringspan.layouts import Layout, areas
 from ringspan.masks import Mask
 from ringspan.plans.hardware import Hardware
-from ringspan.plans.scene import most_tiles, needed_rows
+from ringspan.plans.scene import estimated_tiles, needed_rows
 
 # Who needs whose rows is looked at where that makes no more tiles than these. Masks that make more, on that many ranks, show
 # nearly everything to nearly everybody, and all ranks wait for about as many.
@@ -42,7 +42,7 @@ def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, m
 def _wire(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:
     """How long each rank's keys, and those of its own that others need, keep the slower of its links, by rows."""
     world = q_layout.world
-    if most_tiles(mask, q_layout, kv_layout) > MANY_TILES:
+    if estimated_tiles(mask, q_layout, kv_layout) > MANY_TILES:
         return np.zeros(world)
     rows = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(world, dtype=np.int64))
     node = np.arange(world) // machine.per_node

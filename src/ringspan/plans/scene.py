@@ -53,7 +53,7 @@ class Scene:
 # Strategies that are compared with each other ask the same questions, and so do ranks that are planned one after the other.
 @remember(64)
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
-    if most_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
+    if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
         tiles = whole_tiles(mask, q_layout, kv_layout)
         return _where(tiles, tiles.q_rank == rank)
     return cut(mask, q_layout.pieces.of(rank), kv_layout.pieces)
@@ -61,7 +61,7 @@ def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
 
 @remember(64)
 def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
-    if most_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
+    if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
         tiles = whole_tiles(mask, q_layout, kv_layout)
         return _where(tiles, tiles.k_rank == rank)
     return cut(mask, q_layout.pieces, kv_layout.pieces.of(rank))
@@ -74,8 +74,9 @@ def whole_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> Tiles:
 
 
 @remember(8)
-def most_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """How many tiles there can be for all ranks: each band has no more than its pieces of queries times its pieces of keys."""
+def estimated_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
+    """About how many tiles there are for all ranks: a band has no more than its pieces of queries times its pieces of keys,
+    unless their steps differ, where pieces are taken apart."""
     q0, q1, k0, k1, _, _ = mask.table.T
     queries = tables.count_overlapping(q0, q1, *q_layout.pieces.extent)
     keys = tables.count_overlapping(k0, k1, *kv_layout.pieces.extent)
@@ -148,4 +149,4 @@ def bands_by_group(bands: Table, group: Ints) -> dict[int, tuple[Band, ...]]:
 
 
 # What is emptied by those who measure planning.
-CACHES = (whole_tiles, most_tiles, _seen, _seeing, needed_rows)
+CACHES = (whole_tiles, estimated_tiles, _seen, _seeing, needed_rows)
