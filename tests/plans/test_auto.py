@@ -104,3 +104,9 @@ def test_a_repeated_choice_is_looked_up() -> None:
     again = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
     assert again is not first
     assert again.table() == first.table()
+
+
+@pytest.mark.parametrize(("world", "is_said"), [(8, False), (300, True)])
+def test_a_sample_is_said_to_be_one(world: int, is_said: bool) -> None:
+    plan = rs.plan(rs.causal(2048), world=world, strategy="exchange(stages=1)")
+    assert (f"sampled: 16 of {world} ranks were planned" in plan.explain()) is is_said

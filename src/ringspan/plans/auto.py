@@ -90,6 +90,10 @@ def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[
     if chosen.rejected:
         why = f"takes the least memory of {planned} candidates that were planned, none of which fits,"
     lines = [f"{chosen.strategy} on {chosen.layout.name}: {why} on {at.name}, nodes of {at.per_node}; {tensors.words}"]
+    if chosen.cost is not None and not chosen.cost.is_exact:
+        lines.append(
+            f"sampled: {len(chosen.cost.ranks)} of {chosen.cost.world:,} ranks were planned, and may not be the slowest"
+        )
     assumed = {"hardware=": machine, "shape=": shape}
     name_them = " and ".join(name for name, given in assumed.items() if given is None)
     return [*lines, *([f"assumed where not given: name yours with {name_them}"] if name_them else []), *choice.table()]
