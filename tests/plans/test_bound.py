@@ -39,8 +39,8 @@ MASKS = {
     "window": rs.causal(N) & rs.window(left=2048),
     "documents": rs.documents(PACKED),
 }
-# How much of what a plan takes is known beforehand, where computing is not over in a moment.
-KNOWN = {"exchange": 0.95, "gather": 0.9, "ring": 0.55, "pass_q": 0.9, "ulysses": 0.7}
+# How much of what a plan takes is known beforehand, where computing is not over in a moment. What is merged is not.
+KNOWN = {"exchange": 0.92, "gather": 0.9, "ring": 0.55, "pass_q": 0.9, "ulysses": 0.7}
 
 
 def exact(site: Site, strategy: str) -> float:

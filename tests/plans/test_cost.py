@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.plans import Link, Speed, cost
+from ringspan.plans import HARDWARE, Link, Speed, cost
 from ringspan.plans.shape import bytes_moved
 from tests.plans.machines import SLOW
 
@@ -123,3 +123,11 @@ def test_a_sample_of_ranks_tells_what_they_do_and_says_that_it_is_one() -> None:
     assert some.forward.end.shape[0] == 3
     np.testing.assert_allclose(some.forward.end, whole.forward.end[::3])
     np.testing.assert_allclose(some.backward.end, whole.backward.end[::3])
+
+
+def test_what_queries_get_in_parts_is_merged() -> None:
+    """Around a ring all parts but the first, each of all rows: out with lse forward, dq backward."""
+    plan, shape = rs.plan(rs.full(64), world=4, strategy="ring", layout="contiguous"), rs.Shape(heads=2, kv_heads=2, head_dim=8)
+    slow, fast = (replace(HARDWARE["h200"], copy_bytes_per_s=rate) for rate in (1e3, 1e15))
+    longer = plan.cost(slow, shape).forward.seconds - plan.cost(fast, shape).forward.seconds
+    assert longer == pytest.approx(3 * 16 * 2 * (8 + 1) * 4 / 1e3)

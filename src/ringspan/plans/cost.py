@@ -62,9 +62,13 @@ def _loads(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase)
     row_of = nearest(np.array([plan.rank for plan in plans]), plans[0].world).tolist()
     for row, plan in enumerate(plans):
         node = plan.rank // machine.per_node
+        begun: set[int] = set()
         for n, step in enumerate(plan.program.steps(phase)):
             computing[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in step.tasks)
             copied[row, n] = _copied_bytes(plan, step, shape, phase)
+            for task in step.tasks:
+                copied[row, n] += _merged_bytes(task, plan, shape, phase) if task.q_slot in begun else 0
+                begun.add(task.q_slot)
             for way, transfers in ((sent, step.sends), (received, step.recvs)):
                 away = [t for t in transfers if t.peer != plan.rank]
                 met[n].update((row, row_of[t.peer]) for t in away)
@@ -81,6 +85,12 @@ def _copied_bytes(plan: Plan, step: Step, shape: Shape, phase: Phase) -> int:
     packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
     added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
     return shape.total_bytes(packed + added, phase, plan.program)
+
+
+def _merged_bytes(task: Task, plan: Plan, shape: Shape, phase: Phase) -> int:
+    """Of results that are merged with those that their queries have already, or of gradients that are added to them."""
+    rows = max((b.q1 for b in task.bands), default=0) - min((b.q0 for b in task.bands), default=0)
+    return rows * shape.row_bytes("out" if phase == "forward" else "dq", phase, plan.program.q_slots[task.q_slot].heads)
 
 
 def task_seconds(task: Task, plan: Plan, machine: Hardware, shape: Shape, phase: Phase) -> float:

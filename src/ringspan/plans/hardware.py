@@ -70,7 +70,8 @@ class Hardware:
     A launch takes ``launch_s`` and what its pairs take at the kernel's speed; the kernel computes in tiles of ``tile`` tokens,
     so that a diagonal costs half a tile more for every row it cuts. ``overlap`` is the share of what could be hidden that is:
     1 where computing and sending do not disturb each other, 0 where they take turns, as on a processor that does both.
-    Messages that do not travel as they lie are copied together and apart again, ``copy_bytes_per_s`` of them.
+    Messages that do not travel as they lie are copied together and apart again, and what queries get in parts is merged:
+    ``copy_bytes_per_s`` of them.
     """
 
     name: str
