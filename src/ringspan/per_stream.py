@@ -29,6 +29,7 @@ def per_stream(maxsize: int) -> Callable[[F], F]:
             device = args[-1]
             return made(torch.cuda.current_stream(device) if device.type == "cuda" else None, *args)
 
+        find.cache_clear = made.cache_clear  # type: ignore[attr-defined]
         return find  # type: ignore[return-value]
 
     return decorate

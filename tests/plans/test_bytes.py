@@ -58,7 +58,7 @@ def test_values_are_as_wide_as_keys_unless_told() -> None:
 
 
 def test_what_attention_is_not_computed_in() -> None:
-    with pytest.raises(rs.InputError, match="float16, bfloat16, float32, float64; got int8"):
+    with pytest.raises(rs.InputError, match="float16, bfloat16, float32, float64; got 'int8': give its name"):
         rs.Shape(heads=1, kv_heads=1, head_dim=8, dtype="int8")
 
 

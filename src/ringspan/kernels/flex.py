@@ -32,6 +32,7 @@ from ringspan.kernels.mods import MaskMod, PlacedMods, ScoreMod
 from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
+from ringspan.per_stream import per_stream
 from ringspan.rebound import rebound
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def attend(
     scale: float,
     mods: PlacedMods | None = None,
 ) -> Iterator[Part]:
-    for launch in _launches_for(bands, q_BHSD.device, mods):
+    for launch in launches(tuple(bands), _is_settled(mods), q_BHSD.device):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
         here = None if mods is None else mods.of(rows, keys)
@@ -100,7 +101,7 @@ def attend_backward(
     mods: PlacedMods | None = None,
 ) -> Iterator[Gradients]:
     learned = () if mods is None else mods.mods.learned
-    for launch in _launches_for(bands, k_BGTD.device, mods):
+    for launch in launches(tuple(bands), _is_settled(mods), k_BGTD.device):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         mine = saved.rows(rows.start, rows.stop)
         mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
@@ -110,31 +111,12 @@ def attend_backward(
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
-def _launches_for(bands: Sequence[Band], device: torch.device, mods: PlacedMods | None) -> tuple[Launch, ...]:
-    settled = mods is not None and mods.mods.mask_mod is not None
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    return _launches_on(stream, tuple(bands), device, settled)
+def _is_settled(mods: PlacedMods | None) -> bool:
+    return mods is not None and mods.mods.mask_mod is not None
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _launches_on(
-    stream: torch.cuda.Stream | None, bands: tuple[Band, ...], device: torch.device, settled: bool
-) -> tuple[Launch, ...]:
-    """The launches of any stream, used on this one.
-
-    PyTorch hands memory on in the order of the stream that it was made on. It has to be told of others that read it, or what is
-    forgotten here would be overwritten before they have.
-    """
-    found = launches(bands, device, settled)
-    if stream is not None:
-        for launch in found:
-            for x in (launch.start_S, launch.stop_S, *launch.lists.values()):
-                x.record_stream(stream)
-    return found
-
-
-@lru_cache(maxsize=REMEMBERED)
-def launches(bands: tuple[Band, ...], device: torch.device, settled: bool = False) -> tuple[Launch, ...]:
+@per_stream(REMEMBERED)
+def launches(bands: tuple[Band, ...], settled: bool, device: torch.device) -> tuple[Launch, ...]:
     """The layers of the bands, on the device; ``settled``, if a function has the last word on every pair."""
     # They are used again in other calls: a tensor made in inference mode could never take part in a backward pass.
     with torch.inference_mode(False):
@@ -142,7 +124,6 @@ def launches(bands: tuple[Band, ...], device: torch.device, settled: bool = Fals
 
 
 def _launch(layer: Layer, device: torch.device, settled: bool) -> Launch:
-    # Copies that are there when they return, so that any stream may read them.
     start_S, stop_S = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (layer.start, layer.stop))
     found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=settled)
     lists = {}

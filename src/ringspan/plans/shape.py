@@ -34,7 +34,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise InputError(f"attention is computed in {', '.join(ITEM_BYTES)}; got {self.dtype}")
+            raise InputError(
+                f"attention is computed in {', '.join(ITEM_BYTES)}; got {self.dtype!r}: give its name, as in dtype='bfloat16'"
+            )
         for name, fewest in FEWEST.items():
             if name != "v_dim" or self.v_dim is not None:
                 _check_count(name, getattr(self, name), fewest)
