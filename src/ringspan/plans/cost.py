@@ -41,7 +41,7 @@ class Cost:
 
     @property
     def exposed_s(self) -> float:
-        """How long the rank that waits most waits for the wire."""
+        """How long the rank that waits most waits for the wire, or copies and merges what came over it."""
         return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
 
 

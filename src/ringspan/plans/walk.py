@@ -9,7 +9,7 @@ there::
 
 That is a machine whose ``overlap`` is 1. Where it is less, computing and sending slow each other down, and the step is longer
 by the rest of the shorter of the two. What has to be copied together before it travels, or apart when it has come, hides
-nowhere.
+nowhere, nor does merging what queries get in parts.
 
 Where there are too many ranks to look at, a sample walks: a peer that is not in it keeps pace with the nearest that is.
 """
@@ -54,7 +54,7 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> Seconds:
-        """How long messages keep each rank beyond its computing: waiting for them, copying them, slowed down by them."""
+        """How long being split keeps each rank beyond its computing: waiting for messages, copying, merging, slowed down by them."""
         waited: Seconds = (self.end - self.computed).sum(axis=1)
         return waited
 
