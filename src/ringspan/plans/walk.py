@@ -54,7 +54,7 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> Seconds:
-        """How long being split keeps each rank beyond its computing: waiting for messages, copying, merging, slowed down by them."""
+        """How long being split keeps each rank beyond its computing: waiting, copying, merging, being slowed down."""
         waited: Seconds = (self.end - self.computed).sum(axis=1)
         return waited
 
