@@ -24,7 +24,7 @@ def some_parts(rows: int, seed: int, dtype: torch.dtype, widths: tuple[int, ...]
 
 spans = st.just((0, ROWS)) | st.tuples(st.integers(0, ROWS), st.integers(0, ROWS)).map(lambda pair: (min(pair), max(pair)))
 moves = st.lists(
-    st.tuples(st.sampled_from(["add", "message", "clear", "wide", "finish"]), spans, st.integers(0, 99)), max_size=8
+    st.tuples(st.sampled_from(["add", "message", "clear", "wide"]), spans, st.integers(0, 99)), max_size=8
 )
 
 
@@ -44,12 +44,11 @@ def test_it_is_addition(moves: list[tuple[str, tuple[int, int], int]], keeps: bo
         elif kind == "clear":
             total.clear(start, stop)
             model[start:stop] = 0
-        elif kind == "wide":
-            assert torch.equal(total.wide(start, stop), model[start:stop])
         else:
-            total.finish()
-    for mine, wanted in zip(total.finish(), model.split(list(WIDTHS), -1), strict=True):
+            assert torch.equal(total.wide(start, stop), model[start:stop])
+    for mine, again, wanted in zip(total.finish(), total.finish(), model.split(list(WIDTHS), -1), strict=True):
         assert torch.equal(mine, wanted.to(mine.dtype))
+        assert torch.equal(mine, again)
 
 
 def test_gradients_of_all_rows_are_kept_where_they_are() -> None:

@@ -42,18 +42,18 @@ def _merge(  # type: ignore[no-untyped-def]
     e = tl.arange(0, WIDTH)
     inside = here[:, None] & (e < E)[None, :]
     out_at = out + (s * out_s + b * out_b + h * out_h)[:, None] + e[None, :]
-    wide = out.dtype.element_ty
+    wide = a.dtype
     old = tl.load(old_out + (s * old_s + b * old_b + h * old_h)[:, None] + e[None, :], mask=inside, other=0.0).to(wide)
     new = tl.load(new_out + (s * new_s + b * new_b + h * new_h)[:, None] + e[None, :], mask=inside, other=0.0).to(wide)
     # As torch.lerp does it: exact at both ends.
     w = share[:, None]
     merged = tl.where(w < 0.5, old + w * (new - old), new - (new - old) * (1.0 - w))
-    tl.store(out_at, merged, mask=inside)
+    tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
     tl.store(a_at, tl.where(empty, float("-inf"), top + tl.log(total)), mask=here)
 
 
 def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
-    """Merge the new part with the old one, which may be out itself, into out and lse. Both may be narrower than out."""
+    """Merge the new part with the old one, which may be out itself, into out and lse. Each out may be narrower than lse."""
     new_out_SBHE, old_SBHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_out_SBHE, old_SBHE))
     count = lse_SBH.numel()
     if not count:

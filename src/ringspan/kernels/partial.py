@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.kernels.runs import Runs, State
+from ringspan.kernels.runs import Late, Runs, State
 
 EMPTY_LSE = float("-inf")
 
@@ -35,7 +35,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
-    """:func:`merge`, in place. The other's out may be narrower than float32.
+    """:func:`merge`, in place. Each out may be narrower than lse, in which it is computed.
 
     With ``old``, that is what into's out was so far, and into's own is only written.
     """
@@ -48,8 +48,8 @@ def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is
     # nobody's, and -inf + inf must not make it nan. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).masked_fill_(other.lse == EMPTY_LSE, 0.0)
-    dtype = into.out.dtype
-    torch.lerp(old.to(dtype), other.out.to(dtype), share.unsqueeze(-1), out=into.out)
+    dtype = into.lse.dtype
+    into.out.copy_(torch.lerp(old.to(dtype), other.out.to(dtype), share.unsqueeze(-1)))
     into.lse.copy_(torch.logaddexp(into.lse, other.lse))
 
 
@@ -57,12 +57,13 @@ class Accumulator:
     """The result of the queries of a slot while its parts come in. Rows first, so that rows can travel as they lie.
 
     The first part of a row is copied, only later ones are merged. With ``keeps=True`` a first part that has all rows and is
-    narrower than the sums is not even copied: it stays as the kernel wrote it, but for the rows that get another part.
+    narrower than the sums is not even copied: it stays as the kernel wrote it. A second one waits then, since it is often the
+    last: in the end it is merged right into the first. Only what has three parts or more is ever made wide.
     """
 
     def __init__(self, shape_SBHE: Sequence[int], *, like: Tensor, keeps: bool = False) -> None:
         self.shape, self.like, self._keeps = tuple(shape_SBHE), like, keeps
-        self._runs = Runs(self.shape[0])
+        self._runs, self._late = Runs(self.shape[0]), Late()
         self._kept: Tensor | None = None
         self._wide: Tensor | None = None
         self._lse: Tensor | None = None
@@ -77,19 +78,25 @@ class Accumulator:
             mine = Partial(*(x[:, :, slice(*heads)] for x in self.wide(start, stop)))
             merge_(mine, theirs)
             return
+        narrow = theirs.out.dtype != self.like.dtype
         for a, b, state in self._runs.of(start, stop):
-            new = Partial(*(x[a - start : b - start] for x in theirs))
-            if state == State.FRESH and self._keeps and b - a == self.shape[0] and new.out.dtype != self.like.dtype:
+            new = theirs if (a, b) == (start, stop) else Partial(*(x[a - start : b - start] for x in theirs))
+            if state == State.FRESH and self._keeps and narrow and b - a == self.shape[0]:
                 self._kept, self._lse = new
                 self._runs.set(a, b, State.KEPT)
-                continue
-            mine = self._rows(a, b)
-            if state == State.FRESH:
+            elif state == State.KEPT and narrow:
+                self._late.put(a, b, *new)
+                self._runs.set(a, b, State.LATE)
+            elif state == State.FRESH:
+                mine = self._rows(a, b)
                 mine.out.copy_(new.out)
                 mine.lse.copy_(new.lse)
+                self._runs.set(a, b, State.WIDE)
+            elif state == State.KEPT:
+                merge_(self._rows(a, b), new, old=self._kept[a:b])  # type: ignore[index]
+                self._runs.set(a, b, State.WIDE)
             else:
-                merge_(mine, new, old=self._kept[a:b] if state == State.KEPT and self._kept is not None else None)
-            self._runs.set(a, b, State.WIDE)
+                merge_(self.wide(a, b), new)
 
     def wide(self, start: int, stop: int) -> Partial:
         """These rows, wide, those that nothing came for being empty. Views, (rows, B, H, E) and (rows, B, H)."""
@@ -100,11 +107,15 @@ class Accumulator:
                 mine.lse.fill_(EMPTY_LSE)
             elif state == State.KEPT and self._kept is not None:
                 mine.out.copy_(self._kept[a:b])
+            elif state == State.LATE and self._kept is not None:
+                for c, d, late in self._late.take(a, b):
+                    merge_(self._rows(c, d), Partial(*late), old=self._kept[c:d])
         self._runs.set(start, stop, State.WIDE)
         return self._rows(start, stop)
 
     def clear(self, start: int, stop: int) -> None:
         """Forget what these rows have seen: other queries have moved in."""
+        self._late.take(start, stop)
         self._runs.set(start, stop, State.FRESH)
 
     def finish(self) -> Partial:
@@ -113,12 +124,15 @@ class Accumulator:
         Out (S, B, H, E) is wide or as the kernel wrote it, lse is (S, B, H).
         """
         rows = self.shape[0]
-        if self._kept is None or not any(state == State.KEPT for *_, state in self._runs.of(0, rows)):
+        states = {state for *_, state in self._runs.of(0, rows)}
+        if self._kept is None or self._lse is None or not states & {State.KEPT, State.LATE}:
             return self.wide(0, rows)
+        for a, b, late in self._late.take(0, rows):
+            merge_(Partial(self._kept[a:b], self._lse[a:b]), Partial(*late))
+            self._runs.set(a, b, State.KEPT)
         for a, b, state in self._runs.of(0, rows):
             if state != State.KEPT:
                 self._kept[a:b] = self.wide(a, b).out
-        assert self._lse is not None
         return Partial(self._kept, self._lse)
 
     def _rows(self, start: int, stop: int) -> Partial:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from torch import Tensor
+
 
 class State(IntEnum):
     FRESH = 0  # nothing has come for the row
     KEPT = 1  # one part, which is still where the kernel wrote it
-    WIDE = 2  # in the wide buffer
+    LATE = 2  # a second part waits: for a third, which makes both wide, or for the end, when it goes right into the kept one
+    WIDE = 3  # in the wide buffer
 
 
 class Runs:
@@ -38,3 +41,26 @@ class Runs:
             else:
                 joined.append((a, b, s))
         self._runs = joined
+
+
+class Late:
+    """Parts that wait, each for rows of its own. Tensors are rows first."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, int, tuple[Tensor, ...]]] = []
+
+    def put(self, start: int, stop: int, *part: Tensor) -> None:
+        self._parts.append((start, stop, part))
+
+    def take(self, start: int, stop: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
+        """What waits for the rows from start to stop, and waits no longer."""
+        taken, left = [], []
+        for a, b, part in self._parts:
+            low, high = max(a, start), min(b, stop)
+            if low >= high:
+                left.append((a, b, part))
+                continue
+            taken.append((low, high, tuple(x[low - a : high - a] for x in part)))
+            left += [(c, d, tuple(x[c - a : d - a] for x in part)) for c, d in ((a, low), (high, b)) if c < d]
+        self._parts = left
+        return taken
