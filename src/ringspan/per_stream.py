@@ -3,15 +3,24 @@
 A copy to a GPU is under way while the host goes on, and work that comes later on the same stream finds it done. Work on another
 stream may not; and memory that is given back is handed on in the order of the stream on which it was made. So what one stream
 has made no other one is given.
+
+A CUDA graph is the exception. It is captured on a stream of its own, after the device has come to rest, and what is made in it
+holds nothing until it is replayed. So it is given what any stream has made before, which from then on is kept for good.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from ringspan.errors import KernelError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,16 +29,57 @@ def per_stream(maxsize: int) -> Callable[[F], F]:
     """``lru_cache`` for functions whose last argument is the device on which they make tensors."""
 
     def decorate(make: F) -> F:
-        @lru_cache(maxsize=maxsize)
-        def made(stream: object, *args: Any) -> Any:
-            return make(*args)
+        made = OrderedDict[tuple[int | None, tuple[Any, ...]], Any]()
+        in_graphs = dict[tuple[Any, ...], Any]()
+        lock = threading.Lock()
 
         @wraps(make)
         def find(*args: Any) -> Any:
             device = args[-1]
-            return made(torch.cuda.current_stream(device) if device.type == "cuda" else None, *args)
+            if torch._C._len_torch_dispatch_stack():  # what is made while somebody looks may be no tensor but a likeness of one
+                return make(*args)
+            on_gpu = device.type == "cuda"
+            if on_gpu and torch.cuda.is_current_stream_capturing():
+                return for_graph(args)
+            key = (_stream(device) if on_gpu else None, args)
+            with lock:
+                if key in made:
+                    made.move_to_end(key)
+                    return made[key]
+            value = make(*args)
+            with lock:
+                made[key] = value
+                if len(made) > maxsize:
+                    made.popitem(last=False)
+            return value
 
-        find.cache_clear = made.cache_clear  # type: ignore[attr-defined]
+        def for_graph(args: tuple[Any, ...]) -> Any:
+            with lock:
+                for (_, others), value in made.items():
+                    if others == args:
+                        in_graphs[args] = value
+                if args in in_graphs:
+                    return in_graphs[args]
+            raise KernelError(
+                "attention is captured in a CUDA graph, but was not run before, so that there is something to be copied to the "
+                "device first: run the same step once, then capture it"
+            )
+
+        find.cache_clear = made.clear  # type: ignore[attr-defined]
         return find  # type: ignore[return-value]
 
     return decorate
+
+
+def on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Numbers of the host on a device, without making the host wait for it."""
+    # What is kept is used again in other calls: a tensor made in inference mode could never take part in a backward pass.
+    with torch.inference_mode(False):
+        x = torch.tensor(numbers)
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream, by its address: an object for it takes as long to make as a launch."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)

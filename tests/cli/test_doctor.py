@@ -23,7 +23,7 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     assert found["sdpa_flash"]["available"] == rs.available()
     cpu = found["kernels"][0]
     assert (cpu["device"], cpu["dtype"], cpu["chosen"]) == ("cpu", "float32", "cpu")
-    for_cuda = dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex"), "serves CUDA devices, not cpu")
+    for_cuda = dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex", "flex_flash"), "serves CUDA devices, not cpu")
     assert cpu["why_not"] == {**for_cuda, "eager": "is for score_mod and mask_mod, which there are none of"}
     assert cpu["lacks"] == {}
 
@@ -107,7 +107,7 @@ def test_what_is_said_of_several_is_said_once(capsys: pytest.CaptureFixture[str]
     assert main(["doctor", "--v-dim", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "cpu, bfloat16 and float32, head dim 128/64: kernel cpu" in lines
-    assert "  not fa4, cudnn, flash, efficient, flex: serves CUDA devices, not cpu" in lines
+    assert "  not fa4, cudnn, flash, efficient, flex, flex_flash: serves CUDA devices, not cpu" in lines
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 import ringspan as rs
 from ringspan.kernels import Inputs, reasons
 from ringspan.kernels.reference import dense_attention
-from tests.kernels.test_gpu import error, in_this_dtype
+from tests.kernels.test_gpu import error, sdpa_math
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def visible(s: int, t: int, *, is_causal: bool, corner: str = "end") -> Tensor:
 def as_good_as_plain(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> None:
     """Out and gradients are at most twice as far from float64 as a plain implementation in this dtype."""
     want = dense_attention(q, k, v, seen, scale=scale).out
-    plain = in_this_dtype(q if scale is None else q * (scale * q.shape[-1] ** 0.5), k, v, seen)
+    plain = sdpa_math(q if scale is None else q * (scale * q.shape[-1] ** 0.5), k, v, seen)
     dout = torch.randn_like(out)
     assert error(out, want) <= 2 * error(plain, want)
     grads, wanted, yardstick = (torch.autograd.grad(x, (q, k, v), dout.to(x.dtype)) for x in (out, want, plain))

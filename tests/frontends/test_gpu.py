@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
-from tests.kernels.test_gpu import error, in_this_dtype
+from tests.kernels.test_gpu import error, sdpa_math
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_any_number_of_ranks(world: int, strategy: str) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     mask = rs.documents([400, 30, 570]) & rs.window(left=300)
     seen = torch.from_numpy(mask.dense()).cuda()
-    exact, plain = dense_attention(q, k, v, seen).out, in_this_dtype(q, k, v, seen)
+    exact, plain = dense_attention(q, k, v, seen).out, sdpa_math(q, k, v, seen)
     got = rs.LocalWorld(world).attention(q, k, v, mask=mask, strategy=strategy)
     assert error(got, exact) <= 2 * error(plain, exact)
     grads = [torch.autograd.grad((out * grad).sum(), leaves) for out in (got, exact, plain)]
@@ -62,6 +62,44 @@ def test_a_trace_has_a_span_for_every_step_and_the_host_never_waits(tmp_path: Pa
     assert "kernel" in on_device
     runtime = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and within(e, between)]
     assert not [name for name in runtime if "Synchronize" in name]
+
+
+@pytest.mark.parametrize("strategy", ["exchange(stages=1)", "ring", "pass_q"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "cudnn"])
+def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
+    """Forward and backward, with other numbers in the same tensors, after other plans have come and gone."""
+    q, k, v, grad = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    world = rs.LocalWorld(2)
+
+    def step(mask: rs.Mask) -> list[torch.Tensor]:
+        plans = world.plans(mask, strategy=strategy)
+        out = world.run(plans, q, k, v, backend=backend).out
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    mask = rs.documents([400, 30, 570])
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(aside):
+        step(mask)
+    with torch.cuda.graph(graph):
+        replayed = step(mask)
+    with torch.no_grad():
+        for x in (q, k, v, grad):
+            x.copy_(torch.randn_like(x))
+    for cut in range(100, 200):
+        rs.LocalWorld(2).plans(rs.documents([cut, N - cut]))
+    wanted = step(mask)
+    graph.replay()
+    for n, (mine, theirs) in enumerate(zip(replayed, wanted, strict=True)):
+        assert torch.equal(mine, theirs) if n == 0 else error(mine, theirs) <= 1e-3 * theirs.abs().max().item()
+
+
+def test_nothing_can_be_captured_before_it_was_run() -> None:
+    q, k, v, _ = tensors()
+    world = rs.LocalWorld(2)
+    plans = world.plans(rs.documents([123, 456, N - 579]), layout="contiguous")
+    with pytest.raises(rs.KernelError, match="run the same step once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        world.run(plans, q, k, v, backend="flash")
 
 
 def within(event: dict[str, Any], span: dict[str, Any]) -> bool:

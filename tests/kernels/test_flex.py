@@ -119,7 +119,7 @@ def test_backward_inside_a_block_that_catches_attention() -> None:
 def test_what_inference_leaves_behind_can_be_trained_with() -> None:
     flex.launches.cache_clear()  # type: ignore[attr-defined]
     with torch.inference_mode():
-        (launch,) = flex.launches(MASKS["causal"].bands, False, torch.device("cpu"))
+        (launch,) = flex.launches(MASKS["causal"].bands, False, "TRITON", torch.device("cpu"))
     assert not any(x.is_inference() for x in (launch.start_S, launch.stop_S, *launch.lists.values()))
 
 

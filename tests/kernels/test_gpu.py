@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringspan as rs
 from ringspan.kernels import Inputs, reasons
@@ -56,7 +57,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_no_worse_than_one_call_of_the_same_precision(
     backend: str, dtype: torch.dtype, dim: int, v_dim: int, mask: rs.Mask
 ) -> None:
-    """Out, lse and gradients of 3 ranks; the yardstick is dense attention computed in this dtype throughout."""
+    """Out, lse and gradients of 3 ranks; the yardstick is plain attention of one device in this dtype."""
     serving(backend, dtype, dim, v_dim)
     torch.manual_seed(0)
     sizes = ((8, dim), (2, dim), (2, v_dim))
@@ -65,7 +66,7 @@ def test_no_worse_than_one_call_of_the_same_precision(
     want = dense_attention(q, k, v, seen)
     grad = torch.randn_like(want.out).to(dtype)
     wanted = torch.autograd.grad((want.out * grad).sum(), (q, k, v))
-    plain = in_this_dtype(q, k, v, seen)
+    plain = sdpa_math(q, k, v, seen)
     yardstick = torch.autograd.grad(plain, (q, k, v), grad)
     got = rs.LocalWorld(3).attention(q, k, v, mask=mask, strategy="exchange", layout="zigzag", backend=backend, return_lse=True)
     grads = torch.autograd.grad(got.out, (q, k, v), grad)
@@ -77,12 +78,15 @@ def test_no_worse_than_one_call_of_the_same_precision(
         assert error(mine, exact) <= (4 if dtype == torch.float32 else 2) * error(theirs, exact)
 
 
-def in_this_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Scores, weights and sums each rounded to the dtype of the inputs, as one plain implementation would."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    blind = ~seen.any(-1, keepdim=True)
-    score = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~(seen | blind), -torch.inf)
-    return (score.softmax(-1) @ v).masked_fill(blind, 0.0)
+def sdpa_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own attention by plain operations, all in the dtype of the inputs: unless allowed to, it widens them."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

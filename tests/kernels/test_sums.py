@@ -23,9 +23,7 @@ def some_parts(rows: int, seed: int, dtype: torch.dtype, widths: tuple[int, ...]
 
 
 spans = st.just((0, ROWS)) | st.tuples(st.integers(0, ROWS), st.integers(0, ROWS)).map(lambda pair: (min(pair), max(pair)))
-moves = st.lists(
-    st.tuples(st.sampled_from(["add", "message", "clear", "wide"]), spans, st.integers(0, 99)), max_size=8
-)
+moves = st.lists(st.tuples(st.sampled_from(["add", "message", "clear", "wide"]), spans, st.integers(0, 99)), max_size=8)
 
 
 @given(moves=moves, keeps=st.booleans())

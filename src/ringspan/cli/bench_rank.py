@@ -40,6 +40,7 @@ COLUMNS = {
     "slowest_ms": "slowest rank, ms",
     "rank_cost": "rank cost",
     "host_us": "host, µs",
+    "replay_us": "replay, µs",
     "steps": "steps",
     "planned_mib": "planned, MiB",
     "kernel_mib": "kernel, MiB",
@@ -123,7 +124,7 @@ def _record(mask: rs.Mask, world: int, args: argparse.Namespace) -> dict[str, An
 
 def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespace) -> dict[str, Any]:
     ranks = range(first.world) if args.ranks is None else args.ranks
-    times, host = {}, 0.0
+    times, host, replay = {}, 0.0, 0.0
     memory: dict[str, Any] = {}
     for rank in ranks:
         plan = first.at(rank)
@@ -131,6 +132,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
         times[rank] = _time(_step(share, *qkv), args)
         host = max(host, _host_time(share, args, *qkv))
         if args.device.startswith("cuda"):
+            replay = max(replay, _replay_time(share, *qkv))
             memory = {name: max(size, memory.get(name, 0)) for name, size in _memory(plan, share, backend, args, *qkv).items()}
     slowest = max(times.values())
     if args.profile:
@@ -146,6 +148,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
         "slowest_ms": round(slowest * 1e3, 2),
         "rank_cost": round(slowest * first.world / whole, 3),
         "host_us": round(host * 1e6),
+        "replay_us": round(replay * 1e6) or None,
         "steps": len(first.program.forward),
         **memory,
     }
@@ -243,6 +246,23 @@ def _host_time(attention: Callable[..., Tensor], args: argparse.Namespace, *qkv:
             attention(*qkv)
             times.append(time.perf_counter() - start)
         wait()
+    return statistics.median(times)
+
+
+def _replay_time(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
+    """The same of a forward call that was captured in a CUDA graph."""
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.stream(aside):
+            attention(*qkv)
+        with torch.cuda.graph(graph):
+            attention(*qkv)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        graph.replay()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
     return statistics.median(times)
 
 

@@ -1,19 +1,21 @@
 """The engine: walks plans. No I/O in it; a transport drives it."""
 
 from ringspan.engine.autograd import attend
-from ringspan.engine.inputs import DTYPES, shape_of
+from ringspan.engine.inputs import DTYPES, Look, look_of, shape_of
 from ringspan.engine.operator import Seat, attend_by_ticket, is_watched, take_seat
 from ringspan.engine.walk import Call, backward, forward
 
 __all__ = [
     "DTYPES",
     "Call",
+    "Look",
     "Seat",
     "attend",
     "attend_by_ticket",
     "backward",
     "forward",
     "is_watched",
+    "look_of",
     "shape_of",
     "take_seat",
 ]

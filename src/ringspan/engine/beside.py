@@ -8,6 +8,9 @@ Legend: T keys, B batch, G key heads, D head dim, E value dim.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import torch
 from torch import Tensor
 
@@ -26,6 +29,7 @@ def _is_in_words(x: Tensor) -> bool:
     """Whether every row consists of whole words, each where a word may lie, on a device that has such words."""
     if x.device.type not in ("cpu", "cuda"):
         return False
-    size = x.element_size()
-    steps = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
-    return x.stride(-1) == 1 and all(step * size % WORD.itemsize == 0 for step in steps) and x.data_ptr() % WORD.itemsize == 0
+    *steps, last = x.stride()
+    elements = WORD.itemsize // x.element_size()
+    places = reduce(or_, (*steps, x.shape[-1], x.storage_offset()))  # a multiple of a power of two, if all of them are
+    return last == 1 and places % elements == 0 and x.data_ptr() % WORD.itemsize == 0

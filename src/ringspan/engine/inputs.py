@@ -5,6 +5,8 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,22 @@ from ringspan.plans import Shape
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
-def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
+class Look(NamedTuple):
+    """What a tensor looks like from outside."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def look_of(x: Tensor) -> Look:
+    return Look(x.shape, x.dtype, x.device)
+
+
+def shape_of(q_BHSD: Tensor | Look, k_BGTD: Tensor | Look, v_BGTE: Tensor | Look) -> Shape:
     """The shape of a call, or an :class:`InputError` if these three do not go together."""
     for name, x in (("q", q_BHSD), ("k", k_BGTD), ("v", v_BGTE)):
-        if x.ndim != 4:
+        if len(x.shape) != 4:
             raise InputError(f"{name} must be (batch, heads, tokens, dim); got {tuple(x.shape)}")
         if x.dtype != q_BHSD.dtype or x.device != q_BHSD.device:
             raise InputError(

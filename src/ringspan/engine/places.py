@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels import Mods, PlacedMods
-from ringspan.per_stream import per_stream
+from ringspan.per_stream import on_device, per_stream
 from ringspan.plans import Plan, Task
 from ringspan.plans.contents import Contents, held
 from ringspan.plans.data import Phase
@@ -18,14 +18,12 @@ def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: 
     queries, keys = contents["q", task.q_slot], contents["kv", task.kv_slot]
     return PlacedMods(
         mods=mods,
-        q_tokens_S=_on_device(queries, device),
-        k_tokens_T=_on_device(keys, device),
+        q_tokens_S=_tokens(queries, device),
+        k_tokens_T=_tokens(keys, device),
         first_head=queries.first_head,
     )
 
 
 @per_stream(1024)
-def _on_device(contents: Contents, device: torch.device) -> Tensor:
-    # Used again in other calls: a tensor made in inference mode could never take part in a backward pass.
-    with torch.inference_mode(False):
-        return torch.tensor(contents.tokens, device=device)
+def _tokens(contents: Contents, device: torch.device) -> Tensor:
+    return on_device(contents.tokens, device)

@@ -5,7 +5,6 @@ Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringspan.engine.routes import Route
 from ringspan.kernels import Accumulator, Partial, Sum
-from ringspan.per_stream import per_stream
-from ringspan.plans import Plan, Step, Transfer
+from ringspan.per_stream import on_device, per_stream
+from ringspan.plans import Plan, Transfer
 from ringspan.plans.scene import Rows
 from ringspan.plans.shape import is_packed
 from ringspan.transports import Post
@@ -49,22 +49,24 @@ class Slots:
             "kv": self.sums.get("dkv", []),
         }
 
-    def post(self, step: Step, label: str) -> tuple[Post, list[Arrival]]:
+    def post(self, route: Route, label: str) -> tuple[Post, list[Arrival]]:
         """The step's exchange, and what is to be taken in when it is over, in order."""
-        sends, to_self, recvs, arrivals = [], deque[Tensor](), [], []
-        for t in step.sends:
-            message = self._pack(t) if is_packed(t) else self._rows(t)
-            to_self.append(message) if t.peer == self.rank else sends.append((t.peer, message))
-        for t in step.recvs:
-            if t.peer == self.rank:
-                arrivals.append(Arrival(t, to_self.popleft()))
-                continue
-            # What lies together in its slot is received right there.
-            in_place = t.what in self.plain and not is_packed(t)
-            message = self._rows(t) if in_place else self._apart(t)
-            recvs.append((t.peer, message))
-            arrivals.append(Arrival(t, None if in_place else message))
-        return Post(label, tuple(sends), tuple(recvs)), arrivals
+        parcels = [self._pack(t) if is_packed(t) else self._rows(t) for t in route.parcels]
+        rooms: dict[int, Tensor] = {}
+        for wall in route.walls:
+            rows = self.plain[wall.what][wall.slot][wall.start : wall.stop]
+            rooms.update(zip(wall.recvs, rows.split(wall.sizes), strict=True))
+        arrivals = []
+        for t, parcel, room in route.arrivals:
+            if parcel is not None:
+                arrivals.append(Arrival(t, parcels[parcel]))
+            elif room is not None:
+                rooms[room] = self._apart(t)
+                arrivals.append(Arrival(t, rooms[room]))
+            elif self.gathered[t.what]:
+                arrivals.append(Arrival(t, None))
+        sends = tuple([(peer, parcels[number]) for peer, number in route.sends])
+        return Post(label, sends, tuple([(t.peer, rooms[n]) for n, t in enumerate(route.recvs)])), arrivals
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
         """Lay what has arrived where it belongs."""
@@ -139,5 +141,4 @@ def _extent(rows: Rows) -> tuple[int, int]:
 def _index(rows: Rows, device: torch.device) -> Tensor:
     """The rows of a transfer, counted from the first of its extent."""
     first, _ = _extent(rows)
-    index = torch.from_numpy(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]))
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+    return on_device(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]), device)

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from ringspan.engine.bundle import bundle, unbundle
 from ringspan.engine.places import placed
+from ringspan.engine.routes import routes
 from ringspan.engine.slots import Slots
 from ringspan.kernels import Accumulator, Kernel, Mods, Partial, Saved, Sum, wide
 from ringspan.plans import Plan, Slot, Task
@@ -48,11 +49,11 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
     out = [Accumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
+    queries, keys = [_heads_first(x) for x in q], [_key_value(x, call) for x in kv]
 
     def compute(task: Task, n: int) -> None:
-        k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
         options = _options(call, plan, "forward", n, task, q_SBHD.device)
-        for part in call.kernel.attend(_heads_first(q[task.q_slot]), k_BGTD, v_BGTE, task.bands, **options):
+        for part in call.kernel.attend(queries[task.q_slot], *keys[task.kv_slot], task.bands, **options):
             out[task.q_slot].add(*part)
             del part  # else it would be held while the next is computed
 
@@ -82,13 +83,13 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     dkv = [Sum(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
     dq = [Sum(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])]
 
+    keys = [_key_value(x, call) for x in kv]
     learned = () if call.mods is None else call.mods.learned
     dlearned = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in learned]
 
     def compute(task: Task, n: int) -> None:
-        k_BGTD, v_BGTE = _key_value(kv[task.kv_slot], call)
         options = _options(call, plan, "backward", n, task, kv_TBGF.device)
-        for grads in call.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
+        for grads in call.kernel.attend_backward(queries[task.q_slot], *keys[task.kv_slot], task.bands, **options):
             dq[task.q_slot].add(grads.rows.start, grads.rows.stop, _rows_first(grads.dq_BHSD))
             dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, _rows_first(grads.dk_BGTD), _rows_first(grads.dv_BGTE))
             for total, part in zip(dlearned, grads.dlearned, strict=True):
@@ -101,9 +102,9 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
 
 def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int], None]) -> Walk[None]:
     """Each step: post what travels, compute while it does, wait, and lay out what has arrived."""
-    for n, step in enumerate(plan.program.steps(phase)):
+    for n, (step, route) in enumerate(zip(plan.program.steps(phase), plan.derived(routes, phase), strict=True)):
         label = f"{phase} step {n}"
-        post, arrivals = slots.post(step, label)
+        post, arrivals = slots.post(route, label)
         on_the_wire = bool(post.sends or post.recvs)
         ticket = (yield post) if on_the_wire else None
         with _span(f"ringspan::step {n} {phase}, rank {plan.rank}"):

@@ -5,6 +5,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.engine import Call, Seat, is_watched, shape_of, take_seat
+from ringspan.engine import Call, Look, Seat, is_watched, look_of, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.given import given_scale
@@ -77,8 +78,8 @@ def attention(
 
     ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does; its indices are global.
 
-    ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, cpu, eager or reference; ``"auto"`` is the first of them
-    that can serve.
+    ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, flex_flash, cpu, eager or reference; ``"auto"`` is the
+    first of them that can serve and would rather do so.
 
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
@@ -152,12 +153,20 @@ def prepared(
             "in the group: "
             "make it with rs.plan(mask, world=..., rank=...) for this group"
         )
-    rows = list(zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True))
     try:
-        shape = shape_of(q, k, v)
+        plan, hello, inputs = plan.derived(introduced, look_of(q), look_of(k), look_of(v))
     except InputError:
         tell_invalid(ranks, q.device)
         raise
+    if score_mod is not None:
+        hello = hello._replace(score_mod=digest_number(function_digest(score_mod)))
+    shake_hands(ranks, hello, zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True), q.device)
+    return plan, _call(plan, q, inputs, scale, backend, score_mod)
+
+
+def introduced(plan: Plan, q: Look, k: Look, v: Look) -> tuple[Plan, Hello, Inputs]:
+    """The plan for the heads of these tensors, what this rank says of itself to the others, and what a kernel is asked."""
+    shape = shape_of(q, k, v)
     plan = plan.for_heads(shape.heads, shape.kv_heads)
     hello = Hello(
         version=VERSION,
@@ -168,27 +177,28 @@ def prepared(
         head_dim=shape.head_dim,
         v_dim=v.shape[-1],
         dtype=DTYPES.index(shape.dtype),
-        score_mod=NO_FUNCTION if score_mod is None else digest_number(function_digest(score_mod)),
+        score_mod=NO_FUNCTION,
         queries=q.shape[2],
         keys=k.shape[2],
     )
-    shake_hands(ranks, hello, rows, q.device)
-    return plan, call_for(plan, q, v, scale, backend, score_mod)
+    return plan, hello, _inputs(plan, q, v)
 
 
 def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float, backend: str, score_mod: ScoreMod | None = None) -> Call:
     """The kernel, scale and functions of a call."""
+    return _call(plan, q, _inputs(plan, q, v), scale, backend, score_mod)
+
+
+def _inputs(plan: Plan, q: Tensor | Look, v: Tensor | Look) -> Inputs:
+    return Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1], ragged=plan.is_ragged)
+
+
+def _call(plan: Plan, q: Tensor, inputs: Inputs, scale: float, backend: str, score_mod: ScoreMod | None) -> Call:
     check_heads(score_mod, q.shape[1])
     mods = mods_of(score_mod, _settling(plan.mask, q), q)
-    inputs = Inputs(
-        device=q.device,
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        v_dim=v.shape[-1],
-        ragged=plan.is_ragged,
-        modded=mods is not None,
-    )
-    return Call(kernel=pick(backend, inputs), scale=scale, head_dim=q.shape[-1], mods=mods)
+    if mods is not None:
+        inputs = replace(inputs, modded=True)
+    return Call(kernel=pick(backend, inputs), scale=scale, head_dim=inputs.head_dim, mods=mods)
 
 
 def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:

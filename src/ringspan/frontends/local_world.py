@@ -18,6 +18,7 @@ from ringspan.frontends.given import given_mask, given_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
+from ringspan.per_stream import on_device, per_stream
 from ringspan.plans import Plan, Strategy, plan
 from ringspan.transports import InProcess, Traffic
 
@@ -161,11 +162,27 @@ class LocalWorld:
         call = call_for(plans[0], q, v, given_scale(scale, shape.head_dim), backend, score_mod)
         with torch._C.DisableTorchFunction():  # the kernels' own calls, which a `with cp:` block around this one would see
             parts = attend(plans, list(zip(queries, keys, values, strict=True)), call, transport.run)
-        back = torch.from_numpy(q_layout.order()).to(q.device).argsort()
+        back = _way_back(q_layout, q.device)
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)
         lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, back)
         return Partial(out, lse)
 
 
 def _split(x: Tensor, layout: Layout) -> list[Tensor]:
-    return [x.index_select(2, torch.from_numpy(layout.positions(rank)).to(x.device)) for rank in range(layout.world)]
+    return [x.index_select(2, _tokens_of(layout, rank, x.device)) for rank in range(layout.world)]
+
+
+# Layouts whose indices stay on the device: 8 bytes for each token.
+REMEMBERED = 16
+
+
+@per_stream(REMEMBERED)
+def _tokens_of(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """The tokens of a rank, in its order."""
+    return on_device(layout.positions(rank), device)
+
+
+@per_stream(REMEMBERED)
+def _way_back(layout: Layout, device: torch.device) -> Tensor:
+    """Where each token lies in what all ranks have, one after the other."""
+    return on_device(layout.order().argsort(), device)

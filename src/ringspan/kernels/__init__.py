@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from typing import cast
 
 from ringspan.errors import KernelError, UnknownKernel
@@ -15,7 +16,8 @@ from ringspan.spelling import no_such
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {
-    name: f"ringspan.kernels.{name}" for name in ("fa4", "cudnn", "flash", "efficient", "flex", "cpu", "eager", "reference")
+    name: f"ringspan.kernels.{name}"
+    for name in ("fa4", "cudnn", "flash", "efficient", "flex", "flex_flash", "cpu", "eager", "reference")
 }
 
 # Exact everywhere and slow everywhere: taken only by those who ask for it.
@@ -75,7 +77,10 @@ def _missing(kernel: Kernel) -> str | None:
 
 
 def _load(name: str) -> Kernel:
-    return cast(Kernel, importlib.import_module(KERNELS[name]))
+    return cast(Kernel, _imported(KERNELS[name]))
+
+
+_imported = cache(importlib.import_module)  # which takes its time, even where there is nothing left to import
 
 
 __all__ = [

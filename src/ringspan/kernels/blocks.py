@@ -43,10 +43,13 @@ class Blocks:
     full_by_key: Lists
 
 
-def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False) -> Blocks:
+def blocks(
+    start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False, shortest: int = SHORTEST
+) -> Blocks:
     """The blocks of rows that each see the keys from start to stop (nothing, where they are equal).
 
-    ``all_partial``: no block counts as full, since something else has a say in its pairs, too.
+    ``all_partial``: no block counts as full, since something else has a say in its pairs, too. ``shortest``: no list is
+    shorter, and there are no fewer lists.
 
     >>> found = blocks(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
     >>> found.full.counts.tolist(), found.partial.counts.tolist(), found.partial.indices.tolist()
@@ -58,9 +61,9 @@ def blocks(start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial
     q, k = _touched(start_RN // size, -(-stop_RN // size))
     full = (-(-start_RN.max(1) // size)[q] <= k) & (k < (stop_RN.min(1) // size)[q])
     full &= not all_partial
-    partial, full_ = _lists(q, k, full, len(start_RN))
+    partial, full_ = _lists(q, k, full, len(start_RN), shortest)
     by_key = np.argsort(k, kind="stable")
-    partial_by_key, full_by_key = _lists(k[by_key], q[by_key], full[by_key], -(-keys // size))
+    partial_by_key, full_by_key = _lists(k[by_key], q[by_key], full[by_key], -(-keys // size), shortest)
     return Blocks(partial=partial, full=full_, partial_by_key=partial_by_key, full_by_key=full_by_key)
 
 
@@ -77,13 +80,13 @@ def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
     return np.repeat(q, last - first), ranges(first, last - first)
 
 
-def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int) -> list[Lists]:
+def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int, shortest: int) -> list[Lists]:
     """Pairs ordered by owner, as one list for each owner: those that are not full, and those that are.
 
     Both have room for as many: FlexAttention finds the row of a full list by the stride of the partial one.
     """
-    counts = [np.bincount(owner[which], minlength=max(owners, SHORTEST)) for which in (~full, full)]
-    most = max(SHORTEST, *(int(n.max()) for n in counts))
+    counts = [np.bincount(owner[which], minlength=max(owners, shortest)) for which in (~full, full)]
+    most = max(shortest, *(int(n.max()) for n in counts))
     lists = []
     for which, n in zip((~full, full), counts, strict=True):
         indices = np.zeros((len(n), most), dtype=np.int32)

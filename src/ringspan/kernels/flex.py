@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,20 +25,23 @@ from torch.utils.dlpack import from_dlpack
 from ringspan.captured import captured_by
 from ringspan.errors import KernelError
 from ringspan.flex_door import without_modes
-from ringspan.kernels.blocks import BLOCK, blocks
+from ringspan.kernels.blocks import BLOCK, SHORTEST, blocks
 from ringspan.kernels.intervals import Layer, layers
 from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
 from ringspan.kernels.mods import MaskMod, PlacedMods, ScoreMod
 from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
-from ringspan.per_stream import per_stream
+from ringspan.per_stream import on_device, per_stream
 from ringspan.rebound import rebound
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
 PACKAGE = "triton"
+
+# The compiler's own back ends. For the second one see :mod:`ringspan.kernels.flex_flash`.
+BackEnd = Literal["TRITON", "FLASH"]
 
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
 MOST_PROGRAMS = 256
@@ -83,12 +86,13 @@ def attend(
     *,
     scale: float,
     mods: PlacedMods | None = None,
+    by: BackEnd = "TRITON",
 ) -> Iterator[Part]:
-    for launch in launches(tuple(bands), _is_settled(mods), q_BHSD.device):
+    for launch in launches(tuple(bands), _is_settled(mods), by, q_BHSD.device):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
         here = None if mods is None else mods.of(rows, keys)
-        yield Part(rows.start, rows.stop, _run(q, k, v, launch=launch, scale=scale, mods=here))
+        yield Part(rows.start, rows.stop, run(q, k, v, launch=launch, scale=scale, mods=here, by=by))
 
 
 def attend_backward(
@@ -99,15 +103,18 @@ def attend_backward(
     *,
     scale: float,
     mods: PlacedMods | None = None,
+    by: BackEnd = "TRITON",
+    through: Callable[..., Sequence[Tensor]] = gradients,
 ) -> Iterator[Gradients]:
+    """``through`` computes the gradients of a launch: see :mod:`ringspan.kernels.recompute`."""
     learned = () if mods is None else mods.mods.learned
-    for launch in launches(tuple(bands), _is_settled(mods), k_BGTD.device):
+    for launch in launches(tuple(bands), _is_settled(mods), by, k_BGTD.device):
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         mine = saved.rows(rows.start, rows.stop)
         mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
         k, v = _on_its_own(k_BGTD[:, :, keys]), _on_its_own(v_BGTE[:, :, keys])
         here = None if mods is None else mods.of(rows, keys)
-        dq, dk, dv, *dlearned = gradients(partial(_run, launch=launch, scale=scale, mods=here), mine, k, v, learned)
+        dq, dk, dv, *dlearned = through(partial(run, launch=launch, scale=scale, mods=here, by=by), mine, k, v, learned)
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
@@ -116,22 +123,21 @@ def _is_settled(mods: PlacedMods | None) -> bool:
 
 
 @per_stream(REMEMBERED)
-def launches(bands: tuple[Band, ...], settled: bool, device: torch.device) -> tuple[Launch, ...]:
+def launches(bands: tuple[Band, ...], settled: bool, by: BackEnd, device: torch.device) -> tuple[Launch, ...]:
     """The layers of the bands, on the device; ``settled``, if a function has the last word on every pair."""
-    # They are used again in other calls: a tensor made in inference mode could never take part in a backward pass.
-    with torch.inference_mode(False):
-        return tuple(_launch(layer, device, settled) for layer in layers(bands))
+    return tuple(_launch(layer, settled, by, device) for layer in layers(bands))
 
 
-def _launch(layer: Layer, device: torch.device, settled: bool) -> Launch:
-    start_S, stop_S = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (layer.start, layer.stop))
-    found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=settled)
+def _launch(layer: Layer, settled: bool, by: BackEnd, device: torch.device) -> Launch:
+    start_S, stop_S = (on_device(x.astype(np.int32), device) for x in (layer.start, layer.stop))
+    shortest = SHORTEST if by == "TRITON" else 1  # FLASH wants to see as many blocks as there are
+    found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=settled, shortest=shortest)
     lists = {}
     named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
     for name, (counts, indices) in named.items():
         # One for the whole batch and all heads.
-        lists[f"{name}_num_blocks"] = torch.from_numpy(counts[None, None]).to(device)
-        lists[f"{name}_indices"] = torch.from_numpy(indices[None, None]).to(device)
+        lists[f"{name}_num_blocks"] = on_device(counts[None, None], device)
+        lists[f"{name}_indices"] = on_device(indices[None, None], device)
     return Launch(layer, start_S, stop_S, lists)
 
 
@@ -141,7 +147,7 @@ def _on_its_own(x: Tensor) -> Tensor:
         return from_dlpack(x.detach())
 
 
-def _run(
+def run(
     q_BHSD: Tensor,
     k_BGTD: Tensor,
     v_BGTE: Tensor,
@@ -149,6 +155,7 @@ def _run(
     launch: Launch,
     scale: float,
     mods: PlacedMods | None = None,
+    by: BackEnd = "TRITON",
 ) -> Partial:
     """One launch; ``learned``, if given, in the place of what the functions captured."""
     from torch._dynamo import config as compiler
@@ -164,7 +171,8 @@ def _run(
         torch._C._EnableTorchFunction(),
     ):
         functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1])
-        return Partial(*_compiled()(q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S, launch.lists, scale, *functions))
+        tensors = (q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S)
+        return Partial(*_compiled()(*tensors, launch.lists, scale, by, *functions))
 
 
 class Functions(NamedTuple):
@@ -204,6 +212,7 @@ def attend_intervals(
     stop_S: Tensor,
     lists: dict[str, Any],
     scale: float,
+    by: BackEnd = "TRITON",
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     heads_H: Tensor | None = None,
@@ -236,7 +245,7 @@ def attend_intervals(
         return score_mod(score, b, heads_H[h], q_token, k_token)  # type: ignore[misc, index]
 
     # One kernel for all lengths; left to itself it takes another one for few queries.
-    options: FlexKernelOptions = {"BACKEND": "TRITON"}
+    options: FlexKernelOptions = {"BACKEND": by}
     out, aux = flex_attention(
         q_BHSD,
         k_BGTD,
@@ -248,4 +257,5 @@ def attend_intervals(
         return_aux=AuxRequest(lse=True),
         kernel_options=options,
     )
-    return out, cast(Tensor, aux.lse)
+    lse = cast(Tensor, aux.lse)
+    return out, lse if by == "TRITON" else lse.detach()  # the other one refuses to compile where it had a gradient

@@ -5,7 +5,8 @@ Legend: S queries, B batch, H query heads, E value dim.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 16
+
+# Addresses that are multiples of so many bytes Triton takes for round, and loads from them in words.
+ALIGNED = 16
+
+
+class Launch(NamedTuple):
+    """A compiled program for a grid, and what it takes beside tensors."""
+
+    launch: Callable[..., Any]
+    numbers: tuple[int, ...]
+
+
+# Kinds of merges: shapes × strides. Packed documents bring new ones all the time.
+REMEMBERED = 1024
+_programs: dict[Hashable, Launch] = {}
 
 
 @triton.jit
@@ -54,14 +70,26 @@ def _merge(  # type: ignore[no-untyped-def]
 
 def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
     """Merge the new part with the old one, which may be out itself, into out and lse. Each out may be narrower than lse."""
-    new_out_SBHE, old_SBHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_out_SBHE, old_SBHE))
-    count = lse_SBH.numel()
-    if not count:
+    if not lse_SBH.numel():
         return
-    _, batch, heads, e = out_SBHE.shape
+    new_out_SBHE, old_SBHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_out_SBHE, old_SBHE))
     tensors = (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE)
-    strides: list[Any] = [x.stride(i) for x in tensors for i in range(3)]
+    strides = tuple(x.stride() for x in tensors)
+    # Triton compiles for what these are, and whether addresses are round; to find out which program that is takes it longer
+    # than the launch.
+    aligned = tuple(x.data_ptr() % ALIGNED == 0 for x in tensors)
+    kind = (out_SBHE.device, *(x.dtype for x in tensors), out_SBHE.shape, *strides, aligned)
     with torch.cuda.device_of(out_SBHE):  # Triton launches on the current device, which need not be theirs
-        _merge[(triton.cdiv(count, BLOCK),)](
-            *tensors, count, batch, heads, *strides, E=e, WIDTH=triton.next_power_of_2(e), BLOCK=BLOCK
-        )
+        known = _programs.get(kind)
+        if known is not None:
+            known.launch(*tensors, *known.numbers)
+            return
+        _, batch, heads, e = out_SBHE.shape
+        grid = (triton.cdiv(lse_SBH.numel(), BLOCK), 1, 1)
+        numbers = (lse_SBH.numel(), batch, heads, *(n for of_one in strides for n in of_one[:3]))
+        sizes = (e, triton.next_power_of_2(e), BLOCK)
+        program = _merge[grid](*tensors, *numbers, *sizes)
+        if program is not None:  # Triton's interpreter has none
+            if len(_programs) >= REMEMBERED:
+                _programs.clear()
+            _programs[kind] = Launch(program[grid], (*numbers, *sizes))

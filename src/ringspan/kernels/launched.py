@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringspan.kernels.kernel import Gradients, Part, Saved, with_dlse
 from ringspan.kernels.launches import Launch, launches
-from ringspan.kernels.partial import EMPTY_LSE, Partial
+from ringspan.kernels.partial import EMPTY_LSE, Partial, finite
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
@@ -56,7 +56,7 @@ class Fused:
                 dout, out, values = with_dlse(dout, out, v_BGTE, rows.dlse_BHS)
             q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, launch)
             # A row that sees nothing at all has lse -inf; exp(-inf - 0) is the zero that exp(-inf + inf) is not.
-            lse = rows.lse_BHS.masked_fill(rows.lse_BHS == EMPTY_LSE, 0.0)
+            lse = finite(rows.lse_BHS)
             dout, out = (_padded(x.to(q.dtype), q.shape[-1]) for x in (dout, out))
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, _mask(launch, q), launch.is_causal, scale)
             dq, dk, dv = (

@@ -27,6 +27,11 @@ class Partial(NamedTuple):
     lse: Tensor  # (...)
 
 
+def finite(lse: Tensor) -> Tensor:
+    """With 0 for rows that see nothing: they have no part in any band, but kernels must not meet exp(x + inf) all the same."""
+    return torch.nan_to_num(lse, nan=torch.nan, posinf=torch.inf, neginf=0.0)  # in one launch
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial result over the keys of both. Exact when either or both are empty."""
     merged = Partial(a.out.clone(), a.lse.clone())

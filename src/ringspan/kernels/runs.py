@@ -33,6 +33,9 @@ class Runs:
     def set(self, start: int, stop: int, state: State) -> None:
         if start >= stop or any(a <= start and stop <= b and s == state for a, b, s in self._runs):
             return
+        if len(self._runs) == 1 and self._runs[0][:2] == (start, stop):
+            self._runs = [(start, stop, state)]
+            return
         cut = [run for a, b, s in self._runs for run in ((a, min(b, start), s), (max(a, stop), b, s)) if run[0] < run[1]]
         joined: list[tuple[int, int, State]] = []
         for a, b, s in sorted([*cut, (start, stop, state)]):

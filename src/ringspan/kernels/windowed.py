@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from ringspan.kernels.kernel import Gradients, Part, Saved
-from ringspan.kernels.partial import EMPTY_LSE, Partial
+from ringspan.kernels.partial import Partial, finite
 from ringspan.kernels.windows import Batch, batches
 from ringspan.masks import Band
 
@@ -40,8 +40,7 @@ def attend_backward(
     *,
     scale: float,
 ) -> Iterator[Gradients]:
-    # A row that sees nothing has lse -inf and no part in any band; the kernels must not meet exp(x + inf) all the same.
-    lse_BHS = saved.lse_BHS.masked_fill(saved.lse_BHS == EMPTY_LSE, 0.0)
+    lse_BHS = finite(saved.lse_BHS)
     for batch in batches(tuple(bands), k_BGTD.device):
         q, dout, out = (_taken(x, batch.rows, batch).to(k_BGTD.dtype) for x in saved[:3])
         lse, dlse = (None if x is None else _row_numbers(x, batch) for x in (lse_BHS, saved.dlse_BHS))

@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ringspan.masks import Band
 from ringspan.masks import table as tables
-from ringspan.per_stream import per_stream
+from ringspan.per_stream import on_device, per_stream
 
 
 class Window(NamedTuple):
@@ -123,8 +124,4 @@ def _batch(layer: Sequence[Band], device: torch.device) -> Batch:
 
 
 def _lengths(cuts: list[int], device: torch.device) -> Lengths:
-    on_host = torch.tensor(cuts, dtype=torch.int32)
-    longest = int(on_host.diff().max())
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()  # else the copy would make the host wait for the device
-    return Lengths(on_host.to(device, non_blocking=True), longest)
+    return Lengths(on_device(np.array(cuts, dtype=np.int32), device), max(b - a for a, b in pairwise(cuts)))

@@ -22,10 +22,10 @@ some heads of either, handing on what came from elsewhere: every strategy is sai
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from ringspan.compilers import same_every_time
 from ringspan.errors import PlanError
@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 VERSION = 2
 FEW = 4  # bands
+MOST_DERIVED = 256
 
 What = Literal["kv", "q", "out", "dq", "dkv"]
 WHATS: tuple[What, ...] = ("kv", "q", "out", "dq", "dkv")
@@ -171,6 +172,23 @@ class Plan:
         :meth:`verify` to say."""
         parts = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _derived(self) -> dict[Hashable, Any]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:  # a plan is data, and may be sent to another process; what hangs on it is not
+        return {name: value for name, value in vars(self).items() if name != "_derived"}
+
+    def derived(self, maker: Callable[Concatenate[Plan, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``maker`` makes of the plan and of what else it is given: worked out once, and kept as long as the plan."""
+        known, key = self._derived, (maker, args, *kwargs.items())
+        if key not in known:
+            if len(known) >= MOST_DERIVED:
+                known.clear()
+            known[key] = maker(self, *args, **kwargs)
+        result: T = known[key]
+        return result
 
     @cached_property
     def area(self) -> int:

@@ -6,7 +6,7 @@ the same error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,7 +45,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_FUNCTION = 0
 
 
-def shake_hands(group: ProcessGroup, hello: Hello, rows: Sequence[tuple[int, int]], device: torch.device) -> None:
+def shake_hands(group: ProcessGroup, hello: Hello, rows: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Compare with all ranks unless it was done before; ``rows`` are the queries and keys that each rank should have."""
     agreed = _agreed.setdefault(group.group, {}).setdefault(tuple(group.ranks), set())
     if hello in agreed:
@@ -64,7 +64,7 @@ def tell_invalid(group: ProcessGroup, device: torch.device) -> None:
     group.gather_numbers(Hello(INVALID, *[0] * (len(Hello._fields) - 1)), device)
 
 
-def compare(everyone: Sequence[Hello], rows: Sequence[tuple[int, int]]) -> str | None:
+def compare(everyone: Sequence[Hello], rows: Iterable[tuple[int, int]]) -> str | None:
     """The first thing that does not fit, in words that are the same on every rank."""
     first = everyone[0]
     for rank, other in enumerate(everyone):

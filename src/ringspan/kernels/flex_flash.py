@@ -1,0 +1,147 @@
+"""FlexAttention by its FLASH back end: PyTorch compiles the functions of the user into FlashAttention-4.
+
+It is the program of :mod:`ringspan.kernels.flex`, asked for another back end. PyTorch calls it experimental, so it is never
+chosen unasked. Two things stand between it and the parts of a ring:
+
+- A part's gradients need the out and lse over *all* keys. PyTorch's autograd gives the back end those of the part, and knows no
+  way to correct them, since it takes no gradient of lse. So what autograd has saved is exchanged before it is used.
+- In some releases lse is taken for one of base 2, and turned into what it already was. What it is of is looked up once.
+
+What the back end cannot do at all is done by Triton, with a warning: gradients of lse, gradients of what a score_mod has
+learned, and sums that are the same every time.
+
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ringspan.errors import KernelError
+from ringspan.kernels import fa4, flex
+from ringspan.kernels.blocks import BLOCK
+from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
+from ringspan.kernels.mods import PlacedMods
+from ringspan.kernels.partial import Partial, finite
+from ringspan.masks import Band, full
+
+PACKAGE = fa4.PACKAGE
+
+
+def why_not(inputs: Inputs) -> str | None:
+    reason = fa4.why_not(Inputs(device=inputs.device, dtype=inputs.dtype, head_dim=inputs.head_dim, v_dim=inputs.v_dim))
+    return reason or flex.why_not(inputs)
+
+
+def rather_not(inputs: Inputs) -> str | None:
+    return "is experimental in PyTorch, and there for those who ask for it"
+
+
+def is_installed() -> bool:
+    return fa4.is_installed() and flex.is_installed()
+
+
+def attend(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: PlacedMods | None = None,
+) -> Iterator[Part]:
+    unit = _unit_of_lse(q_BHSD.device)
+    for start, stop, (out, lse) in flex.attend(q_BHSD, k_BGTD, v_BGTE, bands, scale=scale, mods=mods, by="FLASH"):
+        yield Part(start, stop, Partial(out, lse / unit))
+
+
+def attend_backward(
+    saved: Saved,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: PlacedMods | None = None,
+) -> Iterator[Gradients]:
+    reason = _why_not_backward(saved, mods)
+    if reason is not None:
+        warnings.warn(f'backend="flex_flash": Triton computes these gradients, since {reason}', stacklevel=2)
+        return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, mods=mods)
+    return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, mods=mods, by="FLASH", through=_gradients)
+
+
+def _why_not_backward(saved: Saved, mods: PlacedMods | None) -> str | None:
+    if saved.dlse_BHS is not None:
+        return "the FLASH back end takes no gradient of lse"
+    if mods is not None and mods.mods.learned:
+        return "the FLASH back end gives no gradient of what a score_mod has learned"
+    if torch.are_deterministic_algorithms_enabled():
+        return "the FLASH back end does not add up in the same order every time"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _unit_of_lse(device: torch.device) -> float:
+    """What lse is to be divided by: of queries that are zero it must be the log of the number of keys."""
+    nothing = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)
+    ((_, _, (_, lse)),) = flex.attend(nothing, nothing, nothing, full(BLOCK).bands, scale=1.0, by="FLASH")
+    found = float(lse.mean()) / math.log(BLOCK)
+    for unit in (1.0, math.log(2.0), 1 / math.log(2.0)):
+        if math.isclose(found, unit, rel_tol=1e-3):
+            return unit
+    raise KernelError(f'backend="flex_flash": PyTorch {torch.__version__} gives an lse that is {found} times what it should be')
+
+
+class Whole(NamedTuple):
+    """The out and lse over all keys, to be found in the place of a part's own; and which of them were exchanged."""
+
+    out_BHSE: Tensor
+    lse_BHS: Tensor
+    part: list[int]  # the address of the part's out, once it is known
+    exchanged: set[str]
+
+
+_here = threading.local()  # the Whole of what this thread is about to save
+
+
+def _pack(x: Tensor) -> tuple[Tensor, Whole]:
+    return x, _here.whole
+
+
+def _unpack(packed: tuple[Tensor, Whole]) -> Tensor:
+    x, whole = packed
+    if x.shape == whole.out_BHSE.shape and [x.data_ptr()] == whole.part:
+        whole.exchanged.add("out")
+        return torch.empty_like(x).copy_(whole.out_BHSE)
+    if x.shape == whole.lse_BHS.shape and x.dtype == torch.float32:
+        whole.exchanged.add("lse")
+        return torch.empty_like(x).copy_(whole.lse_BHS)
+    return x
+
+
+def _gradients(
+    part: Callable[..., Partial], saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """As :func:`ringspan.kernels.recompute.gradients`, of a part whose back end is handed the whole."""
+    leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
+    _here.whole = whole = Whole(saved.out_BHSE, finite(saved.lse_BHS), [], set())
+    with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
+        out, _ = part(*leaves)
+    whole.part.append(out.data_ptr())
+    grads = torch.autograd.grad(out, leaves, saved.dout_BHSE.to(out.dtype), allow_unused=True, materialize_grads=True)
+    if whole.exchanged != {"out", "lse"}:
+        raise KernelError(
+            f'backend="flex_flash": PyTorch {torch.__version__} saves out and lse for the backward pass in a way that is not '
+            f'known here (found: {sorted(whole.exchanged)}), so that its gradients would be wrong: use backend="flex"'
+        )
+    return grads

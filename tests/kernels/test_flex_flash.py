@@ -1,0 +1,65 @@
+"""How the FLASH back end is handed the whole: with a part that computes its gradients the way that back end does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.kernels import Saved, flex_flash
+from ringspan.kernels.partial import Partial
+
+S, T, D = 5, 7, 4
+
+
+class Flash(torch.autograd.Function):
+    """Attention whose backward pass believes the out and lse that were saved, as flash attention's does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        score = q @ k.mT
+        lse = score.logsumexp(-1)
+        out = score.softmax(-1) @ v
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        p = (q @ k.mT - lse.unsqueeze(-1)).exp()
+        ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+        return ds @ k, ds.mT @ q, p.mT @ dout
+
+
+def part(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    return Partial(*Flash.apply(q, k, v))
+
+
+def test_the_gradients_of_parts_are_those_of_the_whole() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, D, requires_grad=True) for n in (S, T, T))
+    score = q @ k.mT
+    out, lse = score.softmax(-1) @ v, score.logsumexp(-1)
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, (q, k, v), dout)
+    saved = Saved(q.detach(), dout, out.detach(), lse.detach())
+    parts = [
+        flex_flash._gradients(part, saved, *(x.detach()[:, :, keys] for x in (k, v))) for keys in (slice(0, 3), slice(3, T))
+    ]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], wanted[0])
+    for n in (1, 2):
+        torch.testing.assert_close(torch.cat([grads[n] for grads in parts], 2), wanted[n])
+
+
+def test_a_part_that_saves_them_in_another_way_is_not_believed() -> None:
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        return Partial((q @ k.mT).exp() @ v, (q @ k.mT).logsumexp(-1).detach())
+
+    q, k, v = (torch.randn(1, 1, n, D) for n in (S, T, T))
+    saved = Saved(q, torch.ones(1, 1, S, D), torch.zeros(1, 1, S, D), torch.zeros(1, 1, S))
+    with pytest.raises(rs.KernelError, match='would be wrong: use backend="flex"'):
+        flex_flash._gradients(plain, saved, k, v)

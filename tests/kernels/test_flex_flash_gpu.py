@@ -1,0 +1,100 @@
+"""FlexAttention by its FLASH back end on a CUDA device, against dense float64."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.kernels import Inputs, reasons
+from ringspan.kernels.flex_flash import rather_not
+from ringspan.kernels.reference import dense_attention
+from tests.kernels.test_gpu import MASKS, error, sdpa_math
+
+pytestmark = pytest.mark.gpu
+
+# dtype, (query heads, key heads), head dim
+KINDS = {
+    "bfloat16, shared heads, 128": (torch.bfloat16, (8, 2), 128),
+    "float16, 64": (torch.float16, (4, 4), 64),
+}
+CASES = {f"{kind}: {name}": (*KINDS[kind], mask) for kind in KINDS for name, mask in MASKS.items()}
+
+
+def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    asked = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)
+    reason = dict(reasons(asked))["flex_flash"]
+    if reason != rather_not(asked):
+        pytest.skip(f"flex_flash {reason}")
+    torch.manual_seed(0)
+    (rows, cols), (h, g) = mask.lengths, heads
+    q, k, v = (
+        torch.randn(2, n, t, dim, device="cuda", dtype=dtype, requires_grad=True) for n, t in ((h, rows), (g, cols), (g, cols))
+    )
+    return q, k, v
+
+
+@pytest.mark.parametrize(("dtype", "heads", "dim", "mask"), CASES.values(), ids=CASES)
+def test_no_worse_than_one_call_of_the_same_precision(
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, mask: rs.Mask
+) -> None:
+    """Out, lse and gradients of 3 ranks; the yardstick is plain attention of one device in this dtype."""
+    q, k, v = inputs(mask, dtype, heads, dim)
+    seen = torch.from_numpy(mask.dense()).cuda()
+    want = dense_attention(q, k, v, seen)
+    dout = torch.randn_like(want.out).to(dtype)
+    wanted = torch.autograd.grad(want.out, (q, k, v), dout.double())
+    plain = sdpa_math(q, k, v, seen)
+    yardstick = torch.autograd.grad(plain, (q, k, v), dout)
+    got = rs.LocalWorld(3).attention(q, k, v, mask=mask, backend="flex_flash", return_lse=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*Triton computes these gradients")
+        grads = torch.autograd.grad(got.out, (q, k, v), dout)
+    assert torch.equal(torch.isinf(got.lse), torch.isinf(want.lse))
+    assert (got.lse - want.lse).nan_to_num().abs().max() < 1e-3
+    for mine, exact, theirs in zip((got.out, *grads), (want.out, *wanted), (plain, *yardstick), strict=True):
+        assert error(mine, exact) <= 2 * error(theirs, exact)
+
+
+@pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["documents"]])
+def test_functions_of_the_user_see_global_indices(mask: rs.Mask) -> None:
+    q, k, v = inputs(mask, *KINDS["bfloat16, shared heads, 128"])
+    slopes = torch.linspace(0.01, 0.1, 8, device="cuda")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (i - j).abs()
+
+    dout = torch.randn_like(q)
+    found = []
+    for backend in ("flex_flash", "eager"):
+        out = rs.LocalWorld(3).attention(q, k, v, mask=mask, score_mod=score_mod, backend=backend)
+        found.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    for mine, theirs in zip(*found, strict=True):
+        assert error(mine, theirs) <= 0.02 * theirs.abs().max().item()
+
+
+def test_the_gradient_of_lse_is_computed_by_triton_with_a_warning() -> None:
+    mask = MASKS["causal"]
+    q, k, v = inputs(mask, *KINDS["float16, 64"])
+    got = rs.LocalWorld(2).attention(q, k, v, mask=mask, backend="flex_flash", return_lse=True)
+    with pytest.warns(UserWarning, match="Triton computes these gradients, since the FLASH back end takes no gradient of lse"):
+        mine = torch.autograd.grad(got.lse.sum(), (q, k))
+    want = dense_attention(q, k, v, torch.from_numpy(mask.dense()).cuda())
+    for x, exact in zip(mine, torch.autograd.grad(want.lse.sum(), (q, k)), strict=True):
+        assert error(x, exact) <= 0.01 * exact.abs().max().item()
+
+
+def test_the_profiler_sees_flash_attention_and_no_triton() -> None:
+    mask = MASKS["documents"]
+    q, k, v = inputs(mask, *KINDS["float16, 64"])
+    world = rs.LocalWorld(1)
+    world.attention(q, k, v, mask=mask, backend="flex_flash").sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        world.attention(q, k, v, mask=mask, backend="flex_flash").sum().backward()
+    names = [event.key for event in profile.key_averages()]
+    assert any("flash_fwd" in name for name in names), names
+    assert any("flash_bwd" in name for name in names), names
+    assert not [name for name in names if "flex_attention" in name]
