@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import ringspan as rs
@@ -94,6 +96,28 @@ def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
         assert torch.equal(mine, theirs) if n == 0 else error(mine, theirs) <= 1e-3 * theirs.abs().max().item()
 
 
+def test_a_block_in_a_cuda_graph() -> None:
+    q, k, v, _ = tensors()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cp = rs.ContextParallel(None, rs.documents([400, 30, 570]))
+        want = rs.LocalWorld(1).attention(q, k, v, mask=cp.plan.mask)
+        shards = cp.shard(q, k, v, dim=2)
+
+        def step() -> torch.Tensor:
+            with cp:
+                return F.scaled_dot_product_attention(*shards, enable_gqa=True)
+
+        first, graph = step(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = step()
+        graph.replay()
+        for out in (first, replayed):
+            assert torch.equal(cp.unshard(out, dim=2), want)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_nothing_can_be_captured_before_it_was_run() -> None:
     q, k, v, _ = tensors()
     world = rs.LocalWorld(2)
@@ -132,3 +156,21 @@ def test_two_processes_on_one_device_agree_with_two_ranks_in_one(strategy: str, 
             part = theirs.detach().cpu().index_select(2, rows)
             # The forward pass to the bit; gradients are summed on the device in an order that varies from run to run.
             assert torch.equal(mine, part) if n == 0 else error(mine, part) <= 1e-3 * part.abs().max().item()
+
+
+def captured(rank: int) -> str:
+    q, k, v, _ = tensors()
+    plan = rs.plan(rs.causal(N), world=2, rank=rank, strategy="ring", layout="contiguous")
+    local = [x[:, :, : plan.q_rows].contiguous() for x in (q, k, v)]
+    rs.attention(*local, plan=plan)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            rs.attention(*local, plan=plan)
+    except rs.TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_what_gloo_carries_cannot_be_captured(pools: Pools) -> None:
+    for rank, said in enumerate(pools(2).run(captured)):
+        assert said.startswith(f"rank {rank}: forward step 0 is being captured in a CUDA graph")

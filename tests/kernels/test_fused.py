@@ -76,6 +76,22 @@ def test_very_large_and_small_lse_do_not_overflow() -> None:
     assert lse.flatten().tolist() == pytest.approx([3e4, 3e4, 3e4 + 0.6931], abs=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 40), (5, 8)])
+@pytest.mark.parametrize("add", [False, True])
+def test_two_gradients_side_by_side(add: bool, d: int, e: int, dtype: torch.dtype) -> None:
+    """Laid as kernels give them, into some rows of a larger buffer, which held something else before."""
+    torch.manual_seed(d)
+    dk, dv = (torch.randn(2, 7, 3, n, device=DEVICE).to(dtype).transpose(0, 1) for n in (d, e))
+    both = torch.randn(9, 2, 3, d + e, device=DEVICE)
+    want = both.clone()
+    want[1:8] = torch.cat([dk, dv], -1).float() + (want[1:8] if add else 0)
+    if not add:
+        both[1:8] = torch.nan
+    fused.lay_(both[1:8], dk, dv, add=add)
+    assert torch.equal(both, want)
+
+
 def test_nothing_to_merge() -> None:
     out, lse = torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1)
     fused.merge_(out, lse, out, lse, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -218,6 +220,22 @@ def test_a_part_that_has_all_rows_is_kept_where_it_is() -> None:
     assert torch.equal(out[2:5], want.out.float())
     assert torch.equal(lse[2:5], want.lse)
     assert torch.equal(out[[0, 1, 5, 6]], before.permute(2, 0, 1, 3)[[0, 1, 5, 6]])
+
+
+def test_only_a_third_part_makes_rows_wide() -> None:
+    accumulator = Accumulator(
+        (ROWS, BATCH, HEADS, WIDTH), like=torch.empty(0, dtype=torch.float64).as_subclass(NoRoom), keeps=True
+    )
+    for start, stop in ((0, ROWS), (0, 2), (3, ROWS)):
+        accumulator.add(start, stop, some_part(stop - start, HEADS, start, torch.float32))
+    with pytest.raises(AssertionError, match="room for 7 rows"):
+        accumulator.add(1, 4, some_part(3, HEADS, 5, torch.float32))
+    assert accumulator.finish().out.dtype == torch.float32
+
+
+class NoRoom(Tensor):
+    def new_empty(self, shape: Any, *args: object, **kwargs: object) -> Tensor:  # type: ignore[override]
+        raise AssertionError(f"room for {shape[0]} rows")
 
 
 def test_the_first_part_of_a_row_is_copied_to_the_bit() -> None:

@@ -43,6 +43,9 @@ PACKAGE = "triton"
 # The compiler's own back ends. For the second one see :mod:`ringspan.kernels.flex_flash`.
 BackEnd = Literal["TRITON", "FLASH"]
 
+# What heads and tokens are counted in: the second one cannot look anything up by longer numbers.
+INDICES: dict[BackEnd, torch.dtype] = {"TRITON": torch.int64, "FLASH": torch.int32}
+
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
 MOST_PROGRAMS = 256
 
@@ -170,7 +173,7 @@ def run(
         # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.
         torch._C._EnableTorchFunction(),
     ):
-        functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1])
+        functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1], INDICES[by])
         tensors = (q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S)
         return Partial(*_compiled()(*tensors, launch.lists, scale, by, *functions))
 
@@ -185,7 +188,7 @@ class Functions(NamedTuple):
     k_tokens_T: Tensor
 
 
-def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int) -> Functions:
+def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int, indices: torch.dtype) -> Functions:
     score_mod, old = mods.mods.score_mod, mods.mods.learned[: len(learned)]
     if score_mod is not None and old:
         score_mod = rebound(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
@@ -195,8 +198,9 @@ def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int) -> Funct
                 'backend="flex" cannot tell how this score_mod holds a tensor that needs a gradient: hold it in a closure, a '
                 'functools.partial or a module, or use backend="eager"'
             )
-    heads_H = torch.arange(mods.first_head, mods.first_head + heads, device=mods.q_tokens_S.device)
-    return Functions(score_mod, mods.mods.mask_mod, heads_H, *(x.clone() for x in (mods.q_tokens_S, mods.k_tokens_T)))
+    heads_H = torch.arange(mods.first_head, mods.first_head + heads, dtype=indices, device=mods.q_tokens_S.device)
+    tokens = (x.to(indices, copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
+    return Functions(score_mod, mods.mods.mask_mod, heads_H, *tokens)
 
 
 @lru_cache(maxsize=1)

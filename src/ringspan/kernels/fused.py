@@ -1,6 +1,9 @@
-"""The merge as one Triton kernel: reads both parts once, writes the result in place. For CUDA tensors.
+"""What is done between launches of attention: each as one Triton kernel that reads and writes everything once, on CUDA devices.
 
-Legend: S queries, B batch, H query heads, E value dim.
+:func:`merge_` puts two partial results together. :func:`lay_` lays the gradients of keys and of values side by side, or adds
+them to what lies there.
+
+Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim; F = D + E.
 """
 
 from __future__ import annotations
@@ -17,18 +20,6 @@ BLOCK = 16
 
 # Addresses that are multiples of so many bytes Triton takes for round, and loads from them in words.
 ALIGNED = 16
-
-
-class Launch(NamedTuple):
-    """A compiled program for a grid, and what it takes beside tensors."""
-
-    launch: Callable[..., Any]
-    numbers: tuple[int, ...]
-
-
-# Kinds of merges: shapes × strides. Packed documents bring new ones all the time.
-REMEMBERED = 1024
-_programs: dict[Hashable, Launch] = {}
 
 
 @triton.jit
@@ -70,26 +61,83 @@ def _merge(  # type: ignore[no-untyped-def]
 
 def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
     """Merge the new part with the old one, which may be out itself, into out and lse. Each out may be narrower than lse."""
-    if not lse_SBH.numel():
+    new_out_SBHE, old_SBHE = _with_whole_rows(new_out_SBHE, old_SBHE)
+    e = out_SBHE.shape[-1]
+    _run(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, _power_of_2(e), BLOCK))
+
+
+@triton.jit
+def _lay(  # type: ignore[no-untyped-def]
+    both, dk, dv, count, batch, heads,
+    both_t, both_b, both_g, dk_t, dk_b, dk_g, dv_t, dv_b, dv_g,
+    D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    g = (row % heads).to(tl.int64)
+    b = ((row // heads) % batch).to(tl.int64)
+    t = (row // (heads * batch)).to(tl.int64)
+    at = tl.arange(0, WIDTH)[None, :]
+    here = (row < count)[:, None]
+    k_at = both + (t * both_t + b * both_b + g * both_g)[:, None] + at
+    v_at = k_at + D
+    wide = both.dtype.element_ty
+    k = tl.load(dk + (t * dk_t + b * dk_b + g * dk_g)[:, None] + at, mask=here & (at < D), other=0.0).to(wide)
+    v = tl.load(dv + (t * dv_t + b * dv_b + g * dv_g)[:, None] + at, mask=here & (at < E), other=0.0).to(wide)
+    if ADD:
+        k += tl.load(k_at, mask=here & (at < D), other=0.0)
+        v += tl.load(v_at, mask=here & (at < E), other=0.0)
+    tl.store(k_at, k, mask=here & (at < D))
+    tl.store(v_at, v, mask=here & (at < E))
+
+
+def lay_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, add: bool) -> None:
+    """Lay both gradients side by side, or add them to what lies there."""
+    dk_TBGD, dv_TBGE = _with_whole_rows(dk_TBGD, dv_TBGE)
+    d, e = dk_TBGD.shape[-1], dv_TBGE.shape[-1]
+    _run(_lay, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], (d, e, _power_of_2(max(d, e)), add, BLOCK))
+
+
+def _with_whole_rows(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Launch(NamedTuple):
+    """A compiled program for a grid, and what it takes beside tensors."""
+
+    launch: Callable[..., Any]
+    numbers: tuple[int, ...]
+
+
+# Kinds of launches: shapes × strides. Packed documents bring new ones all the time.
+REMEMBERED = 1024
+_launches: dict[Hashable, Launch] = {}
+
+
+def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tuple[int, ...]) -> None:
+    """Run a kernel on as many rows, which it counts by these three dims.
+
+    To find out which program that is takes Triton longer than to launch it, so that it is asked once.
+    """
+    count = rows.numel()
+    if not count:
         return
-    new_out_SBHE, old_SBHE = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_out_SBHE, old_SBHE))
-    tensors = (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE)
-    strides = tuple(x.stride() for x in tensors)
-    # Triton compiles for what these are, and whether addresses are round; to find out which program that is takes it longer
-    # than the launch.
-    aligned = tuple(x.data_ptr() % ALIGNED == 0 for x in tensors)
-    kind = (out_SBHE.device, *(x.dtype for x in tensors), out_SBHE.shape, *strides, aligned)
-    with torch.cuda.device_of(out_SBHE):  # Triton launches on the current device, which need not be theirs
-        known = _programs.get(kind)
+    strides = tuple([x.stride() for x in tensors])
+    # It compiles for what these are, and for whether addresses are round.
+    aligned = tuple([x.data_ptr() % ALIGNED == 0 for x in tensors])
+    kind = (kernel, tensors[0].device, rows, sizes, strides, aligned, *[x.dtype for x in tensors])
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which need not be theirs
+        known = _launches.get(kind)
         if known is not None:
             known.launch(*tensors, *known.numbers)
             return
-        _, batch, heads, e = out_SBHE.shape
-        grid = (triton.cdiv(lse_SBH.numel(), BLOCK), 1, 1)
-        numbers = (lse_SBH.numel(), batch, heads, *(n for of_one in strides for n in of_one[:3]))
-        sizes = (e, triton.next_power_of_2(e), BLOCK)
-        program = _merge[grid](*tensors, *numbers, *sizes)
+        grid = (triton.cdiv(count, BLOCK), 1, 1)
+        numbers = (count, *rows[1:], *(n for of_one in strides for n in of_one[:3]), *sizes)
+        program = kernel[grid](*tensors, *numbers)
         if program is not None:  # Triton's interpreter has none
-            if len(_programs) >= REMEMBERED:
-                _programs.clear()
-            _programs[kind] = Launch(program[grid], (*numbers, *sizes))
+            if len(_launches) >= REMEMBERED:
+                _launches.clear()
+            _launches[kind] = Launch(program[grid], numbers)

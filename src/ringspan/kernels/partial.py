@@ -6,7 +6,10 @@ Legend: B batch, H query heads, S queries, E value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -39,15 +42,19 @@ def merge(a: Partial, b: Partial) -> Partial:
     return merged
 
 
+@cache
+def fused_kernels() -> ModuleType | None:
+    """Those for CUDA devices, if there is a Triton to compile them."""
+    return import_module("ringspan.kernels.fused") if find_spec("triton") is not None else None
+
+
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     """:func:`merge`, in place. Each out may be narrower than lse, in which it is computed.
 
     With ``old``, that is what into's out was so far, and into's own is only written.
     """
     old = into.out if old is None else old
-    if into.out.is_cuda and find_spec("triton") is not None:
-        from ringspan.kernels import fused
-
+    if into.out.is_cuda and (fused := fused_kernels()) is not None:
         fused.merge_(into.out, into.lse, other.out, other.lse, old)
         return
     # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is

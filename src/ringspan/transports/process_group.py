@@ -86,6 +86,7 @@ class ProcessGroup:
                 if tensor.numel():
                     on_wire = tensor
                     if tensor.is_cuda and self._stages:
+                        self._check_that_nobody_captures(request)
                         on_wire = tensor.cpu() if operation is dist.isend else torch.empty_like(tensor, device="cpu")
                         staged += [(tensor, on_wire)] if operation is dist.irecv else []
                     peers.append(peer)
@@ -115,6 +116,13 @@ class ProcessGroup:
     def _stages(self) -> bool:
         """Whether messages of a GPU go through the host's memory: gloo sends only from there."""
         return self.group._get_backend(torch.device("cuda")).name() == "gloo"
+
+    def _check_that_nobody_captures(self, request: Post) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise TransportError(
+                f"rank {self.rank}: {request.label} is being captured in a CUDA graph, but gloo carries what lies on a GPU "
+                "through the host, which no graph can repeat: use NCCL"
+            )
 
     def _named(self, error: RuntimeError, label: str, peers: list[int]) -> TransportError:
         """What the back end said, with the rank and the step it was said of."""
