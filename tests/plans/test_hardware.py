@@ -70,6 +70,13 @@ def test_what_a_file_lacks_is_named(field: str) -> None:
         Hardware.from_json(json.dumps(given))
 
 
+def test_a_file_that_is_none_is_named(tmp_path: Any) -> None:
+    path = tmp_path / "here.json"
+    path.write_text('{"name": "x"}')
+    with pytest.raises(rs.PlanError, match=r"this is no hardware file .*: within is missing \(in .*here\.json\)"):
+        named_hardware(str(path))
+
+
 @pytest.mark.parametrize("machine", [*HARDWARE.values(), replace(H200, copy_bytes_per_s=float("inf"))], ids=lambda m: m.name)
 def test_a_machine_comes_back_from_its_file(machine: Hardware, tmp_path: Any) -> None:
     (tmp_path / "here.json").write_text(machine.to_json())

@@ -40,7 +40,11 @@ CAUSAL = rs.causal(16)
         ({"rank": 4}, rs.PlanError, "rank must be one of 0 … 3, not 4"),
         ({"rank": -1}, rs.PlanError, "rank must be one of 0 … 3, not -1"),
         ({"rank": "0"}, rs.PlanError, "rank must be one of 0 … 3, not '0'"),
-        ({"strategy": "rings"}, rs.PlanError, f"no strategy is called 'rings'; there are {', '.join(STRATEGIES)} and auto"),
+        (
+            {"strategy": "rings"},
+            rs.PlanError,
+            f"no strategy is called 'rings' (did you mean ring?); there are {', '.join(STRATEGIES)} and auto",
+        ),
         (
             {"strategy": "hybrid(per_node=3)"},
             rs.PlanError,

@@ -111,12 +111,14 @@ class Hardware:
         try:
             given: dict[str, Any] = json.loads(text)
             for name, kind in (("within", Link), ("between", Link), ("forward", Speed), ("backward", Speed)):
+                if name not in given:
+                    raise PlanError(f"{name} is missing")
                 try:
                     given[name] = kind(**given[name])
                 except (TypeError, PlanError) as error:
                     raise PlanError(f"{name}: {error}") from None
             return Hardware(**given)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError) as error:
             raise PlanError(f"this is no hardware file as `ringspan bench calibrate` writes it: {error}") from None
 
 
@@ -173,6 +175,8 @@ def hardware(name: str | Hardware) -> Hardware:
     if name.endswith(".json"):
         try:
             return Hardware.from_json(Path(name).read_text())
+        except PlanError as error:
+            raise PlanError(f"{error} (in {name})") from None
         except OSError as error:
             raise PlanError(f"cannot read {name}: {error.strerror}. `ringspan bench calibrate` writes such a file") from None
     match = re.fullmatch(r"(\w+?)(?:x(\d+))?", name)

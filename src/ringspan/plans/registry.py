@@ -18,6 +18,7 @@ from ringspan.plans.pass_q import PassQ
 from ringspan.plans.ring import Ring
 from ringspan.plans.scene import Scene
 from ringspan.plans.ulysses import Ulysses
+from ringspan.spelling import no_such
 
 
 class Strategy(Protocol):
@@ -55,7 +56,7 @@ def parse_strategy(text: str) -> Strategy:
     """
     match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", text)
     if not match or match[1] not in STRATEGIES:
-        raise PlanError(f"no strategy is called {text!r}; there are {', '.join(STRATEGIES)} and auto")
+        raise PlanError(no_such("strategy", text, [*STRATEGIES, "auto"]))
     kind = STRATEGIES[match[1]]
     try:
         call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
