@@ -55,7 +55,7 @@ class Slots:
         rooms: dict[int, Tensor] = {}
         for wall in route.walls:
             rows = self.plain[wall.what][wall.slot][wall.start : wall.stop]
-            rooms.update(zip(wall.recvs, rows.split(wall.sizes), strict=True))
+            rooms.update(zip(wall.recvs, rows.split_with_sizes(wall.sizes), strict=True))
         arrivals = []
         for t, parcel, room in route.arrivals:
             if parcel is not None:
