@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from ringspan import per_stream as streams
 from ringspan.errors import KernelError
@@ -21,23 +23,22 @@ def ones(count: int, device: torch.device) -> Tensor:
 class Here:
     """Where the host is: on which stream, and whether a graph is being captured there."""
 
-    stream, capturing = 1, False
+    stream, capturing = (0, 1), False
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     place = Here()
-    monkeypatch.setattr(streams, "_stream", lambda device: place.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: place.capturing)
+    monkeypatch.setattr(streams, "_stream", lambda device: streams.CAPTURING if place.capturing else place.stream)
     ones.cache_clear()  # type: ignore[attr-defined]
     return place
 
 
 def test_it_is_made_once_for_each_stream(here: Here) -> None:
     first = ones(3, GPU)
-    here.stream = 2
+    here.stream = (0, 2)
     other = ones(3, GPU)
-    here.stream = 1
+    here.stream = (0, 1)
     assert ones(3, GPU) is first
     assert other is not first
 
@@ -52,19 +53,40 @@ def test_what_was_not_used_for_longest_goes_first(here: Here) -> None:
 
 def test_a_graph_is_given_what_another_stream_has_made_and_keeps_it(here: Here) -> None:
     made = ones(3, GPU)
-    here.stream, here.capturing = 2, True
+    here.stream, here.capturing = (0, 2), True
     assert ones(3, GPU) is made
     here.capturing = False
     for count in range(4, 9):
         ones(count, GPU)  # long forgotten, but for graphs
+    assert ones(3, GPU) is not made
     here.capturing = True
     assert ones(3, GPU) is made
 
 
 def test_nothing_is_made_in_a_graph(here: Here) -> None:
     here.capturing = True
-    with pytest.raises(KernelError, match="run the same step once, then capture it"):
+    with pytest.raises(KernelError, match="run the same step once, just before it is captured"):
         ones(11, GPU)
+    with pytest.raises(KernelError, match="run the same step once, just before it is captured"):
+        streams.on_device(np.arange(3), GPU)
+
+
+def test_nor_where_somebody_looks(here: Here) -> None:
+    here.capturing = True
+    with FakeTensorMode(), pytest.raises(KernelError, match="run the same step once"):
+        ones(11, GPU)
+
+
+def test_what_is_made_where_somebody_looks_is_not_kept(here: Here) -> None:
+    with FakeTensorMode():
+        likeness = ones(5, GPU)
+    assert isinstance(likeness, FakeTensor)
+    assert not isinstance(ones(5, GPU), FakeTensor)
+
+
+def test_numbers_of_the_host_come_from_the_host() -> None:
+    with torch.device("meta"):
+        assert streams.on_device(np.arange(3), CPU).tolist() == [0, 1, 2]
 
 
 def test_on_a_cpu_there_is_one() -> None:

@@ -24,24 +24,33 @@ from ringspan.errors import KernelError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# A device's number and a stream's address; of a CPU, which has none, None.
+Stream = tuple[int, int] | None
+CAPTURING: Stream = (-1, -1)
+
+UNPREPARED = (
+    "attention is being captured in a CUDA graph, but something has to be copied to the device for it first: run the same step "
+    "once, just before it is captured. (It cannot be captured at all where a kernel makes masks anew in every call, as cudnn, "
+    "efficient and eager do for windows)"
+)
+
 
 def per_stream(maxsize: int) -> Callable[[F], F]:
     """``lru_cache`` for functions whose last argument is the device on which they make tensors."""
 
     def decorate(make: F) -> F:
-        made = OrderedDict[tuple[int | None, tuple[Any, ...]], Any]()
+        made = OrderedDict[tuple[Stream, tuple[Any, ...]], Any]()
         in_graphs = dict[tuple[Any, ...], Any]()
         lock = threading.Lock()
 
         @wraps(make)
         def find(*args: Any) -> Any:
-            device = args[-1]
+            stream = _stream(args[-1])
+            if stream == CAPTURING:
+                return for_graph(args)
             if torch._C._len_torch_dispatch_stack():  # what is made while somebody looks may be no tensor but a likeness of one
                 return make(*args)
-            on_gpu = device.type == "cuda"
-            if on_gpu and torch.cuda.is_current_stream_capturing():
-                return for_graph(args)
-            key = (_stream(device) if on_gpu else None, args)
+            key = (stream, args)
             with lock:
                 if key in made:
                     made.move_to_end(key)
@@ -55,15 +64,11 @@ def per_stream(maxsize: int) -> Callable[[F], F]:
 
         def for_graph(args: tuple[Any, ...]) -> Any:
             with lock:
-                for (_, others), value in made.items():
-                    if others == args:
-                        in_graphs[args] = value
+                if args not in in_graphs:
+                    in_graphs.update((others, value) for (_, others), value in made.items() if others == args)
                 if args in in_graphs:
                     return in_graphs[args]
-            raise KernelError(
-                "attention is captured in a CUDA graph, but was not run before, so that there is something to be copied to the "
-                "device first: run the same step once, then capture it"
-            )
+            raise KernelError(UNPREPARED)
 
         find.cache_clear = made.clear  # type: ignore[attr-defined]
         return find  # type: ignore[return-value]
@@ -75,11 +80,19 @@ def on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """Numbers of the host on a device, without making the host wait for it."""
     # What is kept is used again in other calls: a tensor made in inference mode could never take part in a backward pass.
     with torch.inference_mode(False):
-        x = torch.tensor(numbers)
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+        x = torch.tensor(numbers, device="cpu")
+        if device.type != "cuda":
+            return x.to(device)
+        if _stream(device) == CAPTURING:
+            raise KernelError(UNPREPARED)
+        return x.pin_memory().to(device, non_blocking=True)
 
 
-def _stream(device: torch.device) -> int:
-    """The current stream, by its address: an object for it takes as long to make as a launch."""
+def _stream(device: torch.device) -> Stream:
+    """The current stream of a device, by its address: an object for it takes as long to make as a launch."""
+    if device.type != "cuda":
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return CAPTURING
     index = torch.cuda.current_device() if device.index is None else device.index
-    return torch._C._cuda_getCurrentRawStream(index)
+    return index, torch._C._cuda_getCurrentRawStream(index)

@@ -8,6 +8,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.engine.routes import routes
+from ringspan.plans import data
 from ringspan.plans.data import PHASES
 from tests.plans.examples import MASKS, all_plans
 
@@ -54,3 +55,11 @@ def test_a_plan_remembers_them_and_does_not_take_them_along() -> None:
     copy = pickle.loads(pickle.dumps(plan))
     assert copy == plan
     assert "_derived" not in vars(copy)
+
+
+def test_a_plan_does_not_remember_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MOST_DERIVED", 3)
+    plan = rs.plan(rs.causal(12), world=2, rank=0)
+    found = [plan.derived(lambda plan, n: [n], n) for n in range(10)]
+    assert found == [[n] for n in range(10)]
+    assert len(plan._derived) <= 3

@@ -169,3 +169,12 @@ def test_an_error_of_a_score_mods_own_is_left_alone() -> None:
 def test_a_world_has_at_least_one_rank(world: Any) -> None:
     with pytest.raises(rs.LayoutError, match="world must be"):
         rs.LocalWorld(world)
+
+
+def test_compiled_code_calls_it_as_it_is() -> None:
+    mask, (q, k, v) = rs.causal(101), torch.randn(3, 1, 4, 101, 16).unbind()
+
+    def doubled(q: torch.Tensor) -> torch.Tensor:
+        return rs.LocalWorld(4).attention(q * 1.5, k, v, mask=mask) * 2
+
+    assert torch.equal(torch.compile(doubled, backend="aot_eager")(q), doubled(q))

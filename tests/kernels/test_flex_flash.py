@@ -61,5 +61,31 @@ def test_a_part_that_saves_them_in_another_way_is_not_believed() -> None:
 
     q, k, v = (torch.randn(1, 1, n, D) for n in (S, T, T))
     saved = Saved(q, torch.ones(1, 1, S, D), torch.zeros(1, 1, S, D), torch.zeros(1, 1, S))
-    with pytest.raises(rs.KernelError, match='would be wrong: use backend="flex"'):
+    with pytest.raises(rs.KernelError, match=r'0 and 0 were found where one each should be.*use backend="flex"'):
         flex_flash._gradients(plain, saved, k, v)
+    assert not vars(flex_flash._here)
+
+
+def test_lse_is_not_taken_for_something_else() -> None:
+    """A function of the user may have captured a tensor that looks like it."""
+    captured = torch.ones(1, 1, S)
+
+    def with_captured(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        out, lse = part(q, k, v)
+        return Partial(out * (captured.clone().requires_grad_() ** 2).unsqueeze(-1) / captured.unsqueeze(-1), lse)
+
+    q, k, v = (torch.randn(1, 1, n, D) for n in (S, T, T))
+    saved = Saved(q, torch.ones(1, 1, S, D), torch.zeros(1, 1, S, D), torch.zeros(1, 1, S))
+    with pytest.raises(rs.KernelError, match="captures a tensor of the shape of lse"):
+        flex_flash._gradients(with_captured, saved, k, v)
+
+
+def test_hooks_of_the_user_are_left_alone() -> None:
+    """Such as those that keep what is saved elsewhere."""
+    q, k, v = (torch.randn(1, 1, n, D) for n in (S, T, T))
+    out, lse = Flash.apply(q, k, v)
+    saved = Saved(q, torch.ones_like(out), out, lse)
+    with torch.autograd.graph.save_on_cpu():
+        around = flex_flash._gradients(part, saved, k, v)
+    for mine, theirs in zip(around, flex_flash._gradients(part, saved, k, v), strict=True):
+        assert torch.equal(mine, theirs)

@@ -135,11 +135,18 @@ def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Ten
 #
 # Rows first, and contiguous: what a compiled program is told of an operator's strides must be so, whatever the kernel likes.
 
-torch.library.define("ringspan::attend", "(Tensor q, Tensor k, Tensor v, Tensor ticket, float scale) -> (Tensor, Tensor)")
+# What a compiler captures in a CUDA graph of its own accord, it warms up in memory of that graph; what is made once for a plan
+# must not lie there.
+
+TAGS = (torch.Tag.cudagraph_unsafe,)
+torch.library.define(
+    "ringspan::attend", "(Tensor q, Tensor k, Tensor v, Tensor ticket, float scale) -> (Tensor, Tensor)", tags=TAGS
+)
 torch.library.define(
     "ringspan::attend_backward",
     "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ticket, float scale)"
     " -> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
 )
 
 

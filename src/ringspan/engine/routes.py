@@ -56,7 +56,7 @@ def _route(step: Step, rank: int) -> Route:
     of_number = {number: t for t, number in sent}
     recvs = tuple(t for t in step.recvs if t.peer != rank)
     # What lies together in its slot is received right there.
-    here = [n for n, t in enumerate(recvs) if t.what in ("q", "kv") and not is_packed(t)]
+    here = {n for n, t in enumerate(recvs) if t.what in ("q", "kv") and not is_packed(t)}
     to_self, from_others = iter([number for t, number in sent if t.peer == rank]), count()
     arrivals = []
     for t in step.recvs:
@@ -74,7 +74,7 @@ def _route(step: Step, rank: int) -> Route:
     )
 
 
-def _walls(recvs: tuple[Transfer, ...], here: list[int]) -> list[Wall]:
+def _walls(recvs: tuple[Transfer, ...], here: set[int]) -> list[Wall]:
     walls: list[Wall] = []
     for n in sorted(here, key=lambda n: (recvs[n].what, recvs[n].slot, recvs[n].rows[0])):
         t, ((start, stop),) = recvs[n], recvs[n].rows

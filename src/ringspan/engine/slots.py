@@ -15,7 +15,7 @@ from torch import Tensor
 from ringspan.engine.routes import Route
 from ringspan.kernels import Accumulator, Partial, Sum
 from ringspan.per_stream import on_device, per_stream
-from ringspan.plans import Plan, Transfer
+from ringspan.plans import Transfer
 from ringspan.plans.scene import Rows
 from ringspan.plans.shape import is_packed
 from ringspan.transports import Post
@@ -36,13 +36,11 @@ class Slots:
 
     def __init__(
         self,
-        plan: Plan,
         *,
         plain: dict[str, list[Tensor]],
         sums: dict[str, list[Sum]] | None = None,
         results: list[Accumulator] | None = None,
     ) -> None:
-        self.rank = plan.rank
         self.plain, self.sums, self.results = plain, sums or {}, results or []
         self.gathered: dict[str, Sequence[Accumulator | Sum]] = {
             "q": self.results or self.sums.get("dq", []),

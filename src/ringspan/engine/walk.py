@@ -57,7 +57,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
             out[task.q_slot].add(*part)
             del part  # else it would be held while the next is computed
 
-    yield from _walk(plan, "forward", Slots(plan, plain={"q": q, "kv": kv}, results=out), compute)
+    yield from _walk(plan, "forward", Slots(plain={"q": q, "kv": kv}, results=out), compute)
     return out[0].finish()
 
 
@@ -96,7 +96,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
                 total.add_(part)
             del grads  # else they would be held while the next are computed
 
-    yield from _walk(plan, "backward", Slots(plan, plain={"q": q, "kv": kv}, sums={"dq": dq, "dkv": dkv}), compute)
+    yield from _walk(plan, "backward", Slots(plain={"q": q, "kv": kv}, sums={"dq": dq, "dkv": dkv}), compute)
     return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
 

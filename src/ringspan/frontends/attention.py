@@ -154,23 +154,25 @@ def prepared(
             "make it with rs.plan(mask, world=..., rank=...) for this group"
         )
     try:
-        plan, hello, inputs = plan.derived(introduced, look_of(q), look_of(k), look_of(v))
+        fitted, hello, inputs = plan.derived(introduced, look_of(q), look_of(k), look_of(v))
     except InputError:
         tell_invalid(ranks, q.device)
         raise
+    plan = fitted or plan
     if score_mod is not None:
         hello = hello._replace(score_mod=digest_number(function_digest(score_mod)))
     shake_hands(ranks, hello, zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True), q.device)
     return plan, _call(plan, q, inputs, scale, backend, score_mod)
 
 
-def introduced(plan: Plan, q: Look, k: Look, v: Look) -> tuple[Plan, Hello, Inputs]:
-    """The plan for the heads of these tensors, what this rank says of itself to the others, and what a kernel is asked."""
+def introduced(plan: Plan, q: Look, k: Look, v: Look) -> tuple[Plan | None, Hello, Inputs]:
+    """The plan for the heads of these tensors, if that is another, what this rank says of itself to the others, and what a
+    kernel is asked."""
     shape = shape_of(q, k, v)
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
+    fitted = plan.for_heads(shape.heads, shape.kv_heads)
     hello = Hello(
         version=VERSION,
-        digest=digest_number(plan.digest),
+        digest=digest_number(fitted.digest),
         batch=shape.batch,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -181,7 +183,8 @@ def introduced(plan: Plan, q: Look, k: Look, v: Look) -> tuple[Plan, Hello, Inpu
         queries=q.shape[2],
         keys=k.shape[2],
     )
-    return plan, hello, _inputs(plan, q, v)
+    # A plan that kept itself would outlive whoever has it.
+    return None if fitted is plan else fitted, hello, _inputs(fitted, q, v)
 
 
 def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float, backend: str, score_mod: ScoreMod | None = None) -> Call:

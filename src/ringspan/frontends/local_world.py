@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
+from ringspan.compilers import never_compiled
 from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 class LocalWorld:
     """A world of ``n`` ranks in this process, for debugging, tests and single devices.
+
+    It plans in every call, which no compiler can follow: compiled code calls it as it is, and with ``fullgraph=True`` cannot.
 
     >>> import torch, ringspan as rs
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
@@ -73,6 +76,7 @@ class LocalWorld:
         return_lse: Literal[True],
         backend: str = "auto",
     ) -> Partial: ...
+    @never_compiled
     def attention(
         self,
         q: Tensor,
@@ -97,6 +101,7 @@ class LocalWorld:
         result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
         return result if return_lse else result.out
 
+    @never_compiled
     def flex_attention(
         self,
         query: Tensor,
@@ -135,6 +140,7 @@ class LocalWorld:
         first = plan(given_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
         return [first.at(rank) for rank in range(self.world)]
 
+    @never_compiled
     def run(
         self,
         plans: list[Plan],
@@ -169,7 +175,7 @@ class LocalWorld:
 
 
 def _split(x: Tensor, layout: Layout) -> list[Tensor]:
-    return [x.index_select(2, _tokens_of(layout, rank, x.device)) for rank in range(layout.world)]
+    return [x.index_select(2, tokens) for tokens in _tokens(layout, x.device)]
 
 
 # Layouts whose indices stay on the device: 8 bytes for each token.
@@ -177,9 +183,9 @@ REMEMBERED = 16
 
 
 @per_stream(REMEMBERED)
-def _tokens_of(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """The tokens of a rank, in its order."""
-    return on_device(layout.positions(rank), device)
+def _tokens(layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
+    """The tokens of each rank, in its order."""
+    return tuple(on_device(layout.positions(rank), device) for rank in range(layout.world))
 
 
 @per_stream(REMEMBERED)

@@ -24,6 +24,7 @@ from ringspan.kernels.recompute import gradients
 from ringspan.masks import MAX_LENGTH, Band
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1, Table
+from ringspan.per_stream import on_device
 
 # Scores that are held at a time, and rows: fewer rows meet fewer keys that they do not see.
 MOST_SCORES = 2**22
@@ -101,7 +102,7 @@ def _attend(
     """One block, by operations that autograd can follow; ``learned``, if given, in the place of what the functions captured."""
     q, k, v = (x.to(wide(k_BGTD.dtype)) for x in (q_BHSD, k_BGTD, v_BGTE))
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
-    seen = _seen(block).to(q.device)
+    seen = _seen(block, q.device)
     if mods is not None:
         mods = mods.of(block.rows, block.keys)
         with seen_by(Swapped(mods.mods.learned[: len(learned)], learned)):
@@ -111,12 +112,12 @@ def _attend(
     return _softmax(score_BHST.to(q.dtype).masked_fill(~seen, EMPTY_LSE), v)
 
 
-def _seen(block: Block) -> Tensor:
+def _seen(block: Block, device: torch.device) -> Tensor:
     """The pairs of the bands, (S, T)."""
     rows, keys = block.rows, block.keys
     turn = keys.start - rows.start
     corner = np.array([rows.start, rows.start, keys.start, keys.start, turn, turn])
-    return torch.from_numpy(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start))
+    return on_device(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start), device)
 
 
 def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:

@@ -95,7 +95,7 @@ def attend(
         rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
         q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
         here = None if mods is None else mods.of(rows, keys)
-        yield Part(rows.start, rows.stop, run(q, k, v, launch=launch, scale=scale, mods=here, by=by))
+        yield Part(rows.start, rows.stop, _run(q, k, v, launch=launch, scale=scale, mods=here, by=by))
 
 
 def attend_backward(
@@ -117,7 +117,7 @@ def attend_backward(
         mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
         k, v = _on_its_own(k_BGTD[:, :, keys]), _on_its_own(v_BGTE[:, :, keys])
         here = None if mods is None else mods.of(rows, keys)
-        dq, dk, dv, *dlearned = through(partial(run, launch=launch, scale=scale, mods=here, by=by), mine, k, v, learned)
+        dq, dk, dv, *dlearned = through(partial(_run, launch=launch, scale=scale, mods=here, by=by), mine, k, v, learned)
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
@@ -150,7 +150,7 @@ def _on_its_own(x: Tensor) -> Tensor:
         return from_dlpack(x.detach())
 
 
-def run(
+def _run(
     q_BHSD: Tensor,
     k_BGTD: Tensor,
     v_BGTE: Tensor,

@@ -19,7 +19,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ def _why_not_backward(saved: Saved, mods: PlacedMods | None) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
+@cache
 def _unit_of_lse(device: torch.device) -> float:
     """What lse is to be divided by: of queries that are zero it must be the log of the number of keys."""
     nothing = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)
@@ -103,12 +103,13 @@ def _unit_of_lse(device: torch.device) -> float:
 
 
 class Whole(NamedTuple):
-    """The out and lse over all keys, to be found in the place of a part's own; and which of them were exchanged."""
+    """The out and lse over all keys, to be found in the place of a part's own."""
 
     out_BHSE: Tensor
     lse_BHS: Tensor
     part: list[int]  # the address of the part's out, once it is known
-    exchanged: set[str]
+    outs: dict[int, Tensor]  # of the part, by address: what was exchanged
+    lses: dict[int, Tensor]
 
 
 _here = threading.local()  # the Whole of what this thread is about to save
@@ -121,10 +122,10 @@ def _pack(x: Tensor) -> tuple[Tensor, Whole]:
 def _unpack(packed: tuple[Tensor, Whole]) -> Tensor:
     x, whole = packed
     if x.shape == whole.out_BHSE.shape and [x.data_ptr()] == whole.part:
-        whole.exchanged.add("out")
+        whole.outs[x.data_ptr()] = x
         return torch.empty_like(x).copy_(whole.out_BHSE)
     if x.shape == whole.lse_BHS.shape and x.dtype == torch.float32:
-        whole.exchanged.add("lse")
+        whole.lses[x.data_ptr()] = x
         return torch.empty_like(x).copy_(whole.lse_BHS)
     return x
 
@@ -134,14 +135,19 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """As :func:`ringspan.kernels.recompute.gradients`, of a part whose back end is handed the whole."""
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
-    _here.whole = whole = Whole(saved.out_BHSE, finite(saved.lse_BHS), [], set())
-    with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
-        out, _ = part(*leaves)
+    whole = Whole(saved.out_BHSE, finite(saved.lse_BHS), [], {}, {})
+    _here.whole = whole
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
+            out, _ = part(*leaves)
+    finally:
+        del _here.whole
     whole.part.append(out.data_ptr())
     grads = torch.autograd.grad(out, leaves, saved.dout_BHSE.to(out.dtype), allow_unused=True, materialize_grads=True)
-    if whole.exchanged != {"out", "lse"}:
+    if (len(whole.outs), len(whole.lses)) != (1, 1):
         raise KernelError(
-            f'backend="flex_flash": PyTorch {torch.__version__} saves out and lse for the backward pass in a way that is not '
-            f'known here (found: {sorted(whole.exchanged)}), so that its gradients would be wrong: use backend="flex"'
+            'backend="flex_flash": out and lse of the whole are to be exchanged for those that PyTorch has saved for the '
+            f"backward pass, but {len(whole.outs)} and {len(whole.lses)} were found where one each should be. A score_mod that "
+            'captures a tensor of the shape of lse can be the reason, or another PyTorch: use backend="flex"'
         )
     return grads

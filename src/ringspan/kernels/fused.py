@@ -61,6 +61,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
     """Merge the new part with the old one, which may be out itself, into out and lse. Each out may be narrower than lse."""
+    assert out_SBHE.stride(-1) == 1, "kernels write the numbers of a row side by side"
     new_out_SBHE, old_SBHE = _with_whole_rows(new_out_SBHE, old_SBHE)
     e = out_SBHE.shape[-1]
     _run(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, _power_of_2(e), BLOCK))

@@ -17,6 +17,7 @@ from ringspan.kernels.launches import Launch, launches
 from ringspan.kernels.partial import EMPTY_LSE, Partial, finite
 from ringspan.masks import Band
 from ringspan.masks import table as tables
+from ringspan.per_stream import on_device
 
 # (q_BHSD, k_BGTD, v_BGTD, mask_BHST, is_causal, scale) -> (out_BHSD, lse_BHS)
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
@@ -55,7 +56,6 @@ class Fused:
             if rows.dlse_BHS is not None:
                 dout, out, values = with_dlse(dout, out, v_BGTE, rows.dlse_BHS)
             q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, launch)
-            # A row that sees nothing at all has lse -inf; exp(-inf - 0) is the zero that exp(-inf + inf) is not.
             lse = finite(rows.lse_BHS)
             dout, out = (_padded(x.to(q.dtype), q.shape[-1]) for x in (dout, out))
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, _mask(launch, q), launch.is_causal, scale)
@@ -82,7 +82,7 @@ def _mask(launch: Launch, like: Tensor) -> Tensor | None:
     if not launch.bands:
         return None
     shifted = tables.table(*(band.shifted(-launch.q0, -launch.k0) for band in launch.bands))
-    seen = torch.from_numpy(tables.dense(shifted, launch.q1 - launch.q0, launch.k1 - launch.k0)).to(like.device)
+    seen = on_device(tables.dense(shifted, launch.q1 - launch.q0, launch.k1 - launch.k0), like.device)
     rows, cols = seen.shape
     mask_ST = like.new_zeros((rows, cols + -cols % 16))[:, :cols].masked_fill_(~seen, EMPTY_LSE)
     return mask_ST.expand(*like.shape[:2], -1, -1)

@@ -106,7 +106,7 @@ class Accumulator:
                 self._runs.set(a, b, State.WIDE)
             elif state == State.KEPT:
                 merge_(self._rows(a, b), new, old=self._kept[a:b])  # type: ignore[index]
-                self._runs.set(a, b, State.WIDE)
+                self._leave(a, b, State.WIDE)
             else:
                 merge_(self.wide(a, b), new)
 
@@ -122,13 +122,13 @@ class Accumulator:
             elif state == State.LATE and self._kept is not None:
                 for c, d, late in self._late.take(a, b):
                     merge_(self._rows(c, d), Partial(*late), old=self._kept[c:d])
-        self._runs.set(start, stop, State.WIDE)
+        self._leave(start, stop, State.WIDE)
         return self._rows(start, stop)
 
     def clear(self, start: int, stop: int) -> None:
         """Forget what these rows have seen: other queries have moved in."""
         self._late.take(start, stop)
-        self._runs.set(start, stop, State.FRESH)
+        self._leave(start, stop, State.FRESH)
 
     def finish(self) -> Partial:
         """All rows, those that nothing came for being empty.
@@ -136,8 +136,7 @@ class Accumulator:
         Out (S, B, H, E) is wide or as the kernel wrote it, lse is (S, B, H).
         """
         rows = self.shape[0]
-        states = {state for *_, state in self._runs.of(0, rows)}
-        if self._kept is None or self._lse is None or not states & {State.KEPT, State.LATE}:
+        if self._kept is None or self._lse is None:
             return self.wide(0, rows)
         for a, b, late in self._late.take(0, rows):
             merge_(Partial(self._kept[a:b], self._lse[a:b]), Partial(*late))
@@ -146,6 +145,12 @@ class Accumulator:
             if state != State.KEPT:
                 self._kept[a:b] = self.wide(a, b).out
         return Partial(self._kept, self._lse)
+
+    def _leave(self, start: int, stop: int, state: State) -> None:
+        """These rows are no longer where the kernel wrote them. What was kept goes with the last that is."""
+        self._runs.set(start, stop, state)
+        if not self._runs.has(State.KEPT, State.LATE):
+            self._kept = None
 
     def _rows(self, start: int, stop: int) -> Partial:
         if self._wide is None:

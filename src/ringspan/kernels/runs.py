@@ -30,6 +30,10 @@ class Runs:
         """The rows from start to stop, cut where the state changes."""
         return [(max(a, start), min(b, stop), state) for a, b, state in self._runs if a < stop and start < b]
 
+    def has(self, *states: State) -> bool:
+        """Whether any row is in one of these states."""
+        return any(state in states for *_, state in self._runs)
+
     def set(self, start: int, stop: int, state: State) -> None:
         if start >= stop or any(a <= start and stop <= b and s == state for a, b, s in self._runs):
             return

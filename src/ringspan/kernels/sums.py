@@ -54,19 +54,18 @@ class Sum:
                 self._put(a, b, [kept[a:b] for kept in self._kept])
                 for c, d, late in self._late.take(a, b):
                     self._add(c, d, late)
-        self._runs.set(start, stop, State.WIDE)
+        self._leave(start, stop, State.WIDE)
         return self._buffer()[start:stop]
 
     def clear(self, start: int, stop: int) -> None:
         """Forget what came for these rows: others have moved in."""
         self._late.take(start, stop)
-        self._runs.set(start, stop, State.FRESH)
+        self._leave(start, stop, State.FRESH)
 
     def finish(self) -> tuple[Tensor, ...]:
         """Each gradient of all rows, wide or as the kernel wrote it."""
         rows = self.shape[0]
-        states = {state for *_, state in self._runs.of(0, rows)}
-        if len(self._kept) != len(self._widths) or not states & {State.KEPT, State.LATE}:
+        if len(self._kept) != len(self._widths):
             return self.wide(0, rows).split(list(self._widths), dim=-1)
         for a, b, late in self._late.take(0, rows):
             for kept, theirs in zip(self._kept, late, strict=True):
@@ -78,6 +77,12 @@ class Sum:
                 for kept, mine in zip(self._kept, self._columns(a, b, self._kept), strict=True):
                     kept[a:b] = mine
         return self._kept
+
+    def _leave(self, start: int, stop: int, state: State) -> None:
+        """These rows are no longer where the kernel wrote them. What was kept goes with the last that is."""
+        self._runs.set(start, stop, state)
+        if not self._runs.has(State.KEPT, State.LATE):
+            self._kept = ()
 
     def _put(self, start: int, stop: int, parts: Sequence[Tensor]) -> None:
         if not self._lay(start, stop, parts, add=False):

@@ -183,11 +183,12 @@ class Plan:
     def derived(self, maker: Callable[Concatenate[Plan, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``maker`` makes of the plan and of what else it is given: worked out once, and kept as long as the plan."""
         known, key = self._derived, (maker, args, *kwargs.items())
-        if key not in known:
+        try:
+            result: T = known[key]
+        except KeyError:
             if len(known) >= MOST_DERIVED:
                 known.clear()
-            known[key] = maker(self, *args, **kwargs)
-        result: T = known[key]
+            result = known[key] = maker(self, *args, **kwargs)
         return result
 
     @cached_property
