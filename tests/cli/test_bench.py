@@ -55,6 +55,42 @@ def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: i
     assert all(json.loads(line) for line in capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--kv-heads", "3"], "--heads 2 must be a multiple of --kv-heads 3"),
+        (["--ranks", "0", "2"], "--ranks 2: a world of 2 has ranks 0 … 1"),
+        (["--device", "nowhere"], "--device nowhere is not there: "),
+        (["--profile"], "--profile needs a GPU, and this is cpu"),
+        (["--torch", "flash"], "--torch needs a GPU, and this is cpu"),
+        (["--masks", "window"], "--window 4096 hides nothing of 64 tokens"),
+        (["--backends", "fa5"], "no kernel is called 'fa5'"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_a_rank_cannot_be_timed_with(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--seq-len", "64", "--world", "2", "--device", "cpu", *SMALL, "--dtype", "float32", "--rounds", "1"]
+    assert main(["bench", "rank", *small, *wrong]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--rounds", "--seq-len", "--world", "--heads", "--kv-heads", "--head-dim", "--window"])
+def test_numbers_that_must_be_positive(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "rank", name, "0"])
+    assert f"{name}: 0 is too small: at least 1" in capsys.readouterr().err
+
+
+def test_a_rank_is_timed_by_the_kernel_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--seq-len", "96", "--world", "4", "--ranks", "1", "--strategies", "ring", *SMALL, "--rounds", "1"]
+    options = ["--masks", "window", "--window", "16", "--device", "cpu", "--dtype", "float32", "--json"]
+    assert main(["bench", "rank", *small, *options]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["backend"], record["timed"], list(record["rank_ms"])) == ("cpu", "1", ["1"])
+    assert record["mask"] == "causal(96) & window(left=16)"
+    assert record["rank_cost"] == pytest.approx(record["slowest_ms"] * 4 / record["whole_ms"], rel=0.1)
+
+
 def test_calibrate_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.json"
     small = ["--tokens", "64", "192", "--heads", "2", "--head-dim", "8", "--rounds", "1"]

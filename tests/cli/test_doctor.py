@@ -24,7 +24,7 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     cpu = found["kernels"][0]
     assert (cpu["device"], cpu["dtype"], cpu["chosen"]) == ("cpu", "float32", "cpu")
     for_cuda = dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex", "flex_flash"), "serves CUDA devices, not cpu")
-    assert cpu["why_not"] == {**for_cuda, "eager": "is for score_mod and mask_mod, which there are none of"}
+    assert cpu["why_not"] == {**for_cuda, "eager": "is for a score_mod or a mask_mod, and there is none"}
     assert cpu["lacks"] == {}
 
 
@@ -121,5 +121,18 @@ def test_what_plain_attention_runs_and_could_run(
     is_installed: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fa4, "is_installed", lambda: is_installed)
+    here = doctor.examine(128, 128, ["float32"])["sdpa_flash"]
+    monkeypatch.setattr(doctor, "examine", lambda *_: {**ON_A_GPU, "sdpa_flash": here})
     assert main(["doctor"]) == 0
     assert line in capsys.readouterr().out.splitlines()
+
+
+def test_of_what_needs_a_gpu_nothing_is_said_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda *_: ON_A_CPU)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "sdpa flash" not in said
+    assert "merging" not in said
+    assert said.splitlines()[-1].startswith('backend="reference"')

@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,7 +156,9 @@ def test_activating_does_not_warn(interface: Interface, monkeypatch: pytest.Monk
 
 def test_an_unknown_one_leaves_the_active_one_active(interface: Interface) -> None:
     rs.activate("FA4")
-    with pytest.raises(rs.UnknownKernel, match="no flash attention is called 'FA5'; there is FA4") as error:
+    with pytest.raises(
+        rs.UnknownKernel, match=r"no flash attention is called 'FA5' \(did you mean FA4\?\); there is FA4"
+    ) as error:
         rs.activate("FA5")
     assert isinstance(error.value, ValueError)
     assert (rs.current(), serves()) == ("FA4", True)
@@ -178,6 +181,19 @@ def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn.*pip install flash-attn-4") as error:
         rs.activate("FA4")
     assert error.value.name == "flash_attn.cute"
+    assert rs.current() is None
+
+
+def test_one_that_is_broken_says_which_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text('raise ImportError("libcuda.so.1: cannot open")')
+    install(monkeypatch, None)
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=r"flash-attn-4\) is installed, but cannot be imported: libcuda.so.1"):
+        rs.activate("FA4")
     assert rs.current() is None
 
 

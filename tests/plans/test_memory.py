@@ -27,7 +27,7 @@ HELD = {
 @pytest.mark.parametrize(("case", "held"), HELD.items(), ids=map(str, HELD))
 def test_a_device_holds_no_more_than_planned(case: tuple[str, int, str, str], held: int) -> None:
     mask, tokens, layout, strategy = case
-    first = rs.plan(MASKS[mask](tokens), world=8, layout=layout, strategy=strategy)
+    first = rs.plan(MASKS[mask](tokens, 4096), world=8, layout=layout, strategy=strategy)
     plans = [first.at(rank) for rank in range(8)]
     planned = max(memory_bytes(plan, SHAPE, phase) for plan in plans for phase in PHASES) / 2**20
     assert planned >= held

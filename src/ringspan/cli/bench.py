@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cpu.add_argument("--strategies", nargs="+", default=["ring", "gather", "exchange"], help="default: ring gather exchange")
     plans = what.add_parser("plan", help="how long planning takes: masks of a batch on 8 ranks, and a large one on 64")
     bench_plan.add_arguments(plans)
-    rank = what.add_parser("rank", help="what one rank's share costs against the whole on one device, without the wire")
+    rank = what.add_parser(
+        "rank",
+        help="what one rank's share costs against the whole on one device, without the wire",
+        description=bench_rank.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     bench_rank.add_arguments(rank)
     layouts = what.add_parser("layouts", help="how layouts share packed documents: balance, pieces, keys to fetch")
     bench_layouts.add_arguments(layouts)
@@ -45,9 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     measure, columns = BENCHES[args.what]
-    cases = measure(args)
-    for case in cases:
-        print(json.dumps({"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine(), **case}))
+    cases = []
+    for case in measure(args):  # each as soon as it is there: the next may take long, or fail
+        record = {"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine(), **case}
+        print(json.dumps(record), flush=True)
+        cases.append(case)
     if not args.json:
         print()
         print(_table(cases, columns))
@@ -136,7 +143,7 @@ def _table(cases: list[dict[str, Any]], columns: dict[str, str]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-BENCHES: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], dict[str, str]]] = {
+BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Iterable[dict[str, Any]]], dict[str, str]]] = {
     "cpu": (bench_cpu, CPU_COLUMNS),
     "plan": (bench_plan.cases, bench_plan.COLUMNS),
     "rank": (bench_rank.cases, bench_rank.COLUMNS),

@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringspan as rs
 from ringspan.cli import bench_torch
+from ringspan.cli.numbers import at_least
 from ringspan.engine import attend
+from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.given import given_scale
 from ringspan.kernels import Saved
@@ -36,6 +38,7 @@ COLUMNS = {
     "strategy": "strategy",
     "layout": "layout",
     "world": "ranks",
+    "timed": "timed",
     "whole_ms": "whole, ms",
     "slowest_ms": "slowest rank, ms",
     "rank_cost": "rank cost",
@@ -48,29 +51,74 @@ COLUMNS = {
 }
 
 
+DESCRIPTION = """\
+One rank's share of attention, forward and backward, on one device. The wire is left out, so that one device is
+enough; what "arrives" is whatever memory held.
+
+  whole         the kernel alone over the whole sequence
+  slowest rank  the longest that any of the timed ranks takes for its share
+  rank cost     slowest rank x ranks / whole: 1 means that splitting costs nothing but the wire
+  host          how long a forward call keeps the host, once everything is planned and compiled
+  replay        the same of a forward call that was captured in a CUDA graph
+  planned, kernel, held
+                MiB that the plan has for its buffers, that the kernel takes beside them, and that were held at once
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--masks", nargs="+", default=["causal"], choices=[*MASKS], help="default: causal")
-    parser.add_argument("--seq-len", type=int, nargs="+", default=[65536], help="tokens (default 65536; several may be given)")
-    parser.add_argument("--world", type=int, nargs="+", default=[8], help="ranks (default 8; several may be given)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=None, help="which ranks to time (default: all)")
-    parser.add_argument("--strategies", nargs="+", default=["exchange(stages=2)", "gather", "ring"])
-    parser.add_argument("--layout", nargs="+", default=["auto"], help="default: auto (several may be given)")
-    parser.add_argument("--backends", nargs="+", default=["auto"], help="kernels for the ranks (default: auto)")
-    parser.add_argument("--whole", default=None, help="the kernel for the whole (default: the first of --backends)")
-    parser.add_argument(
+    add = parser.add_argument
+    one = at_least(1)
+    default = "default: %(default)s"
+    add(
+        "--masks", nargs="+", default=["causal"], choices=[*MASKS], help="default: causal; several may be given, here and below"
+    )
+    add("--window", type=one, default=4096, metavar="N", help=f"how far back a query sees with --masks window ({default})")
+    add("--seq-len", type=one, nargs="+", default=[65536], metavar="N", help="tokens (default: 65536)")
+    add("--world", type=one, nargs="+", default=[8], metavar="N", help="ranks (default: 8)")
+    add("--ranks", type=at_least(0), nargs="+", default=None, metavar="N", help="which ranks to time (default: all)")
+    add(
+        "--strategies",
+        nargs="+",
+        default=["exchange(stages=2)", "gather", "ring"],
+        help="default: 'exchange(stages=2)' gather ring",
+    )
+    add("--layout", nargs="+", default=["auto"], help="default: auto")
+    add("--backends", nargs="+", default=["auto"], help="kernels for the ranks (default: auto)")
+    add("--whole", default=None, help="the kernel for the whole (default: the first of --backends)")
+    add(
         "--torch",
         nargs="+",
         default=[],
         choices=[*bench_torch.BACKENDS],
-        help="PyTorch's own context_parallel on these back ends in the same run (causal masks only)",
+        help="PyTorch's own context_parallel on these back ends in the same run (causal masks on a GPU only)",
     )
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--profile", action="store_true", help="add to each JSON line what the device ran, by time (GPU only)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; the median counts (default 5)")
+    add("--heads", type=one, default=32, metavar="N", help=f"query heads ({default})")
+    add("--kv-heads", type=one, default=8, metavar="N", help=f"key heads ({default})")
+    add("--head-dim", type=one, default=128, metavar="N", help=default)
+    add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"], help=default)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=default)
+    add("--profile", action="store_true", help="add to each JSON line what the device ran, by time (GPU only)")
+    add("--rounds", type=one, default=5, metavar="N", help=f"timed rounds; the median counts ({default})")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be known to go wrong before anything is measured."""
+    try:
+        on_gpu = torch.empty(0, device=args.device).is_cuda
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from None
+    if args.heads % args.kv_heads:
+        raise InputError(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
+    for rank in args.ranks or ():
+        if rank >= min(args.world):
+            raise InputError(f"--ranks {rank}: a world of {min(args.world)} has ranks 0 … {min(args.world) - 1}")
+    for name, given in (("--profile", args.profile), ("--torch", args.torch)):
+        if given and not on_gpu:
+            raise InputError(f"{name} needs a GPU, and this is {args.device}")
+    if args.torch and "causal" not in args.masks:
+        raise InputError("--torch measures causal masks only: give --masks causal, too")
+    if "window" in args.masks and args.window >= min(args.seq_len):
+        raise InputError(f"--window {args.window} hides nothing of {min(args.seq_len)} tokens: give a smaller one")
 
 
 def _documents(n: int) -> rs.Mask:
@@ -80,19 +128,20 @@ def _documents(n: int) -> rs.Mask:
     return rs.documents(np.diff(np.concatenate([[0], cuts])))
 
 
-MASKS: dict[str, Callable[[int], rs.Mask]] = {
-    "causal": rs.causal,
-    "full": rs.full,
-    "window": lambda n: rs.causal(n) & rs.window(left=4096),
-    "documents": _documents,
+# Of a length and a window.
+MASKS: dict[str, Callable[[int, int], rs.Mask]] = {
+    "causal": lambda n, _: rs.causal(n),
+    "full": lambda n, _: rs.full(n),
+    "window": lambda n, left: rs.causal(n) & rs.window(left=left),
+    "documents": lambda n, _: _documents(n),
 }
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One record for each mask, length, world, layout, strategy and kernel."""
-    records = []
+    _check(args)
     for name, n in product(args.masks, args.seq_len):
-        mask = MASKS[name](n)
+        mask = MASKS[name](n, args.window)
         step = _whole(mask, args)
         whole = _time(step, args)
         seen = {"whole_device_us": _profile(step)} if args.profile else {}
@@ -101,12 +150,11 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
             for backend, layout, strategy in product(args.backends, args.layout, args.strategies):
                 print(f"measuring {mask.name}, {world} ranks, {layout}, {strategy}, {backend} …", file=sys.stderr)
                 first = rs.plan(mask, world=world, strategy=strategy, layout=layout).for_heads(args.heads, args.kv_heads)
-                records.append({**_record(mask, world, args), **_share_of(first, whole, backend, args), **seen})
+                yield {**_record(mask, world, args), **_share_of(first, whole, backend, args), **seen}
             if name == "causal":
-                records += [_torch(mask, world, whole, backend, args) for backend in args.torch]
+                yield from (_torch(mask, world, whole, backend, args) for backend in args.torch)
         if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
-    return records
 
 
 def _record(mask: rs.Mask, world: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -116,6 +164,7 @@ def _record(mask: rs.Mask, world: int, args: argparse.Namespace) -> dict[str, An
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device,
         "mask": _short(mask.name),
         "world": world,
+        **({"timed": " ".join(map(str, args.ranks))} if args.ranks else {}),
         "heads": [args.heads, args.kv_heads],
         "head_dim": args.head_dim,
         "dtype": args.dtype,
@@ -129,6 +178,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
     for rank in ranks:
         plan = first.at(rank)
         share, qkv = _share(plan, backend), _tensors(plan.q_rows, args)
+        kernel: Any = call_for(plan, qkv[0], qkv[2], 1.0, backend).kernel
         times[rank] = _time(_step(share, *qkv), args)
         host = max(host, _host_time(share, args, *qkv))
         if args.device.startswith("cuda"):
@@ -139,7 +189,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
         plan = first.at(max(times, key=lambda rank: times[rank]))
         memory["device_us"] = _profile(_step(_share(plan, backend), *_tensors(plan.q_rows, args)))
     return {
-        "backend": backend,
+        "backend": kernel.__name__.rpartition(".")[2],
         "strategy": first.strategy,
         "layout": first.q_layout.name,
         "plan": first.digest,
@@ -148,7 +198,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
         "slowest_ms": round(slowest * 1e3, 2),
         "rank_cost": round(slowest * first.world / whole, 3),
         "host_us": round(host * 1e6),
-        "replay_us": round(replay * 1e6) or None,
+        **({"replay_us": round(replay * 1e6)} if replay else {}),
         "steps": len(first.program.forward),
         **memory,
     }
@@ -238,15 +288,24 @@ def _time(step: Callable[[], object], args: argparse.Namespace) -> float:
 def _host_time(attention: Callable[..., Tensor], args: argparse.Namespace, *qkv: Tensor) -> float:
     """How long one forward call keeps the host, which is ahead of the device as it is in training."""
     wait = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
-    times = []
     with torch.no_grad():
+        return _on_host(lambda: attention(*qkv), wait)
+
+
+def _on_host(call: Callable[[], object], wait: Callable[[], None]) -> float:
+    """The median of ten calls; of five such, the least, since what else a host does can only make it slower."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    medians = []
+    for _ in range(5):
         wait()
-        for _ in range(20):
-            start = time.perf_counter()
-            attention(*qkv)
-            times.append(time.perf_counter() - start)
-        wait()
-    return statistics.median(times)
+        medians.append(statistics.median(seconds() for _ in range(10)))
+    wait()
+    return min(medians)
 
 
 def _replay_time(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
@@ -257,13 +316,7 @@ def _replay_time(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
             attention(*qkv)
         with torch.cuda.graph(graph):
             attention(*qkv)
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        graph.replay()
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return statistics.median(times)
+    return _on_host(graph.replay, torch.cuda.synchronize)
 
 
 def _profile(step: Callable[[], object]) -> dict[str, int]:

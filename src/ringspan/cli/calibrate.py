@@ -33,8 +33,10 @@ Seconds = NDArray[np.float64]
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
 # Bytes, of which half are copied together and apart again. A GPU would not notice so few.
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
-# Calls in a row, on a GPU.
+# Replays in a row, on a GPU.
 AHEAD = 10
+# The processor's time does not count what others take from a busy machine. A worker computes in one thread.
+CLOCK = time.thread_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +77,13 @@ def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], fl
 
 def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
     """Forward and backward as the engine does them, with all that it does around the kernel."""
-    clock = _clock(probes)
     forward, backward = _step(probes, mask)
     backward(forward())  # the first call takes memory and may compile
-    seconds, out = all_begin_alike(forward, probes.device, clock)
-    return seconds, all_begin_alike(lambda: backward(out), probes.device, clock)[0]
+    if probes.device == "cuda":  # where backward follows forward in one graph
+        ahead, both = (time_on_device(f) for f in (forward, lambda: backward(forward())))
+        return ahead, both - ahead
+    seconds, out = all_begin_alike(forward, CLOCK)
+    return seconds, all_begin_alike(lambda: backward(out), CLOCK)[0]
 
 
 def time_copy(probes: Probes) -> float:
@@ -90,7 +94,7 @@ def time_copy(probes: Probes) -> float:
     def copy() -> None:
         there[:, :, 4:].index_copy_(0, every, rows[:, :, :4].index_select(0, every))
 
-    return all_begin_alike(copy, probes.device, _clock(probes))[0]
+    return time_on_device(copy) if probes.device == "cuda" else all_begin_alike(copy, CLOCK)[0]
 
 
 def time_message(size: int) -> float:
@@ -110,11 +114,6 @@ def time_both(probes: Probes, size: int) -> list[float]:
         wait(under_way)
 
     return [all_begin_alike(f)[0] for f in (forward, lambda: wait(send()), both)]
-
-
-def _clock(probes: Probes) -> Callable[[], float]:
-    """The processor's time does not count what others take from a busy machine. A worker computes in one thread."""
-    return time.thread_time if probes.device == "cpu" else time.perf_counter
 
 
 def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
@@ -152,23 +151,30 @@ def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]],
     return send, wait
 
 
-def all_begin_alike(
-    f: Callable[[], Any], device: str = "cpu", clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, Any]:
-    """How long it takes when all ranks begin at the same time, and its result.
-
-    A GPU is given several at once: in training, too, the host is ahead of it.
-    """
+def all_begin_alike(f: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+    """How long it takes when all ranks begin at the same time, and its result."""
     if dist.is_initialized():
         dist.barrier()
-    on_gpu = device.startswith("cuda")
-    wait, times = (torch.cuda.synchronize, AHEAD) if on_gpu else (lambda: None, 1)
-    wait()
     start = clock()
-    for _ in range(times):
-        result = f()
-    wait()
-    return (clock() - start) / times, result
+    result = f()
+    return clock() - start, result
+
+
+def time_on_device(f: Callable[[], Any]) -> float:
+    """How long it takes a GPU whose host is ahead of it, as it is in training: in a CUDA graph, a few times in a row."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        f()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(AHEAD):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / AHEAD * 1e-3
 
 
 def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:

@@ -18,6 +18,7 @@ from ringspan.cli import pictures
 from ringspan.cli.demo_model import Config, build
 from ringspan.cli.demo_text import library_documents, packs
 from ringspan.cli.demo_train import SHIFT, Training, train_alone, train_split
+from ringspan.cli.numbers import at_least
 from ringspan.cli.progress import Progress
 from ringspan.cli.workers import Pool
 from ringspan.errors import InputError
@@ -36,17 +37,17 @@ BROKEN = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=_at_least(1), default=36, metavar="N", help="how long to train (default: %(default)s)")
+    add("--steps", type=at_least(1), default=36, metavar="N", help="how long to train (default: %(default)s)")
     add(
         "--seq-len",
-        type=_at_least(8),
+        type=at_least(8),
         default=1531,  # a prime: no number of ranks divides it, and none has to
         metavar="N",
         help="tokens in the sequence; any number will do, it need not divide by anything (default: %(default)s)",
     )
     add(
         "--world",
-        type=_at_least(1),
+        type=at_least(1),
         default=4,
         metavar="N",
         help="how many processes share the sequence (default: %(default)s)",
@@ -179,14 +180,3 @@ def _say(text: str) -> None:
 def _complain(text: str) -> None:
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
     print(f"\n{red}{text}{plain}", file=sys.stderr, flush=True)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        n = int(text)
-        if n < least:
-            raise argparse.ArgumentTypeError(f"{n} is too small: at least {least}")
-        return n
-
-    number.__name__ = "whole number"  # argparse names it in its own errors
-    return number

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
+from ringspan.cli.numbers import at_least
 from ringspan.engine import DTYPES
 from ringspan.frontends.activate import missing
 from ringspan.kernels import Inputs, lacking, reasons
@@ -24,8 +25,8 @@ BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--head-dim", type=int, default=128, help="head dim to ask the kernels about (default 128)")
-    parser.add_argument("--v-dim", type=int, default=None, help="value dim, if another")
+    parser.add_argument("--head-dim", type=at_least(1), default=128, help="head dim to ask the kernels about (default 128)")
+    parser.add_argument("--v-dim", type=at_least(1), default=None, help="value dim, if another")
     parser.add_argument(
         "--dtype", choices=[*BY_NAME], nargs="+", default=["bfloat16", "float32"], help="default: bfloat16 float32"
     )
@@ -80,15 +81,17 @@ def _text(found: dict[str, Any]) -> str:
         "",
         f"ringspan {found['ringspan']}, torch {found['torch']}, Python {found['python']}",
         f"transports  {', '.join(found['transports'])}",
-        f"merging     {'one Triton kernel' if found['triton'] else 'plain torch (pip install triton for one kernel)'} on CUDA",
-        f"sdpa flash  {_sdpa_flash(**found['sdpa_flash'])}",
     ]
+    if list(found["devices"]) != ["cpu"]:
+        merging = "one Triton kernel" if found["triton"] else "plain torch (pip install triton for one kernel)"
+        lines += [f"merging     {merging}", f"sdpa flash  {_sdpa_flash(**found['sdpa_flash'])}"]
     for rows in _alike(found["kernels"]):
         row, reasons_of = rows[0], defaultdict(list)
         for name, reason in row["why_not"].items():
             reasons_of[reason].append(name)
         lines += ["", f"{row['device']}, {_dtypes(rows)}, head dim {_dims(row)}: {_chosen(row)}"]
         lines += [f"  not {', '.join(names)}: {reason}" for reason, names in reasons_of.items()]
+    lines += ["", 'backend="reference", which is exact on any device, dense and slow, is there for those who ask for it']
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from torch.library import Library
 
 from ringspan.errors import UnknownKernel
 from ringspan.frontends.flash_operators import Flash, FlashOperators
+from ringspan.spelling import no_such
 
 # name -> the module that is a Flash, imported when it is first asked about. Another implementation is another line.
 IMPLEMENTATIONS: dict[str, str] = {"FA4": "ringspan.kernels.fa4"}
@@ -65,5 +66,5 @@ def missing() -> dict[str, str]:
 
 def _load(name: str) -> Flash:
     if name not in IMPLEMENTATIONS:
-        raise UnknownKernel(f"no flash attention is called {name!r}; there is {', '.join(IMPLEMENTATIONS)}")
+        raise UnknownKernel(no_such("flash attention", name, [*IMPLEMENTATIONS]))
     return cast(Flash, importlib.import_module(IMPLEMENTATIONS[name]))

@@ -36,7 +36,7 @@ def why_not(inputs: Inputs) -> str | None:
 
 
 def rather_not(inputs: Inputs) -> str | None:
-    return None if inputs.modded else "is for score_mod and mask_mod, which there are none of"
+    return None if inputs.modded else "is for a score_mod or a mask_mod, and there is none"
 
 
 def attend(

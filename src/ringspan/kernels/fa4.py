@@ -59,6 +59,10 @@ def load() -> ModuleType:
         raise ModuleNotFoundError(
             f"FlashAttention-4 needs the module {error.name}, which is not here: pip install {PACKAGE}", name=error.name
         ) from error
+    except ImportError as error:
+        raise ImportError(
+            f"FlashAttention-4 ({PACKAGE}) is installed, but cannot be imported: {error}", name=error.name
+        ) from error
     is_installed.cache_clear()  # it may have been installed since we last looked
     return interface
 

@@ -1,0 +1,23 @@
+"""Whole numbers on the command line that have a least value."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A ``type=`` for argparse.
+
+    >>> at_least(1)("3")
+    3
+    """
+
+    def number(text: str) -> int:
+        n = int(text)
+        if n < least:
+            raise argparse.ArgumentTypeError(f"{n} is too small: at least {least}")
+        return n
+
+    number.__name__ = "whole number"  # argparse names it in its own errors
+    return number
