@@ -13,14 +13,15 @@ SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
 
 # MiB beside the tensors that come in, of the rank of 8 that held most: `ringspan bench rank` with FlashAttention-4 on an H200.
 HELD = {
-    ("causal", 65536, "zigzag", "exchange(stages=1)"): 1604,
-    ("causal", 65536, "zigzag", "exchange(stages=2)"): 1220,
-    ("causal", 65536, "zigzag", "gather"): 1652,
-    ("causal", 131072, "zigzag", "exchange(stages=1)"): 3207,
-    ("causal", 131072, "zigzag", "gather"): 3303,
-    ("window", 131072, "contiguous", "exchange(stages=1)"): 658,
-    ("documents", 131072, "balanced", "exchange(stages=2)"): 876,
-    ("documents", 131072, "round_robin", "exchange(stages=1)"): 1978,
+    ("causal", 65536, "zigzag", "exchange(stages=1)"): 1476,
+    ("causal", 65536, "zigzag", "exchange(stages=2)"): 1236,
+    ("causal", 65536, "zigzag", "gather"): 1524,
+    ("causal", 131072, "zigzag", "exchange(stages=1)"): 2952,
+    ("causal", 131072, "zigzag", "exchange(stages=2)"): 2472,
+    ("causal", 131072, "zigzag", "gather"): 3048,
+    ("window", 131072, "contiguous", "exchange(stages=1)"): 600,
+    ("documents", 131072, "balanced", "exchange(stages=2)"): 811,
+    ("documents", 131072, "round_robin", "exchange(stages=1)"): 2162,
 }
 
 
@@ -32,7 +33,7 @@ def test_a_device_holds_no_more_than_planned(case: tuple[str, int, str, str], he
     planned = max(memory_bytes(plan, SHAPE, phase) for plan in plans for phase in PHASES) / 2**20
     assert planned >= held
     if mask == "causal":  # where every buffer is used, and all at once
-        assert planned <= 1.16 * held
+        assert planned <= 1.2 * held
 
 
 def test_forward_a_kernel_takes_its_results() -> None:
@@ -48,3 +49,12 @@ def test_backward_it_takes_sums_as_well(kv_heads: int, sums: int) -> None:
     shape = rs.Shape(heads=4, kv_heads=kv_heads, head_dim=8, dtype="float16")
     of_kernel = memory_bytes(plan, shape, "backward") - peak_bytes(plan, shape, "backward")
     assert of_kernel == 64 * 4 * (8 * (2 + 4) + 8) + 64 * kv_heads * 16 * (2 + sums)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 0), ("bfloat16", 16 * 2)])
+def test_results_of_half_precision_wait_for_others(dtype: str, width: int) -> None:
+    """Where a rank's queries have more than one task: one result for each query and head."""
+    shape = rs.Shape(heads=4, kv_heads=2, head_dim=8, v_dim=16, dtype=dtype)  # type: ignore[arg-type]
+    plan = rs.plan(rs.full(64), world=2, rank=0, layout="contiguous", strategy="gather")
+    kernel = 32 * 4 * (16 * shape.item + 4)
+    assert memory_bytes(plan, shape, "forward") - peak_bytes(plan, shape, "forward") == kernel + 32 * 4 * width

@@ -38,7 +38,17 @@ def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
     plan = plan.for_heads(shape.heads, shape.kv_heads)
     steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
     taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
-    return max(taken, default=0)
+    return max(taken, default=0) + _waiting_bytes(plan.program, shape, phase)
+
+
+def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
+    """Results as a kernel gave them, which wait for others of the same queries: at most one for each of the rank's own."""
+    tasks = [task for step in program.steps(phase) for task in step.tasks if task.q_slot == 0]
+    if len(tasks) < 2 or shape.item == shape.wide_item:
+        return 0
+    width = shape.head_dim if phase == "backward" or shape.v_dim is None else shape.v_dim
+    home = program.q_slots[0]
+    return shape.batch * home.rows * (home.heads or shape.heads) * width * shape.item
 
 
 def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
