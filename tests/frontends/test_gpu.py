@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import ringspan as rs
+from ringspan.engine import slots
+from ringspan.frontends import local_world
+from ringspan.kernels import flex, windows
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 from tests.kernels.test_gpu import error, sdpa_math
@@ -66,10 +69,14 @@ def test_a_trace_has_a_span_for_every_step_and_the_host_never_waits(tmp_path: Pa
     assert not [name for name in runtime if "Synchronize" in name]
 
 
-@pytest.mark.parametrize("strategy", ["exchange(stages=1)", "ring", "pass_q"])
-@pytest.mark.parametrize("backend", ["auto", "flash", "cudnn"])
+GRAPHS = [
+    (backend, strategy) for backend in ("auto", "flash", "cudnn") for strategy in ("exchange(stages=1)", "ring", "pass_q")
+]
+
+
+@pytest.mark.parametrize(("backend", "strategy"), [*GRAPHS, ("flex", "ring")])
 def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
-    """Forward and backward, with other numbers in the same tensors, after other plans have come and gone."""
+    """Forward and backward, with other numbers in the same tensors, after all was forgotten that can be, and captured again."""
     q, k, v, grad = tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     world = rs.LocalWorld(2)
@@ -80,20 +87,25 @@ def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     mask = rs.documents([400, 30, 570])
-    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(aside):
-        step(mask)
-    with torch.cuda.graph(graph):
-        replayed = step(mask)
+    graphs, replayed = [], []
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step(mask)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            replayed.append(step(mask))
+        for kept in (windows.batches, slots._index, flex.launches, local_world._tokens, local_world._way_back):
+            kept.cache_clear()  # type: ignore[attr-defined]
+    rubbish = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]
     with torch.no_grad():
         for x in (q, k, v, grad):
             x.copy_(torch.randn_like(x))
-    for cut in range(100, 200):
-        rs.LocalWorld(2).plans(rs.documents([cut, N - cut]))
     wanted = step(mask)
-    graph.replay()
-    for n, (mine, theirs) in enumerate(zip(replayed, wanted, strict=True)):
-        assert torch.equal(mine, theirs) if n == 0 else error(mine, theirs) <= 1e-3 * theirs.abs().max().item()
+    for graph, found in zip(graphs, replayed, strict=True):
+        graph.replay()
+        for n, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(mine, theirs) if n == 0 else error(mine, theirs) <= 1e-3 * theirs.abs().max().item()
+    del rubbish
 
 
 def test_a_block_in_a_cuda_graph() -> None:
@@ -116,6 +128,15 @@ def test_a_block_in_a_cuda_graph() -> None:
             assert torch.equal(cp.unshard(out, dim=2), want)
     finally:
         dist.destroy_process_group()
+
+
+def test_masks_that_are_made_anew_cannot_be_captured() -> None:
+    q, k, v, _ = tensors()
+    world = rs.LocalWorld(2)
+    plans = world.plans(rs.causal(N) & rs.window(left=100), layout="contiguous")
+    world.run(plans, q, k, v, backend="efficient")
+    with pytest.raises(rs.KernelError, match="cannot be captured at all"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        world.run(plans, q, k, v, backend="efficient")
 
 
 def test_nothing_can_be_captured_before_it_was_run() -> None:

@@ -79,7 +79,7 @@ def attention(
     ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does; its indices are global.
 
     ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, flex_flash, cpu, eager or reference; ``"auto"`` is the
-    first of them that can serve and would rather do so.
+    first of them that can serve and is not there for special wishes.
 
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
