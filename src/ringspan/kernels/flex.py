@@ -173,7 +173,7 @@ def _run(
         # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.
         torch._C._EnableTorchFunction(),
     ):
-        functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1], INDICES[by])
+        functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1], by)
         tensors = (q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S)
         return Partial(*_compiled()(*tensors, launch.lists, scale, by, *functions))
 
@@ -183,12 +183,12 @@ class Functions(NamedTuple):
 
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
-    heads_H: Tensor
+    heads_H: Tensor | int
     q_tokens_S: Tensor
     k_tokens_T: Tensor
 
 
-def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int, indices: torch.dtype) -> Functions:
+def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int, by: BackEnd) -> Functions:
     score_mod, old = mods.mods.score_mod, mods.mods.learned[: len(learned)]
     if score_mod is not None and old:
         score_mod = rebound(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
@@ -198,8 +198,10 @@ def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int, indices:
                 'backend="flex" cannot tell how this score_mod holds a tensor that needs a gradient: hold it in a closure, a '
                 'functools.partial or a module, or use backend="eager"'
             )
-    heads_H = torch.arange(mods.first_head, mods.first_head + heads, dtype=indices, device=mods.q_tokens_S.device)
-    tokens = (x.to(indices, copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
+    tokens = (x.to(INDICES[by], copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
+    heads_H: Tensor | int = mods.first_head
+    if by == "TRITON":  # the other one cannot look something up by what it has looked up
+        heads_H = torch.arange(mods.first_head, mods.first_head + heads, device=mods.q_tokens_S.device)
     return Functions(score_mod, mods.mods.mask_mod, heads_H, *tokens)
 
 
@@ -219,7 +221,7 @@ def attend_intervals(
     by: BackEnd = "TRITON",
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
-    heads_H: Tensor | None = None,
+    heads_H: Tensor | int = 0,
     q_tokens_S: Tensor | None = None,
     k_tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -236,17 +238,20 @@ def attend_intervals(
     for same in (k_BGTD.shape[0] == B, v_BGTE.shape[0] == B, v_BGTE.shape[2] == T, len(start_S) == S, len(stop_S) == S):
         torch._check(same)
 
+    def head(h: Tensor) -> Tensor:
+        return h + heads_H if isinstance(heads_H, int) else heads_H[h]
+
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (start_S[i] <= j) & (j < stop_S[i])
         if mask_mod is not None:
-            seen = seen & mask_mod(b, heads_H[h], q_tokens_S[i], k_tokens_T[j])  # type: ignore[index]
+            seen = seen & mask_mod(b, head(h), q_tokens_S[i], k_tokens_T[j])  # type: ignore[index]
         return seen
 
     def scores(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         # To the compiler of torch 2.11 what is looked up is one number, not one for each row, and it cannot tell where to add
         # up the gradient of a tensor that is read there. The zero of each row reminds it.
         q_token, k_token = q_tokens_S[i] + (i - i), k_tokens_T[j] + (j - j)  # type: ignore[index]
-        return score_mod(score, b, heads_H[h], q_token, k_token)  # type: ignore[misc, index]
+        return score_mod(score, b, head(h), q_token, k_token)  # type: ignore[misc]
 
     # One kernel for all lengths; left to itself it takes another one for few queries.
     options: FlexKernelOptions = {"BACKEND": by}

@@ -7,8 +7,9 @@ chosen unasked. Two things stand between it and the parts of a ring:
   way to correct them, since it takes no gradient of lse. So what autograd has saved is exchanged before it is used.
 - In some releases lse is taken for one of base 2, and turned into what it already was. What it is of is looked up once.
 
-What the back end cannot do at all is done by Triton, with a warning: gradients of lse, gradients of what a score_mod has
-learned, and sums that are the same every time.
+What the back end cannot do is done by Triton, with a warning: gradients of lse, sums that are the same every time, and
+gradients through functions of the user. Those it does compute, but they were found to be wrong where query heads share key
+heads (torch 2.11, flash-attn-4 4.0.0b36, on Hopper).
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -77,14 +78,14 @@ def attend_backward(
     if reason is not None:
         warnings.warn(f'backend="flex_flash": Triton computes these gradients, since {reason}', stacklevel=2)
         return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, mods=mods)
-    return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, mods=mods, by="FLASH", through=_gradients)
+    return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, by="FLASH", through=_gradients)
 
 
 def _why_not_backward(saved: Saved, mods: PlacedMods | None) -> str | None:
+    if mods is not None:
+        return "those of the FLASH back end through a score_mod or mask_mod are not always right"
     if saved.dlse_BHS is not None:
         return "the FLASH back end takes no gradient of lse"
-    if mods is not None and mods.mods.learned:
-        return "the FLASH back end gives no gradient of what a score_mod has learned"
     if torch.are_deterministic_algorithms_enabled():
         return "the FLASH back end does not add up in the same order every time"
     return None
@@ -147,7 +148,7 @@ def _gradients(
     if (len(whole.outs), len(whole.lses)) != (1, 1):
         raise KernelError(
             'backend="flex_flash": out and lse of the whole are to be exchanged for those that PyTorch has saved for the '
-            f"backward pass, but {len(whole.outs)} and {len(whole.lses)} were found where one each should be. A score_mod that "
-            'captures a tensor of the shape of lse can be the reason, or another PyTorch: use backend="flex"'
+            f"backward pass, but {len(whole.outs)} and {len(whole.lses)} were found where one each should be, in PyTorch "
+            f'{torch.__version__}: use backend="flex"'
         )
     return grads

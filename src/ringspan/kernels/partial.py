@@ -31,8 +31,11 @@ class Partial(NamedTuple):
 
 
 def finite(lse: Tensor) -> Tensor:
-    """With 0 for rows that see nothing: they have no part in any band, but kernels must not meet exp(x + inf) all the same."""
-    return torch.nan_to_num(lse, nan=torch.nan, posinf=torch.inf, neginf=0.0)  # in one launch
+    """With 0 for rows that see nothing: they have no part in any band, but kernels must not meet exp(x + inf) all the same.
+
+    One after the other, as the strictest of them want it.
+    """
+    return torch.nan_to_num(lse.contiguous(), nan=torch.nan, posinf=torch.inf, neginf=0.0)  # in one launch
 
 
 def merge(a: Partial, b: Partial) -> Partial:
