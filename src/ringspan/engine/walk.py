@@ -24,6 +24,8 @@ from ringspan.plans import Plan, Slot, Task
 from ringspan.plans.data import Phase
 from ringspan.transports import Wait, Walk
 
+NOTHING = nullcontext()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -107,7 +109,7 @@ def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int],
         post, arrivals = slots.post(route, label)
         on_the_wire = bool(post.sends or post.recvs)
         ticket = (yield post) if on_the_wire else None
-        with _span(f"ringspan::step {n} {phase}, rank {plan.rank}"):
+        with _span(plan, phase, n):
             for task in step.tasks:
                 compute(task, n)
         if on_the_wire:
@@ -124,10 +126,11 @@ def _options(call: Call, plan: Plan, phase: Phase, n: int, task: Task, device: t
     return {"scale": call.scale, "mods": placed(call.mods, plan, phase, n, task, device)}
 
 
-def _span(name: str) -> AbstractContextManager[Any]:
+def _span(plan: Plan, phase: Phase, n: int) -> AbstractContextManager[Any]:
     """A named span in a profiler's trace. Where nobody is looking it is nothing: opening one takes as long as a launch."""
-    watched = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return record_function(name) if watched else nullcontext()
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return NOTHING
+    return record_function(f"ringspan::step {n} {phase}, rank {plan.rank}")
 
 
 def _room(slot: Slot, like: Tensor) -> Tensor:

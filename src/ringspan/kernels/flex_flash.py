@@ -20,6 +20,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -39,8 +40,10 @@ PACKAGE = fa4.PACKAGE
 
 
 def why_not(inputs: Inputs) -> str | None:
-    reason = fa4.why_not(Inputs(device=inputs.device, dtype=inputs.dtype, head_dim=inputs.head_dim, v_dim=inputs.v_dim))
-    return reason or flex.why_not(inputs)
+    reason = fa4.why_not(replace(inputs, modded=False)) or flex.why_not(inputs)
+    if reason is None and inputs.head_dim != inputs.v_dim:
+        return f"takes values as wide as heads, not {inputs.v_dim} and {inputs.head_dim}"
+    return reason
 
 
 def rather_not(inputs: Inputs) -> str | None:

@@ -35,19 +35,18 @@ class Runs:
         return any(state in states for *_, state in self._runs)
 
     def set(self, start: int, stop: int, state: State) -> None:
-        if start >= stop or any(a <= start and stop <= b and s == state for a, b, s in self._runs):
+        if start >= stop:
             return
-        if len(self._runs) == 1 and self._runs[0][:2] == (start, stop):
-            self._runs = [(start, stop, state)]
-            return
-        cut = [run for a, b, s in self._runs for run in ((a, min(b, start), s), (max(a, stop), b, s)) if run[0] < run[1]]
-        joined: list[tuple[int, int, State]] = []
-        for a, b, s in sorted([*cut, (start, stop, state)]):
-            if joined and joined[-1][2] == s:
-                joined[-1] = (joined[-1][0], b, s)
-            else:
-                joined.append((a, b, s))
-        self._runs = joined
+        runs: list[tuple[int, int, State]] = []
+        for a, b, s in self._runs:
+            for c, d, t in ((a, min(b, start), s), (max(a, start), min(b, stop), state), (max(a, stop), b, s)):
+                if c >= d:
+                    continue
+                if runs and runs[-1][2] == t:
+                    runs[-1] = (runs[-1][0], d, t)
+                else:
+                    runs.append((c, d, t))
+        self._runs = runs
 
 
 class Late:
@@ -66,6 +65,9 @@ class Late:
             low, high = max(a, start), min(b, stop)
             if low >= high:
                 left.append((a, b, part))
+                continue
+            if (low, high) == (a, b):
+                taken.append((a, b, part))
                 continue
             taken.append((low, high, tuple(x[low - a : high - a] for x in part)))
             left += [(c, d, tuple(x[c - a : d - a] for x in part)) for c, d in ((a, low), (high, b)) if c < d]

@@ -1,0 +1,88 @@
+"""Where the host's time goes in one forward call of attention, kernels left out.
+
+    python benchmarks/host.py "exchange(stages=1)"
+
+A rank of 8 is walked on the CPU with a kernel that only makes room for its results, and a merge that does nothing: what is left
+is what the host does between launches on a GPU as well. A signal asks every millisecond of processor time which line is being
+run, and lines are counted by file; the time of PyTorch's operations counts for the line that calls them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.engine import Call, attend
+from ringspan.kernels import partial, windowed
+from ringspan.transports.silent import Silent
+
+SECONDS = 10.0
+
+
+class Nothing:
+    """A kernel that computes nothing: as many launches, and as much room, as FlashAttention's."""
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Any:
+        return windowed.attend(_room, q, k, v, bands, scale=scale)
+
+
+def _room(q: Tensor, k: Tensor, v: Tensor, batch: Any, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("strategy", nargs="?", default="exchange(stages=1)")
+    strategy = parser.parse_args().strategy
+    torch.set_num_threads(1)
+    partial.merge_ = lambda *args, **kwargs: None
+    plan = rs.plan(rs.causal(1024), world=8, rank=3, layout="zigzag", strategy=strategy)
+    q, k, v = (torch.randn(1, heads, plan.q_rows, 16, dtype=torch.bfloat16) for heads in (4, 1, 1))
+    call = Call(kernel=Nothing(), scale=0.25, head_dim=16)  # type: ignore[arg-type]
+    with torch.no_grad():
+        calls, lines = _sampled(lambda: attend([plan], [(q, k, v)], call, Silent().run))
+    each = SECONDS / calls * 1e6
+    launches = sum(len(task.bands) for step in plan.program.forward for task in step.tasks)
+    messages = sum(len(step.sends) + len(step.recvs) for step in plan.program.forward)
+    print(f"{strategy}: {each:.0f} µs for {len(plan.program.forward)} steps, {launches} launches, {messages} messages\n")
+    by_file = Counter[str]()
+    for (file, _), count in lines.items():
+        by_file[file] += count
+    for file, count in by_file.most_common(12):
+        print(f"{each * count / lines.total():6.0f} µs  {file}")
+
+
+def _sampled(f: Callable[[], object]) -> tuple[int, Counter[tuple[str, int]]]:
+    """How many calls there were, and how often each line was met."""
+    lines = Counter[tuple[str, int]]()
+
+    def meet(_: int, frame: FrameType | None) -> None:
+        if frame is not None:
+            file = Path(frame.f_code.co_filename)
+            lines["/".join(file.parts[-2:]), frame.f_lineno] += 1
+
+    for _ in range(200):
+        f()
+    signal.signal(signal.SIGPROF, meet)
+    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+    start, calls = time.process_time(), 0
+    while time.process_time() - start < SECONDS:
+        f()
+        calls += 1
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return calls, lines
+
+
+if __name__ == "__main__":
+    main()
