@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 import ringspan as rs
 from ringspan.kernels import Inputs, reasons
 from ringspan.kernels.reference import dense_attention
-from tests.kernels.test_gpu import error, sdpa_math
+from tests.kernels.compare import error, sdpa_math
 
 pytestmark = pytest.mark.gpu
 

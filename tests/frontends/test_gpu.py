@@ -18,7 +18,7 @@ from ringspan.frontends import local_world
 from ringspan.kernels import flex, windows
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
-from tests.kernels.test_gpu import error, sdpa_math
+from tests.kernels.compare import error, sdpa_math
 
 pytestmark = pytest.mark.gpu
 

@@ -5,26 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringspan as rs
 from ringspan.kernels import Inputs, reasons
 from ringspan.kernels.reference import dense_attention
+from tests.kernels.compare import MASKS, N, compared, error
 
 pytestmark = pytest.mark.gpu
-
-N = 777
-MASKS = {
-    "causal": rs.causal(N),
-    "full": rs.full(N),
-    "window": rs.causal(N) & rs.window(left=100),
-    "both sides": rs.full(N) & rs.window(left=64, right=200),
-    "documents": rs.documents([100, 300, 50, 327]),
-    "prefix": rs.prefix(N, 200),
-    "blind rows": rs.full(N) - rs.Mask.from_bands([(100, 200, 0, N, -N, N)], N),
-    "not near": ~(rs.causal(N) & rs.window(left=50)),
-}
-
 
 BACKENDS = ["fa4", "cudnn", "flash", "efficient"]
 SHAPES = [
@@ -46,47 +33,20 @@ def serving(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None
         pytest.skip(f"{backend} {reason}")
 
 
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The root of the mean square: the largest of a million differences says more of luck than of the code."""
-    return (a.double() - b.double()).square().mean().sqrt().item()
-
-
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), SHAPES, ids=[f"{str(t)[6:]}-{d}-{e}" for t, d, e in SHAPES])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_worse_than_one_call_of_the_same_precision(
     backend: str, dtype: torch.dtype, dim: int, v_dim: int, mask: rs.Mask
 ) -> None:
-    """Out, lse and gradients of 3 ranks; the yardstick is plain attention of one device in this dtype."""
     serving(backend, dtype, dim, v_dim)
     torch.manual_seed(0)
     sizes = ((8, dim), (2, dim), (2, v_dim))
     q, k, v = (torch.randn(2, h, N, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in sizes)
-    seen = torch.from_numpy(mask.dense()).cuda()
-    want = dense_attention(q, k, v, seen)
-    grad = torch.randn_like(want.out).to(dtype)
-    wanted = torch.autograd.grad((want.out * grad).sum(), (q, k, v))
-    plain = sdpa_math(q, k, v, seen)
-    yardstick = torch.autograd.grad(plain, (q, k, v), grad)
-    got = rs.LocalWorld(3).attention(q, k, v, mask=mask, strategy="exchange", layout="zigzag", backend=backend, return_lse=True)
-    grads = torch.autograd.grad(got.out, (q, k, v), grad)
-    assert torch.equal(torch.isinf(got.lse), torch.isinf(want.lse))
-    assert (got.lse - want.lse).nan_to_num().abs().max() < 1e-4
-    assert error(got.out, want.out) <= 2 * error(plain, want.out)
-    for mine, exact, theirs in zip(grads, wanted, yardstick, strict=True):
-        # Float32 is so close to exact that the order of the sums, and how a kernel takes exp, shows.
-        assert error(mine, exact) <= (4 if dtype == torch.float32 else 2) * error(theirs, exact)
-
-
-def sdpa_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own attention by plain operations, all in the dtype of the inputs: unless allowed to, it widens them."""
-    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+    out, *grads = compared(q, k, v, mask, strategy="exchange", layout="zigzag", backend=backend)
+    assert out.within(2)
+    # Float32 is so close to exact that the order of the sums, and how a kernel takes exp, shows.
+    assert all(grad.within(4 if dtype == torch.float32 else 2) for grad in grads)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
