@@ -30,8 +30,11 @@ CAPTURING: Stream = (-1, -1)
 
 UNPREPARED = (
     "attention is being captured in a CUDA graph, but something has to be copied to the device for it first: run the same step "
-    "once, just before it is captured. (It cannot be captured at all where a kernel makes masks anew in every call, as cudnn, "
-    "efficient and eager do for windows)"
+    "once, just before it is captured"
+)
+NEVER = (
+    "attention is being captured in a CUDA graph, but this kernel makes a mask anew in every call, which no graph can repeat: "
+    'use backend="fa4", "flash" or "flex"'
 )
 
 
@@ -83,8 +86,8 @@ def on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
         x = torch.tensor(numbers, device="cpu")
         if device.type != "cuda":
             return x.to(device)
-        if _stream(device) == CAPTURING:
-            raise KernelError(UNPREPARED)
+        if _stream(device) == CAPTURING:  # and what is kept was made before
+            raise KernelError(NEVER)
         return x.pin_memory().to(device, non_blocking=True)
 
 

@@ -37,9 +37,13 @@ class Compared(NamedTuple):
     exact: Tensor
     plain: Tensor
 
-    def within(self, times: float, floor: float = 0.0) -> bool:
-        """Whether the error is at most so many times that of the yardstick, or that share of the largest number."""
-        return error(self.mine, self.exact) <= times * error(self.plain, self.exact) + floor * self.exact.abs().max().item()
+    @property
+    def error(self) -> float:
+        return error(self.mine, self.exact)
+
+    @property
+    def yardstick(self) -> float:
+        return error(self.plain, self.exact)
 
 
 def compared(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, *, lse: float = 1e-4, **options: Any) -> list[Compared]:

@@ -45,7 +45,8 @@ def test_no_worse_than_one_call_of_the_same_precision(
     q, k, v = inputs(mask, dtype, heads, dim)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*Triton computes these gradients")
-        assert all(each.within(2) for each in compared(q, k, v, mask, lse=1e-3, backend="flex_flash"))
+        for each in compared(q, k, v, mask, lse=1e-3, backend="flex_flash"):
+            assert each.error <= 2 * each.yardstick
 
 
 @pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["documents"]])

@@ -52,8 +52,9 @@ def test_no_worse_than_one_call_of_the_same_precision(
     dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], mask: rs.Mask
 ) -> None:
     q, k, v = inputs(mask, dtype, heads, dims)
-    # Float32 is so close to exact that the order of the sums shows.
-    assert all(each.within(2, floor=1e-6) for each in compared(q, k, v, mask, backend="flex"))
+    for each in compared(q, k, v, mask, backend="flex"):
+        # Float32 is so close to exact that the order of the sums shows.
+        assert each.error <= 2 * each.yardstick + 1e-6 * each.exact.abs().max().item()
 
 
 @pytest.mark.parametrize("mask", [MASKS[name] for name in ("causal", "documents", "blind rows", "not near")])

@@ -22,14 +22,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringspan as rs
 from ringspan.cli import bench_torch
+from ringspan.cli.calibrate import captured
 from ringspan.cli.numbers import at_least
 from ringspan.engine import attend
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.given import given_scale
-from ringspan.kernels import Saved
+from ringspan.kernels import Saved, check_backend
 from ringspan.plans import peak_bytes
 from ringspan.plans.data import PHASES
+from ringspan.plans.registry import parse_strategy
 from ringspan.transports.silent import Silent
 
 COLUMNS = {
@@ -107,6 +109,13 @@ def _check(args: argparse.Namespace) -> None:
         on_gpu = torch.empty(0, device=args.device).is_cuda
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from None
+    if on_gpu:
+        torch.cuda.set_device(args.device)
+    for strategy in args.strategies:
+        if strategy != "auto":
+            parse_strategy(strategy)
+    for backend in (*args.backends, *filter(None, [args.whole])):
+        check_backend(backend)
     if args.heads % args.kv_heads:
         raise InputError(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
     for rank in args.ranks or ():
@@ -309,14 +318,10 @@ def _on_host(call: Callable[[], object], wait: Callable[[], None]) -> float:
 
 
 def _replay_time(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
-    """The same of a forward call that was captured in a CUDA graph."""
-    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    """The same of a forward call out of a CUDA graph; 0, if it cannot be captured."""
     with torch.no_grad():
-        with torch.cuda.stream(aside):
-            attention(*qkv)
-        with torch.cuda.graph(graph):
-            attention(*qkv)
-    return _on_host(graph.replay, torch.cuda.synchronize)
+        replay = captured(lambda: attention(*qkv))
+    return 0.0 if replay is None else _on_host(replay, torch.cuda.synchronize)
 
 
 def _profile(step: Callable[[], object]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.cli.fit import Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
 from ringspan.engine import attend
+from ringspan.errors import KernelError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.given import given_scale
 from ringspan.plans import Hardware
@@ -33,8 +34,9 @@ Seconds = NDArray[np.float64]
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
 # Bytes, of which half are copied together and apart again. A GPU would not notice so few.
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
-# Replays in a row, on a GPU.
+# Replays in a row, on a GPU, and the least that a difference of two times counts: what it really is, noise may hide.
 AHEAD = 10
+LEAST = 1e-6
 # The processor's time does not count what others take from a busy machine. A worker computes in one thread.
 CLOCK = time.thread_time
 
@@ -81,7 +83,7 @@ def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
     backward(forward())  # the first call takes memory and may compile
     if probes.device == "cuda":  # where backward follows forward in one graph
         ahead, both = (time_on_device(f) for f in (forward, lambda: backward(forward())))
-        return ahead, both - ahead
+        return ahead, max(both - ahead, LEAST)
     seconds, out = all_begin_alike(forward, CLOCK)
     return seconds, all_begin_alike(lambda: backward(out), CLOCK)[0]
 
@@ -161,20 +163,29 @@ def all_begin_alike(f: Callable[[], Any], clock: Callable[[], float] = time.perf
 
 
 def time_on_device(f: Callable[[], Any]) -> float:
-    """How long it takes a GPU whose host is ahead of it, as it is in training: in a CUDA graph, a few times in a row."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        f()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
+    """How long it takes a GPU whose host is ahead of it, as it is in training: a few times in a row, out of a CUDA graph."""
+    replay = captured(f) or f  # what cannot be captured takes what its host takes
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
+    replay()
     start.record()
     for _ in range(AHEAD):
-        graph.replay()
+        replay()
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) / AHEAD * 1e-3
+
+
+def captured(f: Callable[[], Any]) -> Callable[[], Any] | None:
+    """What repeats it out of a CUDA graph; None, if it cannot be captured, as where a kernel makes masks anew in every call."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        f()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            f()
+    except KernelError:
+        return None
+    return graph.replay
 
 
 def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:

@@ -43,7 +43,7 @@ PACKAGE = "triton"
 # The compiler's own back ends. For the second one see :mod:`ringspan.kernels.flex_flash`.
 BackEnd = Literal["TRITON", "FLASH"]
 
-# What heads and tokens are counted in: the second one cannot look anything up by longer numbers.
+# What tokens are counted in: the second one cannot look anything up by longer numbers.
 INDICES: dict[BackEnd, torch.dtype] = {"TRITON": torch.int64, "FLASH": torch.int32}
 
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
@@ -183,12 +183,12 @@ class Functions(NamedTuple):
 
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
-    heads_H: Tensor | int
+    heads: Tensor | int
     q_tokens_S: Tensor
     k_tokens_T: Tensor
 
 
-def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int, by: BackEnd) -> Functions:
+def _functions(mods: PlacedMods, learned: Sequence[Tensor], count: int, by: BackEnd) -> Functions:
     score_mod, old = mods.mods.score_mod, mods.mods.learned[: len(learned)]
     if score_mod is not None and old:
         score_mod = rebound(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
@@ -199,10 +199,10 @@ def _functions(mods: PlacedMods, learned: Sequence[Tensor], heads: int, by: Back
                 'functools.partial or a module, or use backend="eager"'
             )
     tokens = (x.to(INDICES[by], copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
-    heads_H: Tensor | int = mods.first_head
+    heads: Tensor | int = mods.first_head
     if by == "TRITON":  # the other one cannot look something up by what it has looked up
-        heads_H = torch.arange(mods.first_head, mods.first_head + heads, device=mods.q_tokens_S.device)
-    return Functions(score_mod, mods.mods.mask_mod, heads_H, *tokens)
+        heads = torch.arange(mods.first_head, mods.first_head + count, device=mods.q_tokens_S.device)
+    return Functions(score_mod, mods.mods.mask_mod, heads, *tokens)
 
 
 @lru_cache(maxsize=1)
@@ -221,13 +221,13 @@ def attend_intervals(
     by: BackEnd = "TRITON",
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
-    heads_H: Tensor | int = 0,
+    heads: Tensor | int = 0,
     q_tokens_S: Tensor | None = None,
     k_tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What is compiled: attention where query i sees the keys from start to stop. Returns out and lse.
 
-    Functions see the heads and tokens that these tensors say, not the rows.
+    Functions see the tokens that these tensors say, not the rows; and the heads that a tensor says, or those from a first on.
     """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
@@ -239,7 +239,7 @@ def attend_intervals(
         torch._check(same)
 
     def head(h: Tensor) -> Tensor:
-        return h + heads_H if isinstance(heads_H, int) else heads_H[h]
+        return h + heads if isinstance(heads, int) else heads[h]
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (start_S[i] <= j) & (j < stop_S[i])

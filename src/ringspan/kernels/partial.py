@@ -33,14 +33,14 @@ class Partial(NamedTuple):
 def finite(lse: Tensor) -> Tensor:
     """With 0 for rows that see nothing: they have no part in any band, but kernels must not meet exp(x + inf) all the same.
 
-    One after the other, as the strictest of them want it.
+    Contiguous, as memory-efficient attention wants it.
     """
-    return torch.nan_to_num(lse.contiguous(), nan=torch.nan, posinf=torch.inf, neginf=0.0)  # in one launch
+    return torch.nan_to_num(lse.contiguous(), nan=torch.nan, posinf=torch.inf, neginf=0.0)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial result over the keys of both. Exact when either or both are empty."""
-    merged = Partial(a.out.clone(), a.lse.clone())
+    merged = Partial(*(x.clone(memory_format=torch.contiguous_format) for x in a))
     merge_(merged, b)
     return merged
 
@@ -57,7 +57,7 @@ def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     With ``old``, that is what into's out was so far, and into's own is only written.
     """
     old = into.out if old is None else old
-    if into.out.is_cuda and (fused := fused_kernels()) is not None:
+    if into.out.is_cuda and into.lse.ndim == 3 and (fused := fused_kernels()) is not None:
         fused.merge_(into.out, into.lse, other.out, other.lse, old)
         return
     # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is

@@ -174,7 +174,7 @@ def hardware(name: str | Hardware) -> Hardware:
         raise PlanError(f"hardware is a name as 'h200x8', a file of `ringspan bench calibrate`, or a Hardware; not {name!r}")
     if name.endswith(".json"):
         try:
-            return Hardware.from_json(Path(name).read_text())
+            return Hardware.from_json(Path(name).read_text(errors="replace"))
         except PlanError as error:
             raise PlanError(f"{error} (in {name})") from None
         except OSError as error:

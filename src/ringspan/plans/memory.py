@@ -34,7 +34,8 @@ def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
 
 
 def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in any step, beside the tensors that come in: its buffers and what the kernel takes."""
+    """The most memory a phase holds in any step, beside the tensors that come in and go out: its buffers, what the kernel
+    takes, and results that wait to be merged."""
     plan = plan.for_heads(shape.heads, shape.kv_heads)
     steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
     taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
@@ -42,13 +43,23 @@ def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
 
 
 def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
-    """Results as a kernel gave them, which wait for others of the same queries: at most one for each of the rank's own."""
-    tasks = [task for step in program.steps(phase) for task in step.tasks if task.q_slot == 0]
-    if len(tasks) < 2 or shape.item == shape.wide_item:
+    """Results of home as a kernel gave them, which wait for others of the same rows: at most one for each row.
+
+    They do so in half precision only, and where a row may have several: of how many bands a kernel makes one launch, a plan
+    does not know.
+    """
+    if shape.item == shape.wide_item:
         return 0
-    width = shape.head_dim if phase == "backward" or shape.v_dim is None else shape.v_dim
-    home = program.q_slots[0]
-    return shape.batch * home.rows * (home.heads or shape.heads) * width * shape.item
+    tasks = [task for step in program.steps(phase) for task in step.tasks]
+    bands_of_queries = sum(len(task.bands) for task in tasks if task.q_slot == 0)
+    bands_of_keys = sum(len(task.bands) for task in tasks if task.kv_slot == 0)
+    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
+    queries, keys = program.q_slots[0], program.kv_slots[0]
+    of_query = e * shape.item + shape.wide_item if phase == "forward" else d * shape.item
+    waiting = queries.rows * (queries.heads or shape.heads) * of_query if bands_of_queries > 1 else 0
+    if phase == "backward" and bands_of_keys > 1:
+        waiting += keys.rows * (keys.heads or shape.kv_heads) * (d + e) * shape.item
+    return shape.batch * waiting
 
 
 def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
