@@ -3,8 +3,8 @@
     python benchmarks/host.py "exchange(stages=1)"
 
 A rank of 8 is walked on the CPU with a kernel that only makes room for its results, and a merge that does nothing: what is left
-is what the host does between launches on a GPU as well. A signal asks every millisecond of processor time which line is being
-run, and lines are counted by file; the time of PyTorch's operations counts for the line that calls them.
+is what the host does between launches on a GPU as well. A signal asks every millisecond of processor time which file's code is
+being run; the time of PyTorch's operations counts for the file that calls them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.engine import Call, attend
-from ringspan.kernels import partial, windowed
+from ringspan.kernels import partial, windowed, windows
 from ringspan.transports.silent import Silent
 
 SECONDS = 10.0
@@ -51,26 +51,22 @@ def main() -> None:
     q, k, v = (torch.randn(1, heads, plan.q_rows, 16, dtype=torch.bfloat16) for heads in (4, 1, 1))
     call = Call(kernel=Nothing(), scale=0.25, head_dim=16)  # type: ignore[arg-type]
     with torch.no_grad():
-        calls, lines = _sampled(lambda: attend([plan], [(q, k, v)], call, Silent().run))
+        calls, files = _sampled(lambda: attend([plan], [(q, k, v)], call, Silent().run))
     each = SECONDS / calls * 1e6
-    launches = sum(len(task.bands) for step in plan.program.forward for task in step.tasks)
+    launches = sum(len(windows.batches(task.bands, q.device)) for step in plan.program.forward for task in step.tasks)
     messages = sum(len(step.sends) + len(step.recvs) for step in plan.program.forward)
     print(f"{strategy}: {each:.0f} µs for {len(plan.program.forward)} steps, {launches} launches, {messages} messages\n")
-    by_file = Counter[str]()
-    for (file, _), count in lines.items():
-        by_file[file] += count
-    for file, count in by_file.most_common(12):
-        print(f"{each * count / lines.total():6.0f} µs  {file}")
+    for file, count in files.most_common(12):
+        print(f"{each * count / files.total():6.0f} µs  {file}")
 
 
-def _sampled(f: Callable[[], object]) -> tuple[int, Counter[tuple[str, int]]]:
-    """How many calls there were, and how often each line was met."""
-    lines = Counter[tuple[str, int]]()
+def _sampled(f: Callable[[], object]) -> tuple[int, Counter[str]]:
+    """How many calls there were, and how often each file was met."""
+    files = Counter[str]()
 
     def meet(_: int, frame: FrameType | None) -> None:
         if frame is not None:
-            file = Path(frame.f_code.co_filename)
-            lines["/".join(file.parts[-2:]), frame.f_lineno] += 1
+            files["/".join(Path(frame.f_code.co_filename).parts[-2:])] += 1
 
     for _ in range(200):
         f()
@@ -81,7 +77,7 @@ def _sampled(f: Callable[[], object]) -> tuple[int, Counter[tuple[str, int]]]:
         f()
         calls += 1
     signal.setitimer(signal.ITIMER_PROF, 0)
-    return calls, lines
+    return calls, files
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -66,6 +68,32 @@ def test_it_is_the_same_every_time_it_is_launched() -> None:
         want = merge(Partial(a.out.cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
         fused.merge_(a.out, a.lse, moved, b.lse, a.out)
         torch.testing.assert_close(a.out.cpu(), want.out, rtol=0, atol=1e-6)
+
+
+class Said:
+    """In the place of a kernel, or of the program that comes of it: says that it is launched, and with which numbers."""
+
+    def __init__(self, name: str, said: list[tuple[object, ...]], gives: Said | None = None) -> None:
+        self.name, self.said, self.gives = name, said, gives
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Said | None]:
+        def launch(*given: object) -> Said | None:
+            self.said.append((self.name, grid, *(x for x in given if isinstance(x, int))))
+            return self.gives
+
+        return launch
+
+
+def test_a_program_is_asked_for_once_and_launched_with_the_same_numbers() -> None:
+    """Other tensors of a kind are launched as they come; other strides, or addresses less round, are another kind."""
+    said: list[tuple[object, ...]] = []
+    kernel, room = Said("kernel", said, gives=Said("program", said)), torch.empty(1000, device=DEVICE)
+    for start, stride in ((0, 48), (64, 48), (1, 48), (5, 48), (0, 56), (128, 56)):
+        x = room.as_strided((4, 2, 3, 8), (stride, 24, 8, 1), start)
+        fused._run(kernel, (x,), torch.Size((4, 2, 3)), (8, 16))
+    grid = (2, 1, 1)
+    assert said == [(name, grid, 24, 2, 3, s, 24, 8, 8, 16) for s in (48, 48, 56) for name in ("kernel", "program")]
+    fused._launches.clear()
 
 
 def test_very_large_and_small_lse_do_not_overflow() -> None:
