@@ -106,11 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> None:
     """What can be known to go wrong before anything is measured."""
     try:
-        on_gpu = torch.empty(0, device=args.device).is_cuda
+        here = torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from None
+    on_gpu = here.is_cuda
     if on_gpu:
-        torch.cuda.set_device(args.device)
+        torch.cuda.set_device(here.device)  # which has a number, whether it was given one or not
     for strategy in args.strategies:
         if strategy != "auto":
             parse_strategy(strategy)
