@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringspan as rs
 from ringspan.cli import bench_torch
-from ringspan.cli.calibrate import captured
+from ringspan.cli.graphs import captured
 from ringspan.cli.numbers import at_least
 from ringspan.engine import attend
 from ringspan.errors import InputError

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.cli.fit import Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
+from ringspan.cli.graphs import captured
 from ringspan.engine import attend
-from ringspan.errors import KernelError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.given import given_scale
 from ringspan.plans import Hardware
@@ -173,19 +173,6 @@ def time_on_device(f: Callable[[], Any]) -> float:
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) / AHEAD * 1e-3
-
-
-def captured(f: Callable[[], Any]) -> Callable[[], Any] | None:
-    """What repeats it out of a CUDA graph; None, if it cannot be captured, as where a kernel makes masks anew in every call."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        f()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            f()
-    except KernelError:
-        return None
-    return graph.replay
 
 
 def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:
