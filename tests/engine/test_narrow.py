@@ -1,0 +1,67 @@
+"""Kernels that give their results in half precision, as those on GPUs do: they are kept, wait, and are put together late.
+
+A result in the wrong rows, twice or not at all, is wrong by as much as results are large; rounding is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from ringspan.kernels import Gradients, Part, Partial, Saved, cpu
+from ringspan.masks import Band
+from tests.engine.drivers import AtTheLastMoment, FarAhead
+from tests.engine.truth import Case, case, worst_error
+from tests.plans.examples import MASKS, all_plans
+
+ROUNDING = 0.02
+
+
+class Narrow:
+    """The CPU's kernel, band by band or all at once, its results rounded to the dtype of the tensors."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        self.one_by_one = one_by_one
+
+    def _groups(self, bands: tuple[Band, ...]) -> Iterable[tuple[Band, ...]]:
+        return [(band,) for band in bands] if self.one_by_one else [bands]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Part]:
+        for group in self._groups(bands):
+            for start, stop, (out, lse) in cpu.attend(q, k, v, group, scale=scale):
+                yield Part(start, stop, Partial(out.to(q.dtype), lse))
+
+    def attend_backward(self, saved: Saved, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Gradients]:
+        for group in self._groups(bands):
+            for grads in cpu.attend_backward(saved, k, v, group, scale=scale):
+                dq, dk, dv = (x.to(k.dtype) for x in (grads.dq_BHSD, grads.dk_BGTD, grads.dv_BGTE))
+                yield grads._replace(dq_BHSD=dq, dk_BGTD=dk, dv_BGTE=dv)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ring",
+        "gather(stages=1)",
+        "gather(stages=3)",
+        "exchange(stages=1)",
+        "exchange(stages=2)",
+        "pass_q",
+        "hierarchical(per_node=2)",
+        "ulysses(heads=4, kv_heads=2)",
+        "hybrid(per_node=2, heads=4, kv_heads=2)",
+    ],
+)
+def test_only_rounding_is_lost(strategy: str, one_by_one: bool) -> None:
+    for mask in MASKS.values():
+        given = case(mask)
+        half = Case(*(x.half() for x in given[:4]), given.dlse.float())
+        for layout in ("contiguous", "zigzag", "round_robin"):
+            for driver in (FarAhead(), AtTheLastMoment()):
+                plans = all_plans(mask, 4, strategy, layout)
+                error = worst_error(plans, half, driver.run, Narrow(one_by_one=one_by_one))
+                assert error <= ROUNDING, (mask, layout, driver)
