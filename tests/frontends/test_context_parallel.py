@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -58,6 +60,19 @@ def rotary_tables(rank: int, layout: str) -> Claims:
         ("cos", torch.equal(cos, angles.cos()[cp.positions()])),
         ("sin", torch.equal(sin, angles.sin()[cp.positions()])),
     ]
+
+
+def copies(rank: int, layout: str) -> Claims:
+    """A model that holds its block can be copied; the block itself is of this process."""
+    cp = made(layout=layout)
+    model = torch.nn.Linear(2, 2)
+    model.block = cp  # type: ignore[assignment]
+    copy = deepcopy(model)
+    try:
+        pickle.dumps(cp)
+    except TypeError as error:
+        said = str(error)
+    return [("copied", copy.block is cp and copy.weight is not model.weight), ("not sent", "cannot be saved or sent" in said)]
 
 
 def evaluation(rank: int, layout: str) -> Claims:
@@ -206,6 +221,7 @@ def layers_of_other_heads(rank: int, layout: str) -> Claims:
 JOBS = [
     shard_and_back,
     rotary_tables,
+    copies,
     evaluation,
     unshard_has_gradients,
     mean_is_global,

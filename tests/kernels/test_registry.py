@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ def test_by_name(backend: str, kernel: types.ModuleType) -> None:
     [
         ("abacus", "cpu", "no kernel is called 'abacus'; there are "),
         ("flsh", "cpu", "no kernel is called 'flsh' (did you mean flash?); there are "),
+        ("FA4", "cpu", "no kernel is called 'FA4' (did you mean fa4?); there are "),
+        (["cpu"], "cpu", "no kernel is called ['cpu']"),
         ("fast", "cpu", "cpu, eager, reference and auto"),
         ("cpu", "cuda", 'backend="cpu" serves cpu tensors, not cuda; use backend="auto" to have one chosen'),
         ("auto", "meta", "no fast kernel can serve torch.float32 on meta: "),
@@ -39,7 +42,7 @@ def test_by_name(backend: str, kernel: types.ModuleType) -> None:
         ("auto", "meta", 'backend="reference" is exact on any device, dense and slow'),
     ],
 )
-def test_none_serves(backend: str, device: str, message: str) -> None:
+def test_none_serves(backend: Any, device: str, message: str) -> None:
     with pytest.raises(rs.KernelError) as error:
         pick(backend, inputs(device))
     assert message in str(error.value)

@@ -315,6 +315,16 @@ class ContextParallel(AttentionMode):
     def _ranks(self, over: Group) -> list[ProcessGroup]:
         return [self.group] if over is None else groups_of(over)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Itself: a model that holds its block may be copied, and its copy is of the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a ContextParallel is of one process and its group, and cannot be saved or sent: save cp.plan.to_json(), or make "
+            "it again with the same mask, layout and strategy"
+        )
+
     def __repr__(self) -> str:
         return f"<ContextParallel rank {self.rank} of {self.world}: {self.plan!r}>"
 

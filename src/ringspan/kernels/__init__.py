@@ -26,7 +26,7 @@ ONLY_IF_ASKED = {"reference"}
 
 def check_backend(backend: str) -> None:
     """A name that no kernel has, before there is any tensor that it could be asked about."""
-    if backend != "auto" and backend not in KERNELS:
+    if not isinstance(backend, str) or backend not in (*KERNELS, "auto"):
         raise UnknownKernel(no_such("kernel", backend, [*KERNELS, "auto"]))
 
 
