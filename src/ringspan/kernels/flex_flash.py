@@ -112,8 +112,8 @@ class Whole(NamedTuple):
     out_BHSE: Tensor
     lse_BHS: Tensor
     part: list[int]  # the address of the part's out, once it is known
-    outs: dict[int, Tensor]  # of the part, by address: what was exchanged
-    lses: dict[int, Tensor]
+    outs: set[int]  # addresses of what was exchanged
+    lses: set[int]
 
 
 _here = threading.local()  # the Whole of what this thread is about to save
@@ -126,10 +126,10 @@ def _pack(x: Tensor) -> tuple[Tensor, Whole]:
 def _unpack(packed: tuple[Tensor, Whole]) -> Tensor:
     x, whole = packed
     if x.shape == whole.out_BHSE.shape and [x.data_ptr()] == whole.part:
-        whole.outs[x.data_ptr()] = x
+        whole.outs.add(x.data_ptr())
         return torch.empty_like(x).copy_(whole.out_BHSE)
     if x.shape == whole.lse_BHS.shape and x.dtype == torch.float32:
-        whole.lses[x.data_ptr()] = x
+        whole.lses.add(x.data_ptr())
         return torch.empty_like(x).copy_(whole.lse_BHS)
     return x
 
@@ -139,7 +139,7 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """As :func:`ringspan.kernels.recompute.gradients`, of a part whose back end is handed the whole."""
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
-    whole = Whole(saved.out_BHSE, finite(saved.lse_BHS), [], {}, {})
+    whole = Whole(saved.out_BHSE, finite(saved.lse_BHS), [], set(), set())
     _here.whole = whole
     try:
         with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
