@@ -23,7 +23,9 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.engine import Call, attend
-from ringspan.kernels import partial, windowed, windows
+from ringspan.kernels import flash_calls as windows
+from ringspan.kernels import flash_loop as windowed
+from ringspan.kernels import partial
 from ringspan.transports.silent import Silent
 
 SECONDS = 10.0

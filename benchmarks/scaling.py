@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 import ringspan as rs
-from ringspan.plans import Cost, cost, named_hardware
-from ringspan.plans.hardware import Hardware
-from ringspan.plans.sample import sample
+from ringspan.costs import Cost, cost, named_hardware
+from ringspan.costs.hardware import Hardware
+from ringspan.planner.samples import sample
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 MACHINE = "h200x8"

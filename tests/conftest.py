@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ringspan.cli.workers import Pool
+from ringspan.testing.workers import Pool
 
 # The same cases every time in CI, so that a red run can be repeated; at the desk others every time, so that new ones are met.
 settings.register_profile("desk", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

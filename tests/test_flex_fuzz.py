@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringspan as rs
 from tests.flex_truth import dense_flex
-from tests.strategies import bijections
+from tests.hypothesis_strategies import bijections
 
 B, H, G, D, E = 2, 4, 2, 8, 6
 EXACT = 1e-10

@@ -18,9 +18,9 @@ import ringspan as rs
 from ringspan import plans
 from ringspan.cli import check, fuzz
 from ringspan.cli.mask_text import mask_of
-from ringspan.cli.trial import EXACT, Figure, Outcome, Results, compare, run_local, tensors, torch_alone
 from ringspan.engine import slots
 from ringspan.kernels import cpu, partial
+from ringspan.testing.trial import EXACT, Figure, Outcome, Results, compare, run_local, tensors, torch_alone
 from ringspan.transports import in_process
 
 SEED = 2026

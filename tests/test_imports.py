@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ringspan.compilers import same_every_time
+from ringspan.torch_private.dynamo import same_every_time
 
 # what is done -> what it must not have imported
 LIGHT = {

@@ -14,6 +14,7 @@ rank=17).explain()``.
 
 from typing import Any
 
+from ringspan.costs import Hardware
 from ringspan.errors import (
     InputError,
     KernelError,
@@ -48,7 +49,9 @@ from ringspan.frontends import (
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, window
-from ringspan.plans import Exchange, Gather, Hardware, Hierarchical, Hybrid, PassQ, Plan, Ring, Shape, Ulysses, best_on, plan
+from ringspan.planner import best_on, plan
+from ringspan.plans import Plan, Shape
+from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
 
 __version__ = "0.1.0"
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.cli import bench_layouts
-from ringspan.cli.bench_layouts import fewest_rows, ptrr
+from ringspan.bench import layouts as bench_layouts
+from ringspan.bench.layouts import fewest_rows, ptrr
 from ringspan.cli.main import main
+from ringspan.costs import named_hardware
 from ringspan.layouts import Layout
-from ringspan.plans import named_hardware
 
 SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
 

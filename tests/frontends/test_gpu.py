@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 import ringspan as rs
 from ringspan.engine import slots
 from ringspan.frontends import local_world
-from ringspan.kernels import flex, windows
+from ringspan.kernels import flash_calls as windows
+from ringspan.kernels import flex
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 from tests.kernels.compare import error, sdpa_math

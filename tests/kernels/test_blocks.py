@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ringspan.kernels.blocks import SHORTEST, Lists, blocks
 from ringspan.kernels.intervals import layers
+from tests.hypothesis_strategies import Drawn, masks
 from tests.kernels.test_intervals import dense
-from tests.strategies import Drawn, masks
 
 
 def listed(lists: Lists, rows: int, cols: int) -> NDArray[np.int64]:

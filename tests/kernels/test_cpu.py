@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.kernels import Accumulator, Partial, Saved, cpu, launches, reference, wide
+from ringspan.kernels import Accumulator, Partial, Saved, cpu, reference, wide
+from ringspan.kernels import sdpa_calls as launches
 from ringspan.masks import Band
 from ringspan.masks import table as tables
-from tests.strategies import masks
+from tests.hypothesis_strategies import masks
 
 FAR = 10_000
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ringspan as rs
-from ringspan.captured import captured_by
 from ringspan.kernels import Inputs, Mods, PlacedMods, Saved, eager, mods_of, pick
 from ringspan.kernels.eager import MOST_ROWS
 from ringspan.kernels.reference import dense_attention
+from ringspan.user_functions.captures import captured_by
 from tests.flex_truth import dense_flex, pairs
-from tests.strategies import Drawn, masks
+from tests.hypothesis_strategies import Drawn, masks
 
 B, H, G, D, E = 2, 4, 2, 8, 5
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 import ringspan as rs
 from ringspan.kernels.intervals import Layer, layers
-from tests.strategies import Drawn, masks
+from tests.hypothesis_strategies import Drawn, masks
 from tests.truth import Dense
 
 

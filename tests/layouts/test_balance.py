@@ -15,7 +15,7 @@ import ringspan as rs
 from ringspan.layouts import LAYOUTS, areas, auto, balance
 from ringspan.layouts.auto import GOOD_ENOUGH
 from tests import truth
-from tests.strategies import Drawn, masks
+from tests.hypothesis_strategies import Drawn, masks
 from tests.truth import Dense
 
 N, WORLD = 4096, 8

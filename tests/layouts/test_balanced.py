@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.cli.bench_layouts import LENGTHS, draw_lengths, fewest_rows
+from ringspan.bench.layouts import LENGTHS, draw_lengths, fewest_rows
 from ringspan.errors import LayoutError
 from ringspan.layouts import LAYOUTS, Layout, areas, balance, balanced
 from ringspan.plans import needed_rows
 from tests import truth
-from tests.strategies import Drawn, masks
+from tests.hypothesis_strategies import Drawn, masks
 
 worlds = st.integers(1, 9)
 

@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan.layouts import LAYOUTS, Layout, areas, balance, cut
 from ringspan.masks import Mask
 from tests import truth
-from tests.strategies import Drawn, layouts, masks
+from tests.hypothesis_strategies import Drawn, layouts, masks
 from tests.truth import Dense
 
 

@@ -16,7 +16,7 @@ import ringspan as rs
 from ringspan.errors import LayoutError, MaskError, RingspanError
 from ringspan.layouts import LAYOUTS, Layout, Span, check_world, make_layout, zigzag
 from ringspan.layouts.layout import even_cuts
-from tests.strategies import bijections
+from tests.hypothesis_strategies import bijections
 
 Spans = list[list[tuple[int, int, int]]]
 

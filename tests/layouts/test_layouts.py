@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.layouts import LAYOUTS, Layout
 from ringspan.layouts.round_robin import BLOCKS_PER_RANK
-from tests.strategies import Drawn, masks
+from tests.hypothesis_strategies import Drawn, masks
 
 worlds = st.integers(1, 9)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.masks import MAX_LENGTH, Mask
 from tests import truth
-from tests.strategies import CONSTRUCTORS, RELATIONS, SQUARE_CONSTRUCTORS, sizes
+from tests.hypothesis_strategies import CONSTRUCTORS, RELATIONS, SQUARE_CONSTRUCTORS, sizes
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)

@@ -18,8 +18,8 @@ import ringspan as rs
 from ringspan.errors import MaskError
 from ringspan.masks import Band, Mask
 from tests import truth
+from tests.hypothesis_strategies import CONSTRUCTORS, Drawn, masks, sizes, trees
 from tests.masks.test_table import assert_tight
-from tests.strategies import CONSTRUCTORS, Drawn, masks, sizes, trees
 
 pairs = sizes().flatmap(lambda size: st.tuples(trees(*size, leaves=4), trees(*size, leaves=4)))
 
@@ -288,7 +288,7 @@ def test_repr_of_a_long_expression_stays_short() -> None:
 
 def test_every_constructor_is_drawn_by_name() -> None:
     """A constructor that is added to the library must be added to the strategies too."""
-    from tests.strategies import RELATIONS, SQUARE_CONSTRUCTORS
+    from tests.hypothesis_strategies import RELATIONS, SQUARE_CONSTRUCTORS
 
     drawn = {name.split("(")[0] for name in (*CONSTRUCTORS, *SQUARE_CONSTRUCTORS, *RELATIONS)}
     public = {name for name in rs.masks.__all__ if name.islower()}

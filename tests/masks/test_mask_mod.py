@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.masks import cells
+from ringspan.masks import survey as cells
 from tests import truth
-from tests.strategies import Drawn, masks, sizes
+from tests.hypothesis_strategies import Drawn, masks, sizes
 
 
 def of_table(seen: np.ndarray) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, Q0, Table
 from tests import truth
-from tests.strategies import Drawn, masks, raw_bands, trees
+from tests.hypothesis_strategies import Drawn, masks, raw_bands, trees
 
 N = 10
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringspan.plans import Hardware, Link, Speed
+from ringspan.costs import Hardware, Link, Speed
 
 # For arithmetic in the head: a pair of one head of 1 + 1 costs 4 FLOP forward and 10 backward.
 SLOW = Hardware(

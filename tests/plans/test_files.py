@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.plans import Plan
+from tests.hypothesis_strategies import layouts, masks
 from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
-from tests.strategies import layouts, masks
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ringspan as rs
-from ringspan.cli.bench_rank import MASKS
+from ringspan.bench.rank import MASKS
 from ringspan.plans import memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES
 

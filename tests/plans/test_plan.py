@@ -11,17 +11,9 @@ import ringspan as rs
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
-from ringspan.plans import (
-    STRATEGIES,
-    Plan,
-    Program,
-    Scene,
-    forget,
-    parse_strategy,
-    plan_rank,
-    register_strategy,
-    strategy_for_heads,
-)
+from ringspan.planner import forget, register_strategy
+from ringspan.plans import Plan, Program, Scene
+from ringspan.strategies import STRATEGIES, parse_strategy, plan_rank, strategy_for_heads
 from tests.plans.examples import MASKS, all_plans
 
 CAUSAL = rs.causal(16)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringspan as rs
-from ringspan.cli.workers import Pool
 from ringspan.kernels.reference import dense_attention
+from ringspan.testing.workers import Pool
 from ringspan.transports import ProcessGroup
 from tests.conftest import Pools
 
@@ -268,6 +268,6 @@ def test_a_lost_peer_is_named_on_every_survivor() -> None:
 
 
 def _report_or_die(rank: int) -> None:
-    from ringspan.cli.workers import tell
+    from ringspan.testing.workers import tell
 
     tell(attend_or_die(rank))

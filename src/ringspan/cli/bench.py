@@ -16,8 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringspan as rs
-from ringspan.cli import bench_calibrate, bench_cost, bench_layouts, bench_plan, bench_rank
-from ringspan.cli.workers import Pool
+from ringspan.bench import calibrate as bench_calibrate
+from ringspan.bench import cost as bench_cost
+from ringspan.bench import layouts as bench_layouts
+from ringspan.bench import plan as bench_plan
+from ringspan.bench import rank as bench_rank
+from ringspan.testing.workers import Pool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

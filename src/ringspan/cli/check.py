@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from ringspan import __version__
-from ringspan.cli.fuzz import Case, draw
 from ringspan.cli.progress import Progress
-from ringspan.cli.trial import Outcome, run_local, run_rank
-from ringspan.cli.workers import Pool, WorkerFailed, tell
 from ringspan.errors import InputError
+from ringspan.testing.fuzz import Case, draw
+from ringspan.testing.trial import Outcome, run_local, run_rank
+from ringspan.testing.workers import Pool, WorkerFailed, tell
 from ringspan.transports import as_process_group
 
 # Cases that the workers run before they report.

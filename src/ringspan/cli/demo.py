@@ -20,9 +20,9 @@ from ringspan.cli.demo_text import library_documents, packs
 from ringspan.cli.demo_train import SHIFT, Training, train_alone, train_split
 from ringspan.cli.numbers import at_least
 from ringspan.cli.progress import Progress
-from ringspan.cli.workers import Pool
 from ringspan.errors import InputError
-from ringspan.plans import plan
+from ringspan.planner import plan
+from ringspan.testing.workers import Pool
 
 EPILOG = """\
 Nothing is staged: the processes talk over gloo, the text is your Python's own standard library, and every

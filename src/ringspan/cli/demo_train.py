@@ -12,10 +12,10 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.cli.demo_model import Config, Transformer, build
 from ringspan.cli.demo_text import Pack
-from ringspan.cli.workers import tell
+from ringspan.planner import plan as make_plan
 from ringspan.plans import bytes_moved
-from ringspan.plans import plan as make_plan
 from ringspan.plans.data import PHASES
+from ringspan.testing.workers import tell
 
 # How far --sabotage moves a rank's tokens from their place.
 SHIFT = 3

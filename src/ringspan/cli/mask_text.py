@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ringspan as rs
-from ringspan.errors import MaskError
+from ringspan.errors import MaskError, no_such
 from ringspan.masks import table as tables
 from ringspan.masks.mask import MAX_LENGTH
-from ringspan.spelling import no_such
 
 
 class Meant(NamedTuple):

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 from ringspan.compat.balancers import Layouts
 from ringspan.compat.calls import Call, read
 from ringspan.compat.contexts import Contexts, Meaning
-from ringspan.compat.memory import memory_of, the_one
 from ringspan.compat.options import _cp_options
+from ringspan.compat.shard_registry import memory_of, the_one
 from ringspan.compat.sharding import in_order
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.compat.attention import MaskFromTheCall
 from ringspan.compat.buffers import check_buffer, give_back, lend
 from ringspan.compat.contexts import Contexts
-from ringspan.compat.memory import memory_of
 from ringspan.compat.options import _cp_options
+from ringspan.compat.shard_registry import memory_of
 from ringspan.compat.sharding import as_dim
 from ringspan.errors import InputError
 from ringspan.layouts import contiguous, zigzag

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ringspan.compat.balancers import Layouts
 from ringspan.errors import InputError
 from ringspan.masks.block_mask import FULL, HIDDEN, PARTIAL, kinds
-from ringspan.masks.settler import MaskMod
+from ringspan.masks.predicate import MaskMod
 
 # What a share was cut from, by its mask_mod, which it keeps through BlockMask.to() and the like.
 _wholes: WeakKeyDictionary[MaskMod, BlockMask] = WeakKeyDictionary()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 from ringspan.compat.block_masks import row_of, whole_of
-from ringspan.flex_door import flex_attention
 from ringspan.kernels import ScoreMod
+from ringspan.torch_private.flex_door import flex_attention
 
 
 class SdpaCall(NamedTuple):

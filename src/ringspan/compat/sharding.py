@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of
 from ringspan.compat.block_masks import shard_block_mask
 from ringspan.compat.local_tensors import on_each_rank
-from ringspan.compat.memory import check_mesh, memory_of
+from ringspan.compat.shard_registry import check_mesh, memory_of
 from ringspan.errors import InputError
 from ringspan.layouts import Layout
 from ringspan.transports import ProcessGroup

@@ -1,9 +1,9 @@
 """The engine: walks plans. No I/O in it; a transport drives it."""
 
 from ringspan.engine.autograd import attend
+from ringspan.engine.executor import Call, backward, forward
 from ringspan.engine.inputs import DTYPES, Look, look_of, shape_of
 from ringspan.engine.operator import Seat, attend_by_ticket, is_watched, take_seat
-from ringspan.engine.walk import Call, backward, forward
 
 __all__ = [
     "DTYPES",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.beside import beside
-from ringspan.engine.walk import Call, backward, forward
+from ringspan.engine.executor import Call, backward, forward
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial, Saved
 from ringspan.plans import Plan

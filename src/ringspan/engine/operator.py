@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ringspan.compilers import same_every_time
 from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
 from ringspan.engine.beside import beside
-from ringspan.engine.walk import Call, backward
+from ringspan.engine.executor import Call, backward
 from ringspan.errors import InputError, KernelError
 from ringspan.kernels import Partial, Saved, wide
 from ringspan.plans import Plan
+from ringspan.torch_private.dynamo import same_every_time
 
 # Checks the tensors of a call (with the peers, the first time) and says which plan, for their heads, and which kernel they get.
 Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.engine.routes import Route
+from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.engine.messages import Route
 from ringspan.kernels import Accumulator, Partial, Sum
-from ringspan.per_stream import on_device, per_stream
 from ringspan.plans import Transfer
-from ringspan.plans.scene import Rows
+from ringspan.plans.problem import Rows
 from ringspan.plans.shape import is_packed
 from ringspan.transports import Post
 

@@ -13,9 +13,8 @@ from typing import cast
 
 from torch.library import Library
 
-from ringspan.errors import UnknownKernel
+from ringspan.errors import UnknownKernel, no_such
 from ringspan.frontends.flash_operators import Flash, FlashOperators
-from ringspan.spelling import no_such
 
 # name -> the module that is a Flash, imported when it is first asked about. Another implementation is another line.
 IMPLEMENTATIONS: dict[str, str] = {"FA4": "ringspan.kernels.fa4"}

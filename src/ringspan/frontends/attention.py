@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.engine import Call, Look, Seat, is_watched, look_of, shape_of, take_seat
 from ringspan.errors import InputError
 from ringspan.frontends.dtensors import is_dtensor
-from ringspan.frontends.given import given_scale
 from ringspan.frontends.score_mods import check_heads
-from ringspan.function_digest import function_digest
+from ringspan.frontends.validate import given_scale
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
 from ringspan.plans import Plan
 from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
 from ringspan.transports.handshake import DTYPES, NO_FUNCTION, VERSION
+from ringspan.user_functions.digests import function_digest
 
 if TYPE_CHECKING:
     from ringspan.frontends.corners import Parts

@@ -12,20 +12,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ringspan.compilers import same_every_time
+from ringspan.costs import Hardware
 from ringspan.engine import Seat
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention_at, seat
 from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, plan_of
-from ringspan.frontends.given import given_mask, given_parameters, given_weights
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode, under_autocast
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
+from ringspan.frontends.validate import given_mask, given_parameters, given_weights
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
-from ringspan.plans import Hardware, Plan, Shape, Strategy, plan
+from ringspan.planner import plan
+from ringspan.plans import Plan, Shape
+from ringspan.strategies import Strategy
+from ringspan.torch_private.dynamo import same_every_time
 from ringspan.transports import ProcessGroup, as_process_group
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringspan.errors import KernelError
 from ringspan.kernels import Inputs, Saved
-from ringspan.kernels.windows import Batch, Window
+from ringspan.kernels.flash_calls import Batch, Window
 
 # The operator's causal is aligned at the bottom right, as flash attention's own is. SDPA's is aligned at the top left, and SDPA
 # comes here only with squares, where they are one; torch.nn.attention.bias.causal_lower_right comes with any rectangle.

@@ -10,14 +10,16 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ringspan.captured import captured_by
+from ringspan.costs import Hardware
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.masks import Mask
 from ringspan.masks import block_mask as as_mask
-from ringspan.plans import Hardware, Plan, Shape, Strategy
-from ringspan.plans import plan as make_plan
+from ringspan.planner import plan as make_plan
+from ringspan.plans import Plan, Shape
+from ringspan.strategies import Strategy
+from ringspan.user_functions.captures import captured_by
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions

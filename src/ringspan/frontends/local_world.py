@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from ringspan.compilers import never_compiled
+from ringspan.caching.by_stream import on_device, per_stream
 from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.flex import Answer, asked_for, mask_of
-from ringspan.frontends.given import given_mask, given_scale
+from ringspan.frontends.validate import given_mask, given_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
-from ringspan.per_stream import on_device, per_stream
-from ringspan.plans import Plan, Strategy, plan
+from ringspan.planner import plan
+from ringspan.plans import Plan
+from ringspan.strategies import Strategy
+from ringspan.torch_private.dynamo import never_compiled
 from ringspan.transports import InProcess, Traffic
 
 if TYPE_CHECKING:

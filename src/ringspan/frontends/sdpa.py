@@ -1,7 +1,7 @@
 """The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode.
 
 A mode belongs to the thread that entered it, nests, and is gone when the block is left, by whatever way. Nothing is patched but
-``flex_attention``, which no mode can catch, and which is put back (:mod:`ringspan.flex_door`).
+``flex_attention``, which no mode can catch, and which is put back (:mod:`ringspan.torch_private.flex_door`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ringspan.compilers import same_every_time
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.flex_door import Answer, door, flex_attention, without_modes
 from ringspan.masks import Mask
+from ringspan.torch_private.dynamo import same_every_time
+from ringspan.torch_private.flex_door import Answer, door, flex_attention, without_modes
 
 # Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
 OTHER_DOORS = {

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ringspan.compilers import same_every_time
 from ringspan.errors import InputError
 from ringspan.kernels import Partial
+from ringspan.torch_private.dynamo import same_every_time
 
 BATCH, HEADS, TOKENS = 0, 1, 2
 

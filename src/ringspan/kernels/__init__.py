@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from ringspan.errors import KernelError, UnknownKernel
+from ringspan.errors import KernelError, UnknownKernel, no_such
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
 from ringspan.kernels.partial import Accumulator, Partial, merge
 from ringspan.kernels.sums import Sum
-from ringspan.spelling import no_such
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.kernel import NO_MODS, Inputs, wide
-from ringspan.kernels.launched import Fused
+from ringspan.kernels.sdpa_loop import Fused
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

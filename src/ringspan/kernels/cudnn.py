@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringspan.errors import KernelError
 from ringspan.kernels.kernel import NO_MODS, Inputs
-from ringspan.kernels.launched import Fused
+from ringspan.kernels.sdpa_loop import Fused
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.captured import Swapped, seen_by
+from ringspan.caching.by_stream import on_device
 from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, wide
 from ringspan.kernels.mods import PlacedMods
 from ringspan.kernels.partial import EMPTY_LSE, Partial
@@ -24,7 +24,7 @@ from ringspan.kernels.recompute import gradients
 from ringspan.masks import MAX_LENGTH, Band
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1, Table
-from ringspan.per_stream import on_device
+from ringspan.user_functions.captures import Swapped, seen_by
 
 # Scores that are held at a time, and rows: fewer rows meet fewer keys that they do not see.
 MOST_SCORES = 2**22

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels.kernel import NO_MODS, Inputs
-from ringspan.kernels.launched import Fused
+from ringspan.kernels.sdpa_loop import Fused
 
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
 _efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels import windowed
+from ringspan.kernels import flash_loop as windowed
+from ringspan.kernels.flash_calls import Batch
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved
 from ringspan.kernels.relaunch import Relaunch
-from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
 PACKAGE = "flash-attn-4"

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels import windowed
+from ringspan.kernels import flash_loop as windowed
+from ringspan.kernels.flash_calls import Batch
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved, with_dlse
 from ringspan.kernels.partial import EMPTY_LSE
-from ringspan.kernels.windows import Batch
 from ringspan.masks import Band
 
 _flash = torch.ops.aten._flash_attention_forward

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.utils.dlpack import from_dlpack
 
-from ringspan.captured import captured_by
+from ringspan.caching.by_stream import on_device, per_stream
 from ringspan.errors import KernelError
-from ringspan.flex_door import without_modes
 from ringspan.kernels.blocks import BLOCK, SHORTEST, blocks
 from ringspan.kernels.intervals import Layer, layers
 from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
@@ -32,8 +31,9 @@ from ringspan.kernels.mods import MaskMod, PlacedMods, ScoreMod
 from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
-from ringspan.per_stream import on_device, per_stream
-from ringspan.rebound import rebound
+from ringspan.torch_private.flex_door import without_modes
+from ringspan.user_functions.captures import captured_by
+from ringspan.user_functions.rebinding import rebound
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -231,7 +231,7 @@ def attend_intervals(
     """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-    from ringspan.flex_code import flex_attention
+    from ringspan.torch_private.flex_code import flex_attention
 
     (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
     # Every length is a variable of its own; these are the ones that are always the same.

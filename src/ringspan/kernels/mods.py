@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringspan.captured import captured_by
 from ringspan.errors import InputError
+from ringspan.user_functions.captures import captured_by
 
 # (score, b, h, q, k) -> score, and (b, h, q, k) -> bool; of one pair each
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

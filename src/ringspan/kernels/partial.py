@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.kernels.runs import Late, Runs, State
+from ringspan.kernels.row_states import Late, Runs, State
 
 EMPTY_LSE = float("-inf")
 

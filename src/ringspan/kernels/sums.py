@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ringspan.kernels.partial import fused_kernels
-from ringspan.kernels.runs import Late, Runs, State
+from ringspan.kernels.row_states import Late, Runs, State
 
 
 class Sum:

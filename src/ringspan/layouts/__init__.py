@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from ringspan.errors import LayoutError
+from ringspan.caching.by_digest import remember
+from ringspan.errors import LayoutError, no_such
 from ringspan.layouts.auto import auto
 from ringspan.layouts.balanced import balanced
 from ringspan.layouts.contiguous import contiguous
@@ -16,8 +17,6 @@ from ringspan.layouts.round_robin import round_robin
 from ringspan.layouts.striped import striped
 from ringspan.layouts.zigzag import zigzag
 from ringspan.masks import Mask
-from ringspan.remember import remember
-from ringspan.spelling import no_such
 
 LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
     f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin, balanced)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringspan.caching.by_digest import remember
 from ringspan.layouts.layout import Ints, Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.remember import remember
 
 
 class Tiles(NamedTuple):

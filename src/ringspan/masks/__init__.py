@@ -8,8 +8,8 @@ from ringspan.masks.documents import documents
 from ringspan.masks.full import full
 from ringspan.masks.mask import MAX_LENGTH, Mask
 from ringspan.masks.mask_mod import mask_mod
+from ringspan.masks.predicate import Settler
 from ringspan.masks.prefix import prefix
-from ringspan.masks.settler import Settler
 from ringspan.masks.window import window
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ringspan.errors import MaskError
 from ringspan.masks.mask import Mask
 from ringspan.masks.mask_mod import mask_mod
-from ringspan.masks.settler import MaskMod
+from ringspan.masks.predicate import MaskMod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ def block_mask(mask: BlockMask) -> Mask:
     >>> block_mask(create_block_mask(lambda b, h, q, k: k <= q, None, None, 300, 300, device="cpu"))
     <Mask block_mask(<lambda>): 300 × 300, area 45150, 1 band>
     """
-    from ringspan.masks import cells
+    from ringspan.masks import survey as cells
 
     try:
         (q_len, k_len), (batch, heads, *_) = mask.shape[-2:], mask.kv_num_blocks.shape

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.band import Band
-from ringspan.masks.settler import Settler
+from ringspan.masks.predicate import Settler
 from ringspan.masks.table import HI, K0, K1, Q0, Q1, Table
 
 # The longest sequence: the area of a mask of this many queries and keys still fits int64, with room for the sums over it.
@@ -261,7 +261,7 @@ class Mask:
         in_bands = tables.dense(self.table, *self.lengths)
         if self.settler is None:
             return in_bands
-        from ringspan.masks.cells import settled
+        from ringspan.masks.survey import settled
 
         return in_bands & settled(self.settler, self.lengths, b, h)
 

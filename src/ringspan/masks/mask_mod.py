@@ -10,8 +10,8 @@ import numpy as np
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.mask import MAX_LENGTH, Mask, length
-from ringspan.masks.rows import bands_of
-from ringspan.masks.settler import MaskMod, Settler
+from ringspan.masks.predicate import MaskMod, Settler
+from ringspan.masks.runs_to_bands import bands_of
 from ringspan.masks.table import Table
 
 BLOCK = 128
@@ -42,7 +42,7 @@ def mask_mod(
     . x . .
     x . . x
     """
-    from ringspan.masks import cells
+    from ringspan.masks import survey as cells
 
     lengths = (length("q_len", q_len), length("q_len" if kv_len is None else "kv_len", q_len if kv_len is None else kv_len))
     blocks = _block(block)

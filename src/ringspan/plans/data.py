@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from ringspan.compilers import same_every_time
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
+from ringspan.torch_private.dynamo import same_every_time
 
 if TYPE_CHECKING:
-    from ringspan.plans.cost import Cost
-    from ringspan.plans.hardware import Hardware
+    from ringspan.costs.cost import Cost
+    from ringspan.costs.hardware import Hardware
     from ringspan.plans.shape import Shape
 
 P = ParamSpec("P")
@@ -207,7 +207,7 @@ class Plan:
 
     def for_heads(self, heads: int, kv_heads: int) -> Plan:
         """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of them."""
-        from ringspan.plans import plan_rank, strategy_for_heads
+        from ringspan.strategies import plan_rank, strategy_for_heads
 
         if self.program.heads in (None, (heads, kv_heads)):
             return self
@@ -232,7 +232,7 @@ class Plan:
 
     def at(self, rank: int) -> Plan:
         """The plan of another rank of the same world."""
-        from ringspan.plans import plan_rank
+        from ringspan.strategies import plan_rank
 
         if rank == self.rank:
             return self
@@ -257,8 +257,8 @@ class Plan:
 
     def cost(self, hardware: str | Hardware, shape: Shape | None = None) -> Cost:
         """What the plans of all ranks take on a machine: seconds, exposed wire, memory, and who does what when."""
-        from ringspan.plans import named_hardware
-        from ringspan.plans.cost import cost
+        from ringspan.costs import named_hardware
+        from ringspan.costs.cost import cost
         from ringspan.plans.shape import EXAMPLE, check_shape
 
         shape = EXAMPLE if shape is None else check_shape(shape)

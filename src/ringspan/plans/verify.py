@@ -22,7 +22,7 @@ from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 from ringspan.plans.data import PHASES, Phase, Plan, Step, Task, side
-from ringspan.plans.symbols import NOTHING, ROW_BITS, Heads, Ints, Symbols, heads_of
+from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, Symbols, heads_of
 
 
 class Cells(NamedTuple):

@@ -2,8 +2,8 @@
 
 from ringspan.transports.handshake import Hello, compare, digest_number, shake_hands, tell_invalid
 from ringspan.transports.in_process import InProcess
-from ringspan.transports.messages import Post, Traffic, Wait, Walk
 from ringspan.transports.process_group import ProcessGroup, as_process_group
+from ringspan.transports.requests import Post, Traffic, Wait, Walk
 
 __all__ = [
     "Hello",

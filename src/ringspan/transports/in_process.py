@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ringspan.errors import TransportError
-from ringspan.transports.messages import Post, Traffic, Wait, Walk
+from ringspan.transports.requests import Post, Traffic, Wait, Walk
 
 T = TypeVar("T")
 

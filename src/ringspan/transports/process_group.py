@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
-from ringspan.transports.messages import Post, Traffic, Walk
+from ringspan.transports.requests import Post, Traffic, Walk
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ringspan.transports.messages import Traffic, Walk
+from ringspan.transports.requests import Traffic, Walk
 
 T = TypeVar("T")
 

@@ -12,8 +12,9 @@ from ringspan.cli.plan.page import page
 from ringspan.cli.plan.png import check_drawable, draw
 from ringspan.cli.plan.study import Question, Study, study
 from ringspan.cli.plan.text import shortened, text
+from ringspan.costs import Hardware, named_hardware
 from ringspan.errors import InputError, PlanError
-from ringspan.plans import Hardware, Shape, named_hardware
+from ringspan.plans import Shape
 from ringspan.plans.shape import ITEM_BYTES
 
 

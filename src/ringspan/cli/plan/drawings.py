@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Study
+from ringspan.costs.timeline import Timeline
 from ringspan.layouts import areas
 from ringspan.masks import table as tables
 from ringspan.plans.data import PHASES
-from ringspan.plans.walk import Timeline
 
 # The most ranks along a side of a drawing, and the most steps of a rank and phase. More of them are drawn together.
 MOST_RANKS = 64

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import ringspan as rs
 from ringspan.cli.progress import Progress
+from ringspan.costs import Cost, Hardware, cost
 from ringspan.errors import PlanError
 from ringspan.layouts import check_world
-from ringspan.plans import Candidate, Choice, Cost, Hardware, Plan, Shape, best_on, cost, parse_strategy, plan_rank
-from ringspan.plans.auto import MOST_RANKS, site_of
-from ringspan.plans.candidates import MANY_RANKS
+from ringspan.planner import Candidate, Choice, best_on
+from ringspan.planner.auto import MOST_RANKS, site_of
+from ringspan.planner.candidates import MANY_RANKS
+from ringspan.plans import Plan, Shape
+from ringspan.strategies import parse_strategy, plan_rank
 
 # A rank may have a message for every other. All ranks are walked while that makes no more messages than this.
 MOST_MESSAGES = 2**16

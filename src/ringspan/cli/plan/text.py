@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from ringspan.cli.plan.units import seconds, size
-from ringspan.plans.auto import MOST_RANKS
+from ringspan.planner.auto import MOST_RANKS
 
 FIRST_STEPS, LAST_STEPS = 8, 2
 

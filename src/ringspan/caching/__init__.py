@@ -1,0 +1,1 @@
+"""The two caches: by digest, and by CUDA stream."""

@@ -1,0 +1,131 @@
+"""What a plan costs on a machine: its steps as seconds of computing, sending and copying, and all ranks walked through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ringspan.costs.hardware import Hardware, Speed
+from ringspan.costs.timeline import Loads, Timeline, nearest, walk, wire_seconds
+from ringspan.masks import Band
+from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
+from ringspan.plans.memory import memory_bytes, peak_bytes
+from ringspan.plans.shape import Shape, is_packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds and bytes of the slowest rank. Rows of the timelines belong to ``ranks``: to all of the world, or to a sample.
+
+    ``peak_bytes`` are those of buffers, ``memory_bytes`` have what the kernel takes as well.
+    """
+
+    forward: Timeline
+    backward: Timeline
+    peak_bytes: int
+    memory_bytes: int
+    ranks: tuple[int, ...]
+    world: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every rank was walked, so that nothing but the model of the machine is an estimate."""
+        return len(self.ranks) == self.world
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def exposed_s(self) -> float:
+        """How long the rank that waits most waits for the wire, or copies and merges what came over it."""
+        return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
+
+
+def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> Cost:
+    """What the plans of all ranks cost together, or what those of some ranks, in order, tell about it."""
+    fitted = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
+    forward, backward = (walk(_loads(fitted, machine, shape, phase), machine.overlap) for phase in PHASES)
+    peak, memory = (max(of(plan, shape, phase) for plan in fitted for phase in PHASES) for of in (peak_bytes, memory_bytes))
+    ranks = tuple(plan.rank for plan in fitted)
+    return Cost(forward=forward, backward=backward, peak_bytes=peak, memory_bytes=memory, ranks=ranks, world=fitted[0].world)
+
+
+def _loads(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) -> Loads:
+    size = len(plans), max(len(plan.program.steps(phase)) for plan in plans)
+    computing, copied = np.zeros(size), np.zeros(size)
+    sent, received = (np.zeros((2, *size), dtype=np.int64) for _ in range(2))
+    met: list[set[tuple[int, int]]] = [set() for _ in range(size[1])]
+    row_of = nearest(np.array([plan.rank for plan in plans]), plans[0].world).tolist()
+    for row, plan in enumerate(plans):
+        node = plan.rank // machine.per_node
+        begun: set[int] = set()
+        for n, step in enumerate(plan.program.steps(phase)):
+            computing[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in step.tasks)
+            copied[row, n] = _copied_bytes(plan, step, shape, phase)
+            for task in step.tasks:
+                copied[row, n] += _merged_bytes(task, plan, shape, phase) if task.q_slot in begun else 0
+                begun.add(task.q_slot)
+            for way, transfers in ((sent, step.sends), (received, step.recvs)):
+                away = [t for t in transfers if t.peer != plan.rank]
+                met[n].update((row, row_of[t.peer]) for t in away)
+                for link, is_here in enumerate((True, False)):
+                    there = (t for t in away if (t.peer // machine.per_node == node) == is_here)
+                    way[link, row, n] = shape.total_bytes(there, phase, plan.program)
+    pairs = (np.array(sorted(m), dtype=np.int64).reshape(-1, 2).T for m in met)
+    meets = [(rows, peers) for rows, peers in pairs]
+    return Loads(computing, wire_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, meets)
+
+
+def _copied_bytes(plan: Plan, step: Step, shape: Shape, phase: Phase) -> int:
+    """Of messages that are packed, and of gradients, which are added to what is there."""
+    packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
+    added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
+    return shape.total_bytes(packed + added, phase, plan.program)
+
+
+def _merged_bytes(task: Task, plan: Plan, shape: Shape, phase: Phase) -> int:
+    """Of results that are merged with those that their queries have already, or of gradients that are added to them."""
+    rows = max((b.q1 for b in task.bands), default=0) - min((b.q0 for b in task.bands), default=0)
+    return rows * shape.row_bytes("out" if phase == "forward" else "dq", phase, plan.program.q_slots[task.q_slot].heads)
+
+
+def task_seconds(task: Task, plan: Plan, machine: Hardware, shape: Shape, phase: Phase) -> float:
+    """How long the kernel takes: a launch for each kind of band there is, and what the pairs take at its speed."""
+    speed = machine.forward if phase == "forward" else machine.backward
+    kinds = tiled_area(task.bands, machine.tile)
+    heads = plan.program.q_slots[task.q_slot].heads or shape.heads
+    work = heads * flops_per_pair(shape, phase)
+    return sum(machine.launch_s + area * work / of_kind(speed, kind) for kind, area in enumerate(kinds) if area)
+
+
+def flops_per_pair(shape: Shape, phase: Phase) -> int:
+    """Of one head, over the batch: two products forward, over d and over e; five backward, three of them over d."""
+    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
+    return 2 * shape.batch * (d + e if phase == "forward" else 3 * d + 2 * e)
+
+
+def rounded(seconds: float) -> float:
+    """For comparing: ranks with other processors, whose sums differ in the last bit, find the same order."""
+    return float(f"{seconds:.6g}")
+
+
+def of_kind(speed: Speed, cuts: int) -> float:
+    return (speed.full, speed.causal, speed.window)[cuts]
+
+
+@lru_cache(maxsize=65536)
+def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
+    """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two cut.
+
+    In a band that is narrower than a tile, kernels take narrower tiles.
+    """
+    area = [0.0, 0.0, 0.0]
+    for band in bands:
+        cuts = band.cut_below + band.cut_above
+        across = min(tile, band.hi - band.lo + 1)
+        area[cuts] += band.area + cuts * across / 2 * min(band.rows, band.cols)
+    return area[0], area[1], area[2]

@@ -1,0 +1,145 @@
+"""A mask on a layout on a machine, as far as that is the same for many strategies: who computes what, who needs which rows.
+
+::
+
+    causal(4) on 2 ranks, contiguous        computing    of rank 0   of rank 1        rows needed  of rank 0   of rank 1
+                                            rank 0       3 pairs     –                rank 0       2           –
+                                            rank 1       4 pairs     3 pairs          rank 1       2           2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ringspan.costs.cost import flops_per_pair, of_kind
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.timeline import Seconds
+from ringspan.layouts import Layout, Tiles, cut
+from ringspan.masks import Mask
+from ringspan.masks.table import Table, area
+from ringspan.plans.data import PHASES, Phase
+from ringspan.plans.moving_side import KEYS, QUERIES, Traveller
+from ringspan.plans.problem import Ints, union, whole_tiles
+from ringspan.plans.shape import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """For each rank that is looked at (row) and each of the world (column): seconds of computing with its rows, how many of its
+    rows come, and how many of the own rows go there."""
+
+    seconds: dict[Phase, Seconds]
+    incoming: Ints
+    outgoing: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """``ranks``, in order, are those that are looked at: all, or a sample."""
+
+    mask: Mask
+    q_layout: Layout
+    kv_layout: Layout
+    ranks: tuple[int, ...]
+    machine: Hardware
+    shape: Shape
+
+    @property
+    def world(self) -> int:
+        return self.q_layout.world
+
+    @cached_property
+    def whole(self) -> Site:
+        """The same, with all ranks looked at."""
+        return replace(self, ranks=tuple(range(self.world)))
+
+    @cached_property
+    def keys_travel(self) -> Demand:
+        """Ranks compute for their own queries."""
+        return self._demand(KEYS, self._seen, self._seeing, self._for_queries)
+
+    @cached_property
+    def queries_travel(self) -> Demand:
+        """Ranks compute with their own keys."""
+        return self._demand(QUERIES, self._seeing, self._seen, self._with_keys)
+
+    def busiest(self, traveller: Traveller) -> float:
+        """Seconds of the rank that computes most: nobody is done before it has."""
+        computing = self._for_queries if traveller is KEYS else self._with_keys
+        return sum(float(seconds.sum(axis=1).max(initial=0.0)) for seconds in computing.values())
+
+    @cached_property
+    def is_near(self) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Whether a rank of the world (column) is on the node of one that is looked at (row)."""
+        node = np.arange(self.world) // self.machine.per_node
+        near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = node[list(self.ranks), None] == node[None, :]
+        return near
+
+    def launched(self, seconds: Seconds) -> Seconds:
+        """With one launch wherever there is something to compute."""
+        return seconds + self.machine.launch_s * (seconds > 0)
+
+    @cached_property
+    def _seen(self) -> Tiles:
+        if len(self.ranks) == self.world:
+            return whole_tiles(self.mask, self.q_layout, self.kv_layout)
+        return cut(self.mask, self.q_layout.pieces.of(*self.ranks), self.kv_layout.pieces)
+
+    @cached_property
+    def _seeing(self) -> Tiles:
+        if len(self.ranks) == self.world:
+            return whole_tiles(self.mask, self.q_layout, self.kv_layout)
+        return cut(self.mask, self.q_layout.pieces, self.kv_layout.pieces.of(*self.ranks))
+
+    @cached_property
+    def _for_queries(self) -> dict[Phase, Seconds]:
+        """Seconds of each rank that is looked at, for its own queries with the keys of each of the world."""
+        tiles, seconds = self._seen, tile_seconds(self._seen.bands, self.machine, self.shape)
+        return {phase: self._matrix(tiles.q_rank, tiles.k_rank, seconds[phase]) for phase in PHASES}
+
+    @cached_property
+    def _with_keys(self) -> dict[Phase, Seconds]:
+        """Seconds of each rank that is looked at, with its own keys for the queries of each of the world."""
+        if len(self.ranks) == self.world:
+            return {phase: seconds.T for phase, seconds in self._for_queries.items()}
+        tiles, seconds = self._seeing, tile_seconds(self._seeing.bands, self.machine, self.shape)
+        return {phase: self._matrix(tiles.k_rank, tiles.q_rank, seconds[phase]) for phase in PHASES}
+
+    def _demand(self, traveller: Traveller, computed: Tiles, elsewhere: Tiles, seconds: dict[Phase, Seconds]) -> Demand:
+        """``computed`` are the tiles of the ranks that are looked at, ``elsewhere`` what anybody computes with their rows."""
+        here, of = (computed.q_rank, computed.k_rank) if traveller is KEYS else (computed.k_rank, computed.q_rank)
+        owner, asker = (elsewhere.k_rank, elsewhere.q_rank) if traveller is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
+        return Demand(
+            seconds=seconds,
+            incoming=self._rows(here, of, computed.bands[:, traveller.rows]),
+            outgoing=self._rows(owner, asker, elsewhere.bands[:, traveller.rows]),
+        )
+
+    def _rows(self, here: Ints, there: Ints, rows: Table) -> Ints:
+        pair, start, stop = union(here * self.world + there, rows[:, 0], rows[:, 1])
+        return self._matrix(*np.divmod(pair, self.world), stop - start).astype(np.int64)
+
+    def _matrix(self, here: Ints, there: Ints, value: Seconds | Ints) -> Seconds:
+        """The sums of the values for each rank that is looked at and each of the world."""
+        row = np.searchsorted(self.ranks, here)
+        size = len(self.ranks), self.world
+        total: Seconds = np.bincount(row * self.world + there, weights=value, minlength=size[0] * size[1]).astype(np.float64)
+        return total.reshape(size)
+
+
+def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, Seconds]:
+    """What the pairs of each band take at least, launches apart; see :func:`ringspan.costs.cost.tiled_area`.
+
+    What a layout has cut apart may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals stay, so
+    that a tile becomes part of a band with as many cuts or more, and it counts at the best speed among those.
+    """
+    q0, q1, k0, k1, lo, hi = bands.T
+    kind = (lo > k0 - q1 + 1).astype(np.int64) + (hi < k1 - 1 - q0)
+    across = np.minimum(machine.tile, hi - lo + 1)
+    tiled = area(bands) + kind * across / 2 * np.minimum(q1 - q0, k1 - k0)
+    speeds = {"forward": machine.forward, "backward": machine.backward}
+    best = {phase: [max(of_kind(speeds[phase], cuts) for cuts in range(fewest, 3)) for fewest in range(3)] for phase in PHASES}
+    return {phase: tiled * (shape.heads * flops_per_pair(shape, phase)) / np.array(best[phase])[kind] for phase in PHASES}

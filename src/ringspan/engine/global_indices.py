@@ -1,0 +1,29 @@
+"""Where the rows of a task stand in the whole sequence, on the device: what lies between local rows and a user's function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.kernels import Mods, PlacedMods
+from ringspan.plans import Plan, Task
+from ringspan.plans.data import Phase
+from ringspan.plans.slot_tokens import Contents, held
+
+
+def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: torch.device) -> PlacedMods:
+    """The functions of a call, for the rows that a task of this step brings together."""
+    contents = held(plan, phase)[step]
+    queries, keys = contents["q", task.q_slot], contents["kv", task.kv_slot]
+    return PlacedMods(
+        mods=mods,
+        q_tokens_S=_tokens(queries, device),
+        k_tokens_T=_tokens(keys, device),
+        first_head=queries.first_head,
+    )
+
+
+@per_stream(1024)
+def _tokens(contents: Contents, device: torch.device) -> Tensor:
+    return on_device(contents.tokens, device)

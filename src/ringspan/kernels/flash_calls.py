@@ -1,0 +1,127 @@
+"""From bands to flash attention's own calls: a tight band is exactly one window, and many small bands are one call.
+
+Flash attention counts its window from the bottom right corner: query ``i`` of S sees key ``j`` of T iff
+``-left <= j - i - (T - S) <= right``. In a tight band both corners of the diagonal lie inside the rectangle, so that left and
+right are never negative and any band is one launch: rectangle, triangle, window or trapezoid. Bands of one window that share
+neither queries nor keys are the *sequences* of one call of variable lengths, and so are the gaps between them::
+
+    x . . . . .
+    x x . . . .        queries  0 1 | 2 |     | 3 4      four sequences: 2, 1, 0, 2 queries
+    . . . . . .        keys     0 1 |   | 2 3 | 4 5                      2, 0, 2, 2 keys
+    . . . . x .
+    . . . . x x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+
+
+class Window(NamedTuple):
+    """A band as flash attention says it; None is no limit on that side."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def is_causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+
+def window(band: Band) -> Window:
+    """The window of a tight band.
+
+    >>> window(Band(0, 4, 0, 4, -3, 0)), window(Band(0, 2, 0, 4, -1, 3)), window(Band(0, 3, 2, 6, 1, 3))
+    (Window(left=None, right=0), Window(left=None, right=None), Window(left=2, right=0))
+    """
+    corner = (band.k1 - band.q1) if band.rows and band.cols else 0
+    left = corner - band.lo if band.cut_below else None
+    right = band.hi - corner if band.cut_above else None
+    return Window(left, right)
+
+
+class Lengths(NamedTuple):
+    """Where the sequences of one side begin and end: int32, on the device, one more than there are sequences."""
+
+    cuts: Tensor
+    longest: int
+
+
+class Batch(NamedTuple):
+    """One call: these rows and keys through this window, as one sequence or, where lengths are given, as many."""
+
+    rows: slice
+    keys: slice
+    window: Window
+    queries: Lengths | None = None
+    seen: Lengths | None = None
+
+
+@per_stream(1024)
+def batches(bands: tuple[Band, ...], device: torch.device) -> tuple[Batch, ...]:
+    """Calls that together cover each band once."""
+    return tuple(_batch(layer, device) for layer in layers(bands))
+
+
+def layers(bands: Sequence[Band]) -> Iterator[list[Band]]:
+    """Bands of one window in as few groups as possible in which queries and keys both go up from band to band.
+
+    >>> [len(layer) for layer in layers([Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)])]
+    [2, 1]
+    """
+    of_window: dict[Window, list[list[Band]]] = {}
+    for band in sorted(part for whole in bands for part in _within_reach(whole)):
+        stacks = of_window.setdefault(window(band), [])
+        open_ = [layer for layer in stacks if layer[-1].q1 <= band.q0 and layer[-1].k1 <= band.k0]
+        if open_:
+            max(open_, key=lambda layer: layer[-1].k1).append(band)  # the tightest fit leaves most room for those to come
+        else:
+            stacks.append([band])
+    for stacks in of_window.values():
+        yield from stacks
+
+
+def _within_reach(band: Band) -> list[Band]:
+    """The band, or where it has more queries than keys, its rows in parts of which no window reaches beyond the keys.
+
+    FlashAttention-2 takes a side of a window that is at least as long as the keys for open, and an open side to be as long as
+    the keys: both are wrong where there are more queries. So the rows are cut where a diagonal begins or ceases to cut them.
+
+    >>> [tuple(part) for part in _within_reach(Band(0, 6, 0, 2, -4, 0))]
+    [(0, 1, 0, 1, 0, 0), (1, 5, 0, 2, -4, 0), (5, 6, 1, 2, -4, -4)]
+    """
+    if band.rows <= band.cols or band.is_full:
+        return [band]
+    sees_last, misses_first = band.k1 - 1 - band.hi, band.k0 - band.lo + 1
+    cuts = sorted({band.q0, band.q1, *(row for row in (sees_last, misses_first) if band.q0 < row < band.q1)})
+    return [Band(*row) for q0, q1 in pairwise(cuts) for row in tables.table((q0, q1, *band[2:])).tolist()]
+
+
+def _batch(layer: Sequence[Band], device: torch.device) -> Batch:
+    rows, keys = slice(layer[0].q0, layer[-1].q1), slice(layer[0].k0, layer[-1].k1)
+    if len(layer) == 1:
+        return Batch(rows, keys, window(layer[0]))
+    q, k = [0], [0]
+    for band in layer:
+        q0, q1, k0, k1 = (band.q0 - rows.start, band.q1 - rows.start, band.k0 - keys.start, band.k1 - keys.start)
+        # What no band has becomes a sequence of queries without keys, or of keys without queries.
+        if q[-1] < q0:
+            q, k = [*q, q0], [*k, k[-1]]
+        if k[-1] < k0:
+            q, k = [*q, q[-1]], [*k, k0]
+        q, k = [*q, q1], [*k, k1]
+    return Batch(rows, keys, window(layer[0]), _lengths(q, device), _lengths(k, device))
+
+
+def _lengths(cuts: list[int], device: torch.device) -> Lengths:
+    return Lengths(on_device(np.array(cuts, dtype=np.int32), device), max(b - a for a, b in pairwise(cuts)))

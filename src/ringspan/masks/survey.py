@@ -1,0 +1,139 @@
+"""The cells of a mask_mod: it is called with global indices, some rows at a time, so that memory stays small.
+
+It needs PyTorch, so it is imported only where there is a function to call.
+
+Legend: R rows that are looked at together, T keys, Q and K blocks of queries and keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ringspan.errors import MaskError
+from ringspan.masks.predicate import MaskMod, Settler
+from ringspan.masks.runs_to_bands import Runs
+from ringspan.user_functions.captures import captured_by
+
+# Cells that are looked at together.
+MOST_CELLS = 2**24
+# Runs of seen keys, for each row on average, beyond which a mask is not looked upon as one of bands.
+MOST_RUNS = 16
+
+# What can be asked of an index without asking for its value.
+_VALUELESS = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "size", "dim", "__get__"}
+
+
+class Survey(NamedTuple):
+    """What a function says of all pairs: the blocks that anybody sees, the runs of its rows (None, if these are too many or
+    not the same for the whole batch and all heads), and a number that follows from every cell."""
+
+    touched_QK: NDArray[np.bool_]
+    runs: Runs | None
+    fingerprint: str
+
+
+def survey(
+    function: MaskMod, lengths: tuple[int, int], batch: int, heads: int, block: tuple[int, int], device: torch.device
+) -> Survey:
+    (q_len, k_len), (q_block, k_block) = lengths, block
+    touched_QK = np.zeros((-(-q_len // q_block), -(-k_len // k_block)), dtype=np.bool_)
+    found = [Runs(*np.zeros((3, 0), dtype=np.int64))]
+    prints: list[str] = []
+    for b in range(batch):
+        for h in range(heads):
+            hashed = hashlib.sha256()
+            for start, cells_RT in strips(function, lengths, b, h, q_block, device):
+                hashed.update(np.packbits(cells_RT, axis=1).tobytes())
+                of_blocks = _by_blocks(cells_RT, block)
+                touched_QK[start // q_block : start // q_block + len(of_blocks)] |= of_blocks
+                if not prints and sum(len(runs.q) for runs in found) <= MOST_RUNS * q_len:
+                    found.append(_runs(start, cells_RT))
+            prints.append(hashed.hexdigest())
+    few = sum(len(runs.q) for runs in found) <= MOST_RUNS * q_len
+    alike = len(set(prints)) == 1
+    together = Runs(*map(np.concatenate, zip(*found, strict=True)))
+    whole = hashlib.sha256(repr((lengths, prints)).encode()).hexdigest()
+    return Survey(touched_QK, together if few and alike else None, whole)
+
+
+def strips(
+    function: MaskMod, lengths: tuple[int, int], b: int, h: int, multiple: int, device: torch.device
+) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """The cells of one member of the batch and one head: some rows at a time, a multiple of blocks."""
+    q_len, k_len = lengths
+    rows = max(1, MOST_CELLS // max(1, k_len) // multiple) * multiple
+    of_all = torch.vmap(torch.vmap(function, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
+    batch, head = torch.tensor(b, device=device), torch.tensor(h, device=device)
+    for start in range(0, q_len if k_len else 0, rows):
+        q, k = torch.arange(start, min(start + rows, q_len), device=device), torch.arange(k_len, device=device)
+        cells_RT = of_all(batch, head, q, k)
+        if cells_RT.dtype != torch.bool:
+            raise MaskError(f"a mask_mod says True or False of a pair (torch.bool); this one gave {cells_RT.dtype}")
+        yield start, cells_RT.cpu().numpy()
+
+
+def settled(settler: Settler, lengths: tuple[int, int], b: int, h: int) -> NDArray[np.bool_]:
+    """All cells of one member of the batch and one head, as the functions have them now."""
+    device = reads(settler.mask_mod).device
+    rows = [cells_RT for _, cells_RT in strips(settler.mask_mod, lengths, b, h, 1, device)]
+    return np.concatenate(rows) if rows else np.zeros(lengths, dtype=np.bool_)
+
+
+def _by_blocks(cells_RT: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[np.bool_]:
+    """Which blocks have a cell that is seen."""
+    pad = [(0, -size % by) for size, by in zip(cells_RT.shape, block, strict=True)]
+    padded = np.pad(cells_RT, pad)
+    rows, cols = padded.shape[0] // block[0], padded.shape[1] // block[1]
+    return np.logical_or.reduce(padded.reshape(rows, block[0], cols, block[1]), axis=(1, 3))
+
+
+def _runs(first: int, cells_RT: NDArray[np.bool_]) -> Runs:
+    edges = np.diff(np.pad(cells_RT, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    q, start = np.nonzero(edges == 1)
+    return Runs(q + first, start, np.nonzero(edges == -1)[1])
+
+
+class Reads(NamedTuple):
+    """What a function looks at, beside queries and keys."""
+
+    batch: bool
+    heads: bool
+    captured: tuple[Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the function can be called: with its tensors."""
+        return next((x.device for x in self.captured if x.device.type != "cpu"), torch.device("cpu"))
+
+
+def reads(function: MaskMod) -> Reads:
+    """Call the function once, and see what it looks at."""
+    b, h = (torch.tensor(0).as_subclass(_Told) for _ in range(2))
+    q, k = torch.zeros(2, dtype=torch.int64).unbind()
+    try:
+        captured = captured_by(function, b, h, q, k)
+    except TypeError as error:
+        raise MaskError(f"a mask_mod takes (b, h, q, k), the indices of a pair; {function!r} does not: {error}") from None
+    return Reads(b.is_read, h.is_read, captured)
+
+
+class _Told(Tensor):
+    """An index that knows whether anybody asked for its value."""
+
+    is_read: bool = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _VALUELESS:
+            for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if isinstance(x, _Told):
+                    x.is_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

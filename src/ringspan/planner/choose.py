@@ -1,0 +1,208 @@
+"""The best layout and strategy for a mask, a model and a machine: enumerate, cost, drop what does not fit, take the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from heapq import heappop, heappush
+from itertools import product
+from typing import NamedTuple
+
+from ringspan.costs.cost import Cost, cost, rounded
+from ringspan.costs.workload import Site
+from ringspan.errors import PlanError
+from ringspan.layouts import Layout
+from ringspan.plans.data import Plan
+from ringspan.plans.moving_side import KEYS, QUERIES, Traveller
+from ringspan.strategies.bound import least_seconds
+from ringspan.strategies.exchange import Exchange
+from ringspan.strategies.gather import Gather
+from ringspan.strategies.hierarchical import Hierarchical
+from ringspan.strategies.hybrid import Hybrid
+from ringspan.strategies.pass_q import PassQ
+from ringspan.strategies.registry import parse_strategy
+from ringspan.strategies.ring import Ring
+from ringspan.strategies.ulysses import Ulysses
+
+# A candidate that could save less than this is not planned: the model of a machine is not that good.
+WORTH_PLANNING = 0.02
+# Of so many ranks all are planned before a candidate is taken; of more, a sample.
+FEW_RANKS = 256
+# Who computes what follows from the layout alone: for a rank's own queries, or with its own keys.
+TRAVELLERS: dict[type, Traveller] = {Exchange: KEYS, Gather: KEYS, Ring: KEYS, Hierarchical: KEYS, PassQ: QUERIES}
+# They depend on how many heads there are.
+SPLIT_HEADS = (Ulysses, Hybrid)
+# It shares work by heads alone, so that the simplest layout is as good as any.
+ANY_LAYOUT = Ulysses
+
+COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "rejected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was. ``layout`` is of the queries."""
+
+    layout: Layout
+    kv_layout: Layout
+    strategy: str
+    cost: Cost | None = None
+    rejected: str | None = None
+
+    def __str__(self) -> str:
+        said = [f"rejected: {self.rejected}"] if self.rejected else []
+        if self.cost is not None:
+            said.insert(0, f"{_ms(self.cost.seconds)} ms, of which the wire shows {_ms(self.cost.exposed_s)} ms")
+        return f"{self.strategy} on {self.layout.name}: {', '.join(said)}"
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """What a table says of it, by :data:`COLUMNS`."""
+        figures = ("–", "–", "–")
+        if self.cost is not None:
+            figures = _ms(self.cost.seconds), _ms(self.cost.exposed_s), f"{self.cost.peak_bytes / 2**30:,.2f}"
+        return self.strategy, self.layout.name, *figures, self.rejected or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Choice:
+    """All candidates: from the fastest, which is the one to take, to the slowest, and then those that were rejected."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    def table(self) -> tuple[str, ...]:
+        """The candidates as lines of one table, its heading first."""
+        rows = [COLUMNS, *(candidate.row for candidate in self.candidates)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sides = ("<", "<", ">", ">", ">", "<")
+        cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
+        return tuple("  ".join(row).rstrip() for row in cells)
+
+    def __str__(self) -> str:
+        return "\n".join(self.table())
+
+    def __repr__(self) -> str:
+        return f"<Choice of {len(self.candidates)}: {self.best}>"
+
+
+# Hears how large a share of the candidates is decided, and which one is planned now.
+Hear = Callable[[float, str], None]
+
+
+def choose(
+    sites: Sequence[Site],
+    strategies: Sequence[str],
+    plans_of: Callable[[Site, str], Sequence[Plan]],
+    *,
+    may_split_heads: bool = True,
+    must_fit: bool = True,
+    hear: Hear | None = None,
+) -> Choice:
+    """Cost every candidate that could be the fastest by more than a little; all ranks choose alike.
+
+    There is a site for each layout, the simpler first. ``plans_of`` makes the plans of the ranks that a site looks at. Where
+    nothing fits into memory it raises, or, if it need not fit, the candidate that takes the least comes first.
+
+    What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are many, then
+    all of them. So most candidates are never planned, and many are hardly looked at.
+    """
+    found: list[_Decided] = []
+    fastest = float("inf")
+    queue: list[_Open] = []
+    for order, (site, strategy) in enumerate(product(sites, strategies)):
+        planner = parse_strategy(strategy)
+        if isinstance(planner, ANY_LAYOUT) and site is not sites[0]:
+            continue
+        if isinstance(planner, SPLIT_HEADS) and not may_split_heads:
+            why = "how many heads there are was not said: give shape="
+            found.append(_Decided(float("inf"), order, _candidate(site, strategy, rejected=why)))
+        else:
+            glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
+            heappush(queue, _Open(rounded(glance), order, Look.GLANCE, site, strategy))
+    while queue:
+        least_s, order, look, site, strategy = heappop(queue)
+        if least_s > (1 - WORTH_PLANNING) * fastest:
+            saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
+            why = f"takes at least {_ms(least_s)} ms{saves}"
+            found.append(_Decided(least_s, order, _candidate(site, strategy, rejected=why)))
+        elif look == Look.GLANCE:
+            closer = least_seconds(parse_strategy(strategy), site)
+            heappush(queue, _Open(rounded(closer), order, Look.BOUND, site, strategy))
+        else:
+            if hear is not None:
+                hear(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {site.q_layout.name}")
+            figures = cost(plans_of(site, strategy), site.machine, site.shape)
+            if not figures.is_exact and site.world <= FEW_RANKS:
+                # A rank that was not looked at can only make it slower.
+                heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Look.SAMPLE, site.whole, strategy))
+                continue
+            too_large = _too_large(figures, site)
+            fastest = fastest if too_large else min(fastest, rounded(figures.seconds))
+            found.append(_Decided(least_s, order, _candidate(site, strategy, cost=figures, rejected=too_large)))
+    choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_place)))
+    if must_fit and choice.best.rejected:
+        why = "; ".join(map(str, choice.candidates))
+        raise PlanError(f"nothing fits {sites[0].machine.name}: {why}. Use more ranks, or a machine with more memory")
+    return choice
+
+
+class Look(IntEnum):
+    """How closely a candidate has been looked at."""
+
+    GLANCE = 0
+    BOUND = 1
+    SAMPLE = 2
+
+
+class _Open(NamedTuple):
+    """A candidate that is not decided yet: how long it takes at least, and on what look that stands. The smallest is the next;
+    of equals, the simpler."""
+
+    least_s: float
+    order: int
+    look: Look
+    site: Site
+    strategy: str
+
+
+def _candidate(site: Site, strategy: str, *, cost: Cost | None = None, rejected: str | None) -> Candidate:
+    return Candidate(layout=site.q_layout, kv_layout=site.kv_layout, strategy=strategy, cost=cost, rejected=rejected)
+
+
+class _Decided(NamedTuple):
+    """A candidate, how long it takes at least, and how many simpler ones there are."""
+
+    least_s: float
+    order: int
+    candidate: Candidate
+
+
+def _place(decided: _Decided) -> tuple[float, ...]:
+    """By time; then what does not fit, by memory; then what was not planned, by what it takes at least. Of equals the simpler
+    comes first, whichever was planned before the other."""
+    figures = decided.candidate.cost
+    if figures is None:
+        return 2, decided.least_s, decided.order
+    if decided.candidate.rejected:
+        return 1, figures.memory_bytes, rounded(figures.seconds), decided.order
+    return 0, rounded(figures.seconds), decided.order
+
+
+def _too_large(figures: Cost, site: Site) -> str | None:
+    if figures.memory_bytes <= site.machine.memory:
+        return None
+    needed, there = figures.memory_bytes / 2**30, site.machine.memory / 2**30
+    return f"needs {needed:,.1f} GiB for buffers and the kernel, and a device has {there:,.1f}"
+
+
+def _ms(seconds: float) -> str:
+    """
+    >>> _ms(0.00123456), _ms(1.6189)
+    ('1.23', '1,619')
+    """
+    ms = seconds * 1e3
+    return f"{ms:,.3g}" if ms < 999.5 else f"{ms:,.0f}"

@@ -1,0 +1,51 @@
+"""Which ranks to look at where there are too many to plan them all."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.costs.hardware import Hardware
+from ringspan.layouts import Layout, areas
+from ringspan.masks import Mask
+from ringspan.plans.problem import estimated_tiles, needed_rows
+
+# Who needs whose rows is looked at where that makes no more tiles than these. Masks that make more, on that many ranks, show
+# nearly everything to nearly everybody, and all ranks wait for about as many.
+MANY_TILES = 2**21
+
+
+def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, most: int) -> tuple[int, ...]:
+    """At most so many ranks, in order: the one with the most work, those who wait longest for their keys, the one with the
+    least work, and the rest evenly spaced.
+
+    >>> from ringspan.layouts import contiguous
+    >>> from ringspan.masks import causal
+    >>> from ringspan.costs.hardware import HARDWARE
+    >>> layout = contiguous(causal(64), 16)
+    >>> sample(causal(64), layout, layout, HARDWARE["h200"], 5)
+    (0, 4, 8, 11, 15)
+    """
+    if q_layout.world <= most:
+        return tuple(range(q_layout.world))
+    work = areas(mask, q_layout)
+    longest = np.argsort(-_wire(mask, q_layout, kv_layout, machine), kind="stable")[: max(1, most // 4)].tolist()
+    extremes = list(dict.fromkeys((int(work.argmax()), *longest, int(work.argmin()))))[:most]
+    chosen = set(extremes)
+    evenly = np.linspace(0, q_layout.world - 1, most).round().astype(int).tolist()
+    for rank in sorted(evenly, key=lambda rank: min(abs(rank - other) for other in extremes), reverse=True):
+        if len(chosen) < most:  # those that lie beside an extreme give way to it
+            chosen.add(rank)
+    return tuple(sorted(chosen))
+
+
+def _wire(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:
+    """How long each rank's keys, and those of its own that others need, keep the slower of its links, by rows."""
+    world = q_layout.world
+    if estimated_tiles(mask, q_layout, kv_layout) > MANY_TILES:
+        return np.zeros(world)
+    rows = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(world, dtype=np.int64))
+    node = np.arange(world) // machine.per_node
+    is_near = node[:, None] == node[None, :]
+    links = ((machine.within, rows * is_near), (machine.between, rows * ~is_near))
+    return np.max([np.maximum(x.sum(axis=0), x.sum(axis=1)) / link.bytes_per_s for link, x in links], axis=0)

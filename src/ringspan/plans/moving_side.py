@@ -1,0 +1,71 @@
+"""Who travels, keys or queries, and which rows of them: what a planner asks so that it need not be written twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ringspan.layouts import Layout, Tiles
+from ringspan.masks import Band
+from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
+from ringspan.plans.data import Phase, Task, What
+from ringspan.plans.problem import Ints, Scene, union
+
+
+class Wanted(NamedTuple):
+    """Rows that travel: those of rank ``of`` from start to stop, for rank ``by``. Sorted by both, then by rows."""
+
+    of: Ints
+    by: Ints
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traveller:
+    """What leaves home, what of it has to come back in each direction, and where a band speaks of it."""
+
+    what: What
+    back: dict[Phase, What | None]
+    rows: tuple[int, int]  # the columns of a band with its first and last row
+    slant: int  # what k - q becomes larger by when the rows lie one further on
+
+    def layout(self, scene: Scene) -> Layout:
+        return scene.kv_layout if self.what == "kv" else scene.q_layout
+
+    def tiles(self, scene: Scene) -> Tiles:
+        """What the rank computes: it stays at home, and all that it sees (or that sees it) comes."""
+        return scene.seen() if self.what == "kv" else scene.seeing()
+
+    def owner(self, tiles: Tiles) -> Ints:
+        return tiles.k_rank if self.what == "kv" else tiles.q_rank
+
+    def shifted(self, bands: Table, by: Ints) -> Table:
+        """The bands where the rows lie ``by`` further on."""
+        moved = bands.copy()
+        moved[:, self.rows] += by[:, None]
+        moved[:, [LO, HI]] += self.slant * by[:, None]
+        return moved
+
+    def task(self, slot: int, bands: tuple[Band, ...]) -> Task:
+        """Home meets what lies in the slot."""
+        return Task(kv_slot=slot, bands=bands) if self.what == "kv" else Task(q_slot=slot, kv_slot=0, bands=bands)
+
+    def incoming(self, scene: Scene, tiles: Tiles) -> Wanted:
+        """Just the rows of others that the rank's tiles need."""
+        owner, start, stop = union(self.owner(tiles), *tiles.bands[:, self.rows].T)
+        away = owner != scene.rank
+        return Wanted(*(x[away] for x in (owner, np.full_like(owner, scene.rank), start, stop)))
+
+    def outgoing(self, scene: Scene) -> Wanted:
+        """Just the rank's own rows that the tiles of others need."""
+        theirs = scene.seeing() if self.what == "kv" else scene.seen()
+        asker, start, stop = union(theirs.q_rank if self.what == "kv" else theirs.k_rank, *theirs.bands[:, self.rows].T)
+        others = asker != scene.rank
+        return Wanted(*(x[others] for x in (np.full_like(asker, scene.rank), asker, start, stop)))
+
+
+KEYS = Traveller(what="kv", back={"forward": None, "backward": "dkv"}, rows=(K0, K1), slant=1)
+QUERIES = Traveller(what="q", back={"forward": "out", "backward": "dq"}, rows=(Q0, Q1), slant=-1)

@@ -1,0 +1,28 @@
+"""Strategies: how a rank's program follows from a mask and its layouts. One file each."""
+
+from ringspan.strategies.exchange import Exchange
+from ringspan.strategies.gather import Gather
+from ringspan.strategies.hierarchical import Hierarchical
+from ringspan.strategies.hybrid import Hybrid
+from ringspan.strategies.make import plan_rank
+from ringspan.strategies.pass_q import PassQ
+from ringspan.strategies.registry import STRATEGIES, Strategy, parse_strategy, register, spec, strategy_for_heads
+from ringspan.strategies.ring import Ring
+from ringspan.strategies.ulysses import Ulysses
+
+__all__ = [
+    "STRATEGIES",
+    "Exchange",
+    "Gather",
+    "Hierarchical",
+    "Hybrid",
+    "PassQ",
+    "Ring",
+    "Strategy",
+    "Ulysses",
+    "parse_strategy",
+    "plan_rank",
+    "register",
+    "spec",
+    "strategy_for_heads",
+]

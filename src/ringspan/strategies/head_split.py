@@ -1,0 +1,116 @@
+"""Heads in exchange for tokens: within a node, every rank gets all of the node's tokens for some of the heads.
+
+::
+
+    step 0          q and kv: of each token, to each rank of the node the heads that are its
+    steps 1 … n     a program between nodes, walked by the ranks that have the same heads
+    step n + 1      out (backward: dq and dkv) to the tokens' owners
+
+With one node there is nothing between, and the program in the middle is one task. Each run of a rank's heads (see ``heads.py``)
+has slots of its own. A rank keeps its own heads of its own tokens by a message to itself, which no wire sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ringspan.caching.by_digest import remember
+from ringspan.layouts import Layout, Pieces
+from ringspan.masks import Mask
+from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
+from ringspan.plans.problem import Rows, Scene
+from ringspan.strategies.heads import share_heads
+from ringspan.strategies.incoming_rows import by_peer
+from ringspan.strategies.nodes import Nodes, beside, by_node
+
+RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
+
+
+def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Scene], Program]) -> Program:
+    """The program of a rank on nodes of one size. ``between`` plans for a world whose ranks are the nodes."""
+    if nodes.per_node == 1:
+        return between(scene)
+    node = nodes.of(scene.rank)
+    members = nodes.ranks(node)
+    place = scene.rank - members.start
+    shares = share_heads(heads, kv_heads, nodes.per_node)
+    runs = shares[place]
+    middle = _middle(scene.mask, scene.q_layout, scene.kv_layout, nodes, node, between)
+    here = {"q": scene.q_layout.pieces.of(scene.rank), "kv": scene.kv_layout.pieces.of(scene.rank)}
+    there = {"q": beside(scene.q_layout, members), "kv": beside(scene.kv_layout, members)}
+
+    def own(what: What) -> list[Transfer]:
+        """The rank's own tokens, of each the heads that a member of the node works on."""
+        messages = _messages(here[side(what)]).get(scene.rank, ())
+        return [
+            Transfer(what=what, peer=peer, slot=0, rows=rows, heads=run.q if side(what) == "q" else run.kv)
+            for peer, theirs in zip(members, shares, strict=True)
+            for run in theirs
+            for rows in messages
+        ]
+
+    def everybody(what: What) -> list[Transfer]:
+        """All tokens of the node, the heads that this rank works on."""
+        messages = _messages(there[side(what)])
+        return [
+            Transfer(what=what, peer=peer, slot=_slot(middle, side(what), run, 0), rows=rows)
+            for peer in members
+            for run in range(len(runs))
+            for rows in messages.get(peer, ())
+        ]
+
+    def steps(phase: Phase) -> tuple[Step, ...]:
+        home = RESULTS[phase]
+        return (
+            Step(sends=(*own("q"), *own("kv")), recvs=(*everybody("q"), *everybody("kv"))),
+            *(_for_each_run(step, middle, len(runs), lambda node: nodes.ranks(node)[place]) for step in middle.steps(phase)),
+            Step(sends=tuple(t for x in home for t in everybody(x)), recvs=tuple(t for x in home for t in own(x))),
+        )
+
+    return Program(
+        forward=steps("forward"),
+        backward=steps("backward"),
+        q_slots=(Slot(rows=scene.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in middle.q_slots)),
+        kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in middle.kv_slots)),
+        heads=(heads, kv_heads),
+    )
+
+
+@remember(64)
+def _middle(
+    mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Scene], Program]
+) -> Program:
+    """The same for all ranks of a node."""
+    return between(Scene(mask=mask, q_layout=by_node(q_layout, nodes), kv_layout=by_node(kv_layout, nodes), rank=node))
+
+
+CACHES = (_middle,)
+
+
+def _for_each_run(step: Step, middle: Program, runs: int, rank_on: Callable[[int], int]) -> Step:
+    """A step between nodes, once for each run of heads, with the ranks that have the same heads on the other nodes."""
+
+    def moved(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(
+            replace(t, peer=rank_on(t.peer), slot=_slot(middle, side(t.what), run, t.slot))
+            for run in range(runs)
+            for t in transfers
+        )
+
+    tasks = (
+        replace(task, q_slot=_slot(middle, "q", run, task.q_slot), kv_slot=_slot(middle, "kv", run, task.kv_slot))
+        for run in range(runs)
+        for task in step.tasks
+    )
+    return Step(sends=moved(step.sends), recvs=moved(step.recvs), tasks=tuple(tasks))
+
+
+def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
+    """Where a slot of the program in the middle lies for a run of heads: after home, run by run."""
+    return 1 + run * len(middle.q_slots if of == "q" else middle.kv_slots) + slot
+
+
+def _messages(p: Pieces) -> dict[int, list[Rows]]:
+    """One to each peer: some heads of a row never lie together with those of the next, so all are packed by the sender."""
+    return by_peer(p.owner, p.at, p.at + p.size, apart=1)

@@ -1,0 +1,58 @@
+"""Hybrid: heads are split within a node, and keys travel between nodes, each head on its own way.
+
+::
+
+    6 ranks, per_node=2                 heads a      heads b
+    node 0 (tokens of ranks 0 and 1)    rank 0  ⇄    rank 1       ⇄ step 0: tokens for heads
+    node 1                              rank 2  ⇄    rank 3       ↕ then keys between the nodes,
+    node 2                              rank 4  ⇄    rank 5         as exchange or ring move them
+
+So ``per_node`` heads are enough for any number of ranks, and a key crosses the slow link once for each node that sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringspan.errors import PlanError
+from ringspan.plans.data import Program
+from ringspan.plans.problem import Scene
+from ringspan.strategies.exchange import Exchange
+from ringspan.strategies.head_split import split_heads
+from ringspan.strategies.heads import check_heads
+from ringspan.strategies.nodes import Nodes, check_per_node
+from ringspan.strategies.ring import Ring
+
+BETWEEN: dict[str, Callable[[Scene], Program]] = {"exchange": Exchange(), "ring": Ring()}
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """Ulysses within nodes of ``per_node`` ranks, exchange or ring between them.
+
+    The nodes must be of one size: the ranks that work on the same heads are those with the same place on their nodes. As with
+    :class:`~ringspan.strategies.ulysses.Ulysses`, any number of heads goes, and those given
+    here are an example until tensors come.
+    """
+
+    per_node: int = 8
+    between: str = "exchange"
+    heads: int = 32
+    kv_heads: int = 8
+
+    def __post_init__(self) -> None:
+        check_per_node(self.per_node)
+        check_heads(self.heads, self.kv_heads)
+        if self.between not in BETWEEN:
+            raise PlanError(f"between must be one of {', '.join(BETWEEN)}; got {self.between!r}")
+
+    def __call__(self, scene: Scene) -> Program:
+        nodes = Nodes(scene.world, min(self.per_node, scene.world))
+        if nodes.world % nodes.per_node:
+            fitting = [n for n in range(1, nodes.world + 1) if nodes.world % n == 0]
+            raise PlanError(
+                f"hybrid needs nodes of one size, but {nodes.world} ranks are not a multiple of per_node={self.per_node}: give "
+                f"per_node= one of {', '.join(map(str, fitting))}, or take hierarchical, whose last node may be smaller"
+            )
+        return split_heads(scene, nodes, self.heads, self.kv_heads, between=BETWEEN[self.between])

@@ -1,0 +1,84 @@
+"""Rows of other ranks in a rank's slots: where they lie, which messages bring them, and what a band becomes there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ringspan.layouts import Layout, Tiles
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+from ringspan.plans.moving_side import Traveller, Wanted
+from ringspan.plans.problem import Ints, Rows, bands_by_group
+
+# Up to so many ranges of rows travel as messages of their own.
+APART = 2
+
+HOME = -1
+
+
+class Visitors(NamedTuple):
+    """Rows of other ranks, in the order of their owners' rows, and where they lie: from row ``at`` of their stage's slot."""
+
+    owner: Ints
+    start: Ints
+    stop: Ints
+    stage: Ints
+    at: Ints
+
+    @property
+    def size(self) -> Ints:
+        return self.stop - self.start
+
+    def rows(self, stage: int) -> int:
+        """How many rows a stage has."""
+        return int(self.size[self.stage == stage].sum())
+
+    def find(self, owner: Ints, row: Ints) -> Ints:
+        """The visitors among which these rows of these owners are."""
+        key = (self.owner << 32) + self.start
+        order = np.argsort(key)
+        return order[np.searchsorted(key[order], (owner << 32) + row, side="right") - 1]
+
+
+def lay_out(rows: Wanted, token: Ints, stage: Ints) -> Visitors:
+    """A place for everything that comes: stage by stage, and there in the order of the whole sequence, so that bands which a
+    layout has cut apart join again."""
+    order = np.lexsort((token, stage))
+    size = (rows.stop - rows.start)[order]
+    before = np.cumsum(size) - size
+    first = np.searchsorted(stage[order], stage[order], side="left")
+    at = np.empty_like(before)
+    at[order] = before - before[first] if len(before) else before
+    return Visitors(rows.of, rows.start, rows.stop, stage, at)
+
+
+def by_token(layout: Layout, rows: Wanted) -> tuple[Wanted, Ints]:
+    """The rows cut where their owner's tokens stop being neighbours, and the first token of each."""
+    p = layout.pieces
+    of, at = rows.of << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
+    i, j = tables.overlapping(of + rows.start, of + rows.stop, at, at + p.size)
+    start = np.maximum(rows.start[i], p.at[j])
+    stop = np.minimum(rows.stop[i], p.at[j] + p.size[j])
+    order = np.lexsort((start, rows.by[i], rows.of[i]))
+    cut = Wanted(*(column[order] for column in (rows.of[i], rows.by[i], start, stop)))
+    return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order]
+
+
+def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = APART) -> dict[int, list[Rows]]:
+    """The messages to or from each peer: one for each range of rows where there are no more than ``apart``, so that nothing
+    is packed; one packed message where there are more."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for p, a, b in zip(peer.tolist(), start.tolist(), stop.tolist(), strict=True):
+        ranges.setdefault(p, []).append((a, b))
+    return {p: [(span,) for span in spans] if len(spans) <= apart else [tuple(spans)] for p, spans in ranges.items()}
+
+
+def bands_by_stage(traveller: Traveller, tiles: Tiles, visitors: Visitors, rank: int) -> dict[int, tuple[Band, ...]]:
+    """The tiles moved from their owners' rows to the rows of the slots, joined; those at home under stage ``HOME``."""
+    home = np.array([rank]), np.array([0]), np.array([0]), np.array([HOME]), np.array([0])
+    everybody = Visitors(*(np.append(column, own) for column, own in zip(visitors, home, strict=True)))
+    hit = everybody.find(traveller.owner(tiles), tiles.bands[:, traveller.rows[0]])
+    shift = (everybody.at - everybody.start)[hit]
+    return bands_by_group(traveller.shifted(tiles.bands, shift), everybody.stage[hit])

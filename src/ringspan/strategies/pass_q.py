@@ -1,0 +1,36 @@
+"""Pass-Q: queries travel to the keys that they see, and what they found there comes back.
+
+::
+
+    2 stages, forward (backward dq comes back in the place of out)
+                      step 0              step 1              step 2              step 3
+    on the wire       q of stage 0        q of stage 1        out of stage 0      out of stage 1
+    computing         home                stage 0             stage 1             –
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringspan.plans.data import Program
+from ringspan.plans.moving_side import QUERIES
+from ringspan.plans.problem import Scene
+from ringspan.strategies.staged import check_stages, staged
+
+
+@dataclass(frozen=True, slots=True)
+class PassQ:
+    """Keys stay where they are. Fewer bytes where queries are few beside them: cross-attention, decoding, chunks of a prompt.
+
+    A query goes there, its result comes back in float32 at least, and backward it takes along all that its gradient needs. Work
+    goes with the keys, so that it is the layout of the *keys* that balances it.
+    """
+
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        check_stages(self.stages)
+
+    def __call__(self, scene: Scene) -> Program:
+        tiles = QUERIES.tiles(scene)
+        return staged(scene, QUERIES, tiles, QUERIES.incoming(scene, tiles), QUERIES.outgoing(scene), self.stages)

@@ -1,0 +1,99 @@
+"""Strategies by name: ``"gather(stages=4)"`` as a planner, a planner as text, and planners of your own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+from ringspan.errors import PlanError, no_such
+from ringspan.plans.data import Program
+from ringspan.plans.problem import Scene
+from ringspan.strategies.exchange import Exchange
+from ringspan.strategies.gather import Gather
+from ringspan.strategies.hierarchical import Hierarchical
+from ringspan.strategies.hybrid import Hybrid
+from ringspan.strategies.pass_q import PassQ
+from ringspan.strategies.ring import Ring
+from ringspan.strategies.ulysses import Ulysses
+
+
+class Strategy(Protocol):
+    """A planner: a frozen dataclass that is called with a scene."""
+
+    def __call__(self, scene: Scene, /) -> Program: ...
+
+
+STRATEGIES: dict[str, type[Any]] = {
+    "ring": Ring,
+    "gather": Gather,
+    "exchange": Exchange,
+    "pass_q": PassQ,
+    "ulysses": Ulysses,
+    "hierarchical": Hierarchical,
+    "hybrid": Hybrid,
+}
+
+
+def register(name: str, strategy: type[Any]) -> None:
+    if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
+        raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
+    if not is_dataclass(strategy):
+        raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is none")
+    STRATEGIES[name] = strategy
+    parse_strategy.cache_clear()
+
+
+@lru_cache(maxsize=256)
+def parse_strategy(text: str) -> Strategy:
+    """``"ring"``, ``"gather(stages=4)"``, … as a planner.
+
+    >>> parse_strategy("gather(stages=4)")
+    Gather(stages=4)
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", text)
+    if not match or match[1] not in STRATEGIES:
+        raise PlanError(no_such("strategy", text, [*STRATEGIES, "auto"]))
+    kind = STRATEGIES[match[1]]
+    try:
+        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        planner: Strategy = kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+        return planner
+    except (SyntaxError, AssertionError, TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        options = ", ".join(f"{f.name}={f.default!r}" for f in fields(kind))
+        raise PlanError(f"cannot read strategy {text!r}: {match[1]} takes ({options})") from None
+
+
+def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
+    """The strategy with its options ``heads`` and ``kv_heads`` set.
+
+    >>> strategy_for_heads("ulysses", 12, 4)
+    'ulysses(heads=12, kv_heads=4)'
+    """
+    planner: Any = parse_strategy(text)
+    if not {"heads", "kv_heads"} <= {f.name for f in fields(planner)}:
+        raise PlanError(
+            f"strategy {text} splits heads, and has no options heads= and kv_heads= by which it could be told that there are "
+            f"{heads} and {kv_heads}"
+        )
+    return spec(replace(planner, heads=heads, kv_heads=kv_heads))
+
+
+def spec(strategy: str | Strategy) -> str:
+    """The strategy as text, with its options spelled out: the form that goes into digests and files.
+
+    >>> spec("gather")
+    'gather(stages=1)'
+    """
+    if isinstance(strategy, str):
+        strategy = parse_strategy(strategy)
+    for name, kind in STRATEGIES.items():
+        if type(strategy) is kind:
+            options = ", ".join(f"{f.name}={getattr(strategy, f.name)!r}" for f in fields(strategy))  # type: ignore[arg-type]
+            return f"{name}({options})" if options else name
+    raise PlanError(f"{strategy!r} is not a registered strategy; make it known with ringspan.plans.register_strategy")

@@ -1,0 +1,85 @@
+"""Rows that come straight from their owners, in stages: keys for gather and exchange, queries for pass_q.
+
+::
+
+    8 ranks, 2 stages       step 0               step 1               step 2
+    on the wire             stage 0 (from the    stage 1 (from the    –
+                            4 ranks before me)   3 ranks beyond)
+    computing               home                 stage 0              stage 1
+
+Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. What was found for a stage and
+belongs to its owners (the gradient of keys, the result or gradient of queries) goes back while the next stage is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringspan.errors import PlanError
+from ringspan.layouts import Tiles
+from ringspan.plans.data import Phase, Program, Slot, Step, Transfer, What
+from ringspan.plans.moving_side import Traveller, Wanted
+from ringspan.plans.problem import Scene
+from ringspan.strategies.incoming_rows import HOME, bands_by_stage, by_peer, by_token, lay_out
+
+
+def staged(scene: Scene, traveller: Traveller, tiles: Tiles, incoming: Wanted, outgoing: Wanted, stages: int) -> Program:
+    """The program in which a rank gets the incoming rows from their owners and gives the outgoing ones away, in stages.
+
+    ``tiles`` are what this rank computes, in the owners' rows.
+    """
+    world, rank = scene.world, scene.rank
+    stages = min(stages, world - 1)
+    stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
+    arriving, token = by_token(traveller.layout(scene), incoming)
+    visitors = lay_out(arriving, token, stage_of[(rank - arriving.of) % world])
+    leaving, _ = by_token(traveller.layout(scene), outgoing)
+    bands = bands_by_stage(traveller, tiles, visitors, rank)
+
+    def slot(stage: int) -> int:
+        return 1 + stage % 2
+
+    away = by_peer(visitors.owner, visitors.at, visitors.at + visitors.size)
+    home = by_peer(leaving.by, leaving.start, leaving.stop)
+    distances: list[list[int]] = [[] for _ in range(stages)]
+    for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
+        distances[stage].append(distance)
+
+    def guests(what: What, stage: int) -> tuple[Transfer, ...]:
+        """The rows of others (or what was found for them) that this rank holds in a stage."""
+        owners = ((rank - d) % world for d in distances[stage])
+        return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in away.get(p, ()))
+
+    def own(what: What, stage: int) -> tuple[Transfer, ...]:
+        """The rank's own rows (or what was found for them) that others hold in a stage."""
+        askers = ((rank + d) % world for d in distances[stage])
+        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
+
+    def step(n: int, back: What | None) -> Step:
+        sends, recvs = (own(traveller.what, n), guests(traveller.what, n)) if n < stages else ((), ())
+        if back and n >= 2:
+            sends += guests(back, n - 2)
+            recvs += own(back, n - 2)
+        computed = bands.get(HOME if n == 0 else n - 1, ())
+        tasks = (traveller.task(0 if n == 0 else slot(n - 1), computed),) if computed else ()
+        return Step(sends=sends, recvs=recvs, tasks=tasks)
+
+    def steps(phase: Phase) -> tuple[Step, ...]:
+        back = traveller.back[phase]
+        return tuple(step(n, back) for n in range(stages + (2 if back and stages else 1)))
+
+    filled = [visitors.rows(stage) for stage in range(stages)]
+    visiting = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
+    return Program(
+        forward=steps("forward"),
+        backward=steps("backward"),
+        q_slots=(Slot(rows=scene.q_rows), *(visiting if traveller.what == "q" else ())),
+        kv_slots=(Slot(rows=scene.kv_rows), *(visiting if traveller.what == "kv" else ())),
+    )
+
+
+def check_stages(stages: Any) -> None:
+    if not isinstance(stages, int) or stages < 1:
+        raise PlanError(f"stages must be a whole number, at least 1; got {stages!r}")

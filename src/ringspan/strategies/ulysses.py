@@ -1,0 +1,31 @@
+"""Ulysses: heads in exchange for tokens. Every rank computes all tokens of some heads, and results go home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringspan.plans.data import Program
+from ringspan.plans.problem import Scene
+from ringspan.strategies.exchange import Exchange
+from ringspan.strategies.head_split import split_heads
+from ringspan.strategies.heads import check_heads
+from ringspan.strategies.nodes import Nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """Bytes shrink with the number of ranks, and one launch covers the whole sequence; no more ranks than query heads can work.
+
+    Any number of heads goes (see ``heads.py``). Those given here are an example until tensors come: a plan is fitted to theirs
+    by :meth:`ringspan.Plan.for_heads`, which attention calls. Work goes with heads, so no layout is needed to balance it, and
+    long spans are best: what a layout interleaves (striped) is put side by side span by span, which leaves many bands.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+
+    def __post_init__(self) -> None:
+        check_heads(self.heads, self.kv_heads)
+
+    def __call__(self, scene: Scene) -> Program:
+        return split_heads(scene, Nodes(scene.world, per_node=scene.world), self.heads, self.kv_heads, between=Exchange())

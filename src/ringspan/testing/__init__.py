@@ -1,0 +1,1 @@
+"""What the test suite and `ringspan check` share: worker processes, random cases, dense references."""

@@ -1,0 +1,1 @@
+"""Everything that uses a private name of PyTorch, one file for each idea."""

@@ -1,0 +1,90 @@
+"""Machines by name, from files, and what is no machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+import ringspan as rs
+from ringspan.costs import HARDWARE, Hardware, named_hardware
+
+H200 = HARDWARE["h200"]
+
+NAN = float("nan")
+# Each field with values that it cannot have.
+WRONG: dict[str, list[Any]] = {
+    "name": [None, 8],
+    "source": [None],
+    "per_node": [0, -8, 8.0, NAN, "8", True],
+    "launch_s": [-1e-6, NAN, float("inf"), "30 us", None],
+    "tile": [-1, 0.5, NAN, "128"],
+    "memory": [0, -1, 1.5, NAN, "141 GB"],
+    "overlap": [-0.1, 1.1, NAN, "most"],
+    "copy_bytes_per_s": [0, -1.0, NAN, "fast"],
+    "within.latency_s": [-1e-6, NAN, float("inf"), "5 us"],
+    "within.bytes_per_s": [0, -1.0, NAN, "900 GB/s"],
+    "between.latency_s": [-1e-6],
+    "between.bytes_per_s": [0],
+    "forward.full": [0, -1.0, NAN, "fast"],
+    "forward.causal": [0],
+    "backward.window": [0, None],
+}
+CASES = [(field, value) for field, values in WRONG.items() for value in values]
+
+
+def test_every_field_is_among_the_cases() -> None:
+    assert {field.partition(".")[0] for field in WRONG} == set(asdict(H200))
+
+
+@pytest.mark.parametrize(("field", "value"), CASES)
+def test_a_number_that_no_machine_has_is_named(field: str, value: Any) -> None:
+    outer, _, inner = field.partition(".")
+    with pytest.raises(rs.PlanError, match=rf"\.{inner or outer} must be a .*, not "):
+        replace(H200, **{outer: replace(getattr(H200, outer), **{inner: value}) if inner else value})
+
+
+@pytest.mark.parametrize(("field", "value"), CASES)
+def test_and_so_it_is_in_a_file(field: str, value: Any) -> None:
+    outer, _, inner = field.partition(".")
+    given = asdict(H200)
+    (given[outer] if inner else given)[inner or outer] = value
+    named = rf"{outer}: .*\.{inner} must be" if inner else rf"Hardware\.{outer} must be"
+    with pytest.raises(rs.PlanError, match=f"no hardware file .*: {named}"):
+        Hardware.from_json(json.dumps(given))
+
+
+@pytest.mark.parametrize("field", ["within", "forward"])
+def test_parts_are_what_they_should_be(field: str) -> None:
+    with pytest.raises(rs.PlanError, match=rf"Hardware\.{field} must be a (Link|Speed), not 'fast'"):
+        replace(H200, **{field: "fast"})
+
+
+@pytest.mark.parametrize("field", ["within", "forward", "memory"])
+def test_what_a_file_lacks_is_named(field: str) -> None:
+    given = asdict(H200)
+    del given[field]
+    with pytest.raises(rs.PlanError, match=rf"no hardware file .*{field}"):
+        Hardware.from_json(json.dumps(given))
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Any) -> None:
+    path = tmp_path / "here.json"
+    path.write_text('{"name": "x"}')
+    with pytest.raises(rs.PlanError, match=r"this is no hardware file .*: within is missing \(in .*here\.json\)"):
+        named_hardware(str(path))
+
+
+@pytest.mark.parametrize("machine", [*HARDWARE.values(), replace(H200, copy_bytes_per_s=float("inf"))], ids=lambda m: m.name)
+def test_a_machine_comes_back_from_its_file(machine: Hardware, tmp_path: Any) -> None:
+    (tmp_path / "here.json").write_text(machine.to_json())
+    assert named_hardware(str(tmp_path / "here.json")) == machine
+
+
+def test_names() -> None:
+    assert named_hardware("h200x4") == replace(H200, per_node=4)
+    for wrong in ("h300", "h200x0", "nowhere.json", "h200x"):
+        with pytest.raises(rs.PlanError, match=r"calibrate"):
+            named_hardware(wrong)

@@ -1,0 +1,36 @@
+"""What users give, and what is meant by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.frontends.validate import given_scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "head_dim", "meant"),
+    [
+        (None, 16, 0.25),
+        (None, 1, 1.0),
+        (None, 0, 1.0),  # refused later, with the tensors
+        (0.3, 16, 0.3),
+        (-2, 16, -2.0),
+        (0, 16, 0.0),
+        (np.float32(0.5), 16, 0.5),
+        (torch.tensor(0.5), 16, 0.5),
+    ],
+)
+def test_the_scale_that_is_meant(scale: Any, head_dim: int, meant: float) -> None:
+    found = given_scale(scale, head_dim)
+    assert (type(found), found) == (float, meant)
+
+
+@pytest.mark.parametrize("scale", ["x", [1.0], torch.ones(2)])
+def test_what_is_no_scale(scale: Any) -> None:
+    with pytest.raises(rs.InputError, match=r"scale must be a number, or None for 1 / √\(head dim\); got"):
+        given_scale(scale, 16)

@@ -1,0 +1,86 @@
+"""Bands as flash attention's calls: its own definitions of a window and of sequences give the bands back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import given
+
+from ringspan.kernels.flash_calls import Batch, Window, batches, layers, window
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+from tests.hypothesis_strategies import Drawn, masks
+
+CPU = torch.device("cpu")
+
+
+def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
+    """What flash-attention's documentation says a window shows of ``rows × cols``."""
+    distance = np.arange(cols)[None, :] - np.arange(rows)[:, None] - (cols - rows)
+    left = np.inf if shape.left is None else shape.left
+    right = np.inf if shape.right is None else shape.right
+    return (-left <= distance) & (distance <= right)
+
+
+def as_flash_2(shape: Window, longest: int) -> Window:
+    """What FlashAttention-2 makes of a window, given the longest sequence of keys: mha_varlen_fwd and set_params_fprop."""
+    left, right = (None if side is None or side >= longest else side for side in shape)
+    if left is None and right is None:
+        return Window(None, None)
+    return Window(longest if left is None else left, longest if right is None else right)
+
+
+def sequences(batch: Batch) -> list[tuple[slice, slice]]:
+    """The queries and keys of each sequence of a call, counted from the call's first."""
+    if batch.queries is None or batch.seen is None:
+        return [(slice(0, batch.rows.stop - batch.rows.start), slice(0, batch.keys.stop - batch.keys.start))]
+    q, k = batch.queries.cuts.tolist(), batch.seen.cuts.tolist()
+    assert (q[0], q[-1], k[0], k[-1]) == (0, batch.rows.stop - batch.rows.start, 0, batch.keys.stop - batch.keys.start)
+    assert (batch.queries.longest, batch.seen.longest) == (max(np.diff(q)), max(np.diff(k)))
+    return [(slice(*x), slice(*y)) for x, y in zip(pairwise(q), pairwise(k), strict=True)]
+
+
+@given(masks())
+def test_every_tight_band_is_one_window(drawn: Drawn) -> None:
+    for band in drawn.mask:
+        shape = window(band)
+        local = band.shifted(-band.q0, -band.k0)
+        assert np.array_equal(
+            seen_through(shape, band.rows, band.cols), tables.dense(tables.table(local), band.rows, band.cols)
+        )
+        assert all(side is None or side >= 0 for side in shape)
+        assert shape.is_causal == (not band.cut_below and band.cut_above and band.hi == band.k1 - band.q1)
+
+
+@given(masks())
+def test_the_calls_of_a_mask_compute_every_pair_once(drawn: Drawn) -> None:
+    times = np.zeros(drawn.mask.lengths, dtype=int)
+    for batch in batches(tuple(drawn.mask), CPU):
+        longest = max(k.stop - k.start for _, k in sequences(batch))
+        for q, k in sequences(batch):
+            shown = seen_through(batch.window, q.stop - q.start, k.stop - k.start)
+            assert np.array_equal(shown, seen_through(as_flash_2(batch.window, longest), *shown.shape))
+            times[batch.rows, batch.keys][q, k] += shown
+    assert np.array_equal(times, drawn.truth.astype(int))
+
+
+def test_gaps_are_sequences_of_their_own() -> None:
+    (batch,) = batches((Band(0, 2, 0, 2, -1, 0), Band(3, 5, 4, 6, 0, 1)), CPU)
+    assert batch.queries is not None
+    assert batch.seen is not None
+    assert batch.queries.cuts.tolist() == [0, 2, 3, 3, 5]
+    assert batch.seen.cuts.tolist() == [0, 2, 2, 4, 6]
+
+
+def test_documents_on_one_rank_are_one_call() -> None:
+    """Thirty triangles; and beside them thirty rectangles, whose keys came before: two calls, not sixty."""
+    triangles = [Band(8 * n, 8 * n + 8, 8 * n, 8 * n + 8, -7, 0) for n in range(30)]
+    rectangles = [Band(8 * n, 8 * n + 8, 300 + 5 * n, 305 + 5 * n, 293 - 3 * n, 304 - 3 * n) for n in range(30)]
+    assert [len(layer) for layer in layers(triangles + rectangles)] == [30, 30]
+
+
+def test_bands_that_share_keys_are_calls_of_their_own() -> None:
+    first, second = Band(0, 4, 0, 10, -3, 9), Band(4, 8, 0, 20, -7, 15)
+    assert [len(layer) for layer in layers([first, second])] == [1, 1]

@@ -1,0 +1,78 @@
+"""The loop over flash attention's calls, with dense attention in their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringspan.kernels import flash_loop as windowed
+from ringspan.kernels import reference
+from ringspan.kernels.flash_calls import Batch
+from ringspan.kernels.kernel import Saved
+from ringspan.kernels.partial import Accumulator
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+from tests.kernels.test_flash_calls import sequences
+
+# Two triangles with a gap between their keys, which are one call; a trapezoid, a rectangle, and a window.
+BANDS = (
+    Band(0, 3, 0, 3, -2, 0),
+    Band(3, 5, 4, 6, 0, 1),
+    Band(5, 9, 2, 7, -6, 1),
+    Band(7, 9, 8, 10, -1, 2),
+    Band(2, 6, 7, 11, 3, 7),
+)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_parts_and_gradients_land_where_they_belong(with_dlse: bool) -> None:
+    """The loop over bands with dense attention in the place of flash attention."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 4, dtype=torch.float64) for h, n in ((4, 9), (2, 11), (2, 11)))
+
+    def dense_bands(batch: Batch, rows: int, cols: int) -> list[Band]:
+        """What a call sees, by the definition of its window in each of its sequences."""
+        left, right = batch.window
+        found = []
+        for q, k in sequences(batch):
+            corner = k.stop - q.stop
+            lo = -rows if left is None else corner - left
+            hi = cols if right is None else corner + right
+            found += [Band(*row) for row in tables.table((q.start, q.stop, k.start, k.stop, lo, hi)).tolist()]
+        return found
+
+    def as_kernel(x):  # type: ignore[no-untyped-def]
+        """(B, S, H, D), or (S, 2 × H, D) where the two of the batch are so many heads, as (2, H, S, D)."""
+        return x.transpose(1, 2) if x.ndim == 4 else x.transpose(0, 1).unflatten(0, (2, -1))
+
+    def as_call(x, like):  # type: ignore[no-untyped-def]
+        return x.transpose(1, 2) if like.ndim == 4 else x.flatten(0, 1).transpose(0, 1)
+
+    def forward(q, k, v, batch, scale):  # type: ignore[no-untyped-def]
+        bands = dense_bands(batch, 9, 11)
+        (part,) = reference.attend(*(as_kernel(x) for x in (q, k, v)), bands, scale=scale)
+        lse = part.partial.lse
+        return as_call(part.partial.out, q), lse if q.ndim == 4 else lse.flatten(0, 1)
+
+    def backward(saved, k, v, batch, scale):  # type: ignore[no-untyped-def]
+        numbers = (x if x is None or x.ndim == 3 else x.unflatten(0, (2, -1)) for x in saved[3:])
+        inner = Saved(*(as_kernel(x) for x in saved[:3]), *numbers)
+        (part,) = reference.attend_backward(inner, as_kernel(k), as_kernel(v), dense_bands(batch, 9, 11), scale=scale)
+        return tuple(as_call(x, k) for x in (part.dq_BHSD, part.dk_BGTD, part.dv_BGTE))
+
+    result = Accumulator((9, 2, 4, 4), like=q)
+    for part in windowed.attend(forward, q, k, v, BANDS, scale=0.5):
+        result.add(*part)
+    (want,) = reference.attend(q, k, v, BANDS, scale=0.5)
+    out, lse = (x.movedim(0, 2) for x in result.finish())
+    torch.testing.assert_close(out, want.partial.out)
+    torch.testing.assert_close(lse, want.partial.lse)
+
+    saved = Saved(q, torch.randn_like(out), out, lse, torch.randn_like(lse) if with_dlse else None)
+    (wanted,) = reference.attend_backward(saved, k, v, BANDS, scale=0.5)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for part in windowed.attend_backward(backward, saved, k, v, BANDS, scale=0.5):
+        dq[:, :, part.rows] += part.dq_BHSD
+        dk[:, :, part.keys] += part.dk_BGTD
+        dv[:, :, part.keys] += part.dv_BGTE
+    torch.testing.assert_close([dq, dk, dv], [wanted.dq_BHSD, wanted.dk_BGTD, wanted.dv_BGTE])

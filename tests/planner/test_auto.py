@@ -1,0 +1,112 @@
+"""What ``"auto"`` means: the best candidate on the machine that was named, or on one that is assumed and said to be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ringspan as rs
+from ringspan.planner import best_on, forget
+
+SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+DOCUMENTS = rs.documents([900, 3000, 100, 96])
+
+
+def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() -> None:
+    plan = rs.plan(DOCUMENTS, world=4, rank=2, hardware="h200x8", shape=SHAPE)
+    choice = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
+    assert (plan.q_layout, plan.strategy, plan.rank) == (choice.best.layout, choice.best.strategy, 2)
+    assert plan.notes[1:] == choice.table()
+    assert plan.notes[0].startswith(
+        f"{plan.strategy} on {plan.q_layout.name}: the best of {len(choice.candidates)} candidates on h200, nodes of 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "name yours with hardware= and shape="),
+        ({"hardware": "h200x8"}, "name yours with shape="),
+        ({"shape": SHAPE}, "name yours with hardware="),
+    ],
+    ids=["nothing", "hardware", "shape"],
+)
+def test_what_is_assumed_is_said_to_be(given: dict[str, object], said: str) -> None:
+    plan = rs.plan(DOCUMENTS, world=4, **given)  # type: ignore[arg-type]
+    assert plan.notes[1].startswith("assumed where not given: ")
+    assert plan.notes[1].endswith(said)
+    assert plan.strategy == rs.plan(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE).strategy
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [({"layout": "zigzag"}, ("zigzag", None)), ({"strategy": "ring"}, (None, "ring")), ({}, (None, None))],
+    ids=["a layout", "a strategy", "nothing"],
+)
+def test_what_is_given_is_taken(given: dict[str, str], chosen: tuple[str | None, str | None]) -> None:
+    plan = rs.plan(DOCUMENTS, world=4, **given)  # type: ignore[arg-type]
+    assert plan.q_layout.name == chosen[0] or chosen[0] is None
+    assert plan.strategy == chosen[1] or chosen[1] is None
+    assert [note for note in plan.notes if note.endswith(": as asked")] == [f"{k} {v}: as asked" for k, v in given.items()]
+
+
+def test_heads_that_nobody_counted_are_not_split() -> None:
+    """Over a slow link splitting them is best, where they were counted or where it was asked for."""
+    mask = rs.full(4096)
+    slow_link = rs.plans.named_hardware("h200x1")
+    known = rs.plan(mask, world=16, hardware=slow_link, shape=SHAPE)
+    assert known.program.heads == (32, 8)
+    unknown = rs.plan(mask, world=16, hardware=slow_link)
+    assert unknown.program.heads is None
+    assert any("how many heads there are was not said: give shape=" in note for note in unknown.notes)
+    assert rs.plan(mask, world=16, hardware=slow_link, strategy="ulysses").strategy.startswith("ulysses")
+
+
+def test_a_machine_that_nobody_named_refuses_nothing() -> None:
+    """Keys of a hundred million tokens are more than any device has; the plan that takes the least memory is made."""
+    mask = rs.causal(400_000_000)
+    with pytest.raises(rs.PlanError, match="nothing fits h200"):
+        best_on(mask, world=4, hardware="h200x8", shape=SHAPE)
+    plan = rs.plan(mask, world=4)
+    assert plan.strategy == "ring"
+    planned = sum("GiB for buffers and the kernel" in note for note in plan.notes)
+    assert plan.notes[0].startswith(
+        f"ring on zigzag: takes the least memory of {planned} candidates that were planned, none of which fits, on h200"
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    "mask", [rs.full(0), rs.full(1), rs.causal(6) & ~rs.causal(6), rs.full(3, 7), rs.documents([1, 0, 2])], ids=lambda m: m.name
+)
+def test_little_is_planned_as_well(mask: rs.Mask, world: int) -> None:
+    rs.plan(mask, world=world).verify()
+
+
+def test_all_ranks_choose_alike_whatever_they_planned_before() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        mask = rs.documents(rng.integers(1, 400, size=12).tolist())
+        digests = set()
+        for rank in range(8):  # each a process of its own, and every other one with a past
+            forget()
+            if rank % 2:
+                rs.plan(mask, world=8, strategy="ring")
+                rs.plan(mask, world=4)
+            digests.add(rs.plan(mask, world=8, rank=rank).digest)
+        assert len(digests) == 1
+
+
+def test_a_repeated_choice_is_looked_up() -> None:
+    first = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
+    assert best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE) is first
+    forget()
+    again = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
+    assert again is not first
+    assert again.table() == first.table()
+
+
+@pytest.mark.parametrize(("world", "is_said"), [(8, False), (300, True)])
+def test_a_sample_is_said_to_be_one(world: int, is_said: bool) -> None:
+    plan = rs.plan(rs.causal(2048), world=world, strategy="exchange(stages=1)")
+    assert (f"sampled: 16 of {world} ranks were planned" in plan.explain()) is is_said

@@ -1,0 +1,133 @@
+"""What is chosen for a machine, against everything that a hand could have picked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+import ringspan as rs
+from ringspan.costs import HARDWARE, Hardware, cost
+from ringspan.layouts import LAYOUTS
+from ringspan.planner import best_on
+from ringspan.planner import choose as choosing
+from ringspan.planner.auto import plans_at, site_of
+from ringspan.plans.shape import EXAMPLE
+from tests.plans.machines import LAPTOP
+
+STRATEGIES = ["ring", "gather", "gather(stages=3)", "exchange(stages=1)", "exchange(stages=2)", "exchange(stages=3)", "pass_q"]
+DOCUMENTS = [36000, 1200, 8000, 16000, 2736, 1600]
+MASKS = {
+    "causal": rs.causal(65536),
+    "full": rs.full(65536),
+    "window": rs.causal(65536) & rs.window(left=4096),
+    "documents": rs.documents(DOCUMENTS),
+    "documents, both ways": rs.documents(DOCUMENTS, causal=False),
+}
+MACHINES = {"h200x8": HARDWARE["h200"], "h200x2": rs.plans.named_hardware("h200x2"), "laptop": LAPTOP}
+SHAPES = [rs.Shape(heads=32, kv_heads=8, head_dim=128), rs.Shape(heads=4, kv_heads=4, head_dim=64, dtype="float32")]
+SHAPE = SHAPES[0]
+
+
+def by_hand(mask: rs.Mask, world: int, machine: Hardware, shape: rs.Shape, strategies: list[str]) -> tuple[float, str]:
+    """The fastest of all layouts with all of these strategies, every rank of it planned and walked."""
+    plans = {
+        f"{strategy} on {layout}": rs.plan(mask, world=world, strategy=strategy, layout=layout)
+        for layout, strategy in product(LAYOUTS, [*strategies, f"hierarchical(per_node={machine.per_node})"])
+    }
+    return min((plan.cost(machine, shape).seconds, name) for name, plan in plans.items())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["32 heads", "4 heads"])
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_no_hand_picked_plan_is_more_than_5_percent_faster(mask: rs.Mask, machine: Hardware, shape: rs.Shape) -> None:
+    chosen = best_on(mask, world=4, hardware=machine, shape=shape).best
+    assert chosen.cost is not None
+    split_heads = ["ulysses", f"hybrid(per_node={min(machine.per_node, 4)})"]
+    seconds, fastest = by_hand(mask, 4, machine, shape, [*STRATEGIES, *split_heads])
+    assert chosen.cost.seconds <= 1.05 * seconds, f"{fastest} is faster than {chosen}"
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_nor_is_one_where_nothing_was_said_of_the_machine(mask: rs.Mask, world: int) -> None:
+    """On the machine that is assumed; splitting heads would be no faster, even if there are as many as is assumed."""
+    chosen = rs.plan(mask, world=world)
+    assumed = rs.plans.named_hardware("h200x8")
+    seconds, fastest = by_hand(mask, world, assumed, EXAMPLE, [*STRATEGIES, "ulysses"])
+    assert chosen.cost(assumed).seconds <= 1.05 * seconds, f"{fastest} is faster than {chosen}"
+
+
+def test_the_choice_is_the_cheapest_that_fits_and_says_why_not_the_others() -> None:
+    mask = rs.causal(8192)
+    found = best_on(mask, world=4, hardware="h200x8", shape=SHAPE)
+    costed = [c for c in found.candidates if c.rejected is None]
+    assert [c.cost.seconds for c in costed if c.cost] == sorted(c.cost.seconds for c in costed if c.cost)
+    for candidate in costed:
+        plan = rs.plan(mask, world=4, strategy=candidate.strategy, layout=candidate.layout)
+        again = cost([plan.at(rank) for rank in range(4)], HARDWARE["h200"], SHAPE)
+        assert candidate.cost is not None
+        assert candidate.cost.seconds == again.seconds
+    ruled_out = [c for c in found.candidates if c.rejected]
+    assert all("takes at least" in str(c) for c in ruled_out)
+    assert {(c.strategy, c.layout.name) for c in ruled_out} >= {("ring", "contiguous"), ("gather(stages=1)", "contiguous")}
+
+
+def test_what_does_not_fit_is_rejected_however_fast_it_is() -> None:
+    mask = rs.causal(8192)
+    best = best_on(mask, world=4, hardware="h200x8", shape=SHAPE).best
+    assert best.cost is not None
+    small = replace(HARDWARE["h200"], memory=best.cost.memory_bytes - 1)
+    fits = best_on(mask, world=4, hardware=small, shape=SHAPE)
+    assert fits.best.cost is not None
+    assert fits.best.cost.memory_bytes <= small.memory
+    assert any("GiB for buffers and the kernel" in (c.rejected or "") and c.strategy == best.strategy for c in fits.candidates)
+    with pytest.raises(rs.PlanError, match="nothing fits h200"):
+        best_on(mask, world=4, hardware=replace(small, memory=1), shape=SHAPE)
+
+
+def test_what_only_splits_heads_is_tried_on_one_layout() -> None:
+    found = best_on(rs.causal(512), world=4, hardware="h200x8", shape=rs.Shape(heads=8, kv_heads=4, head_dim=64))
+    assert len({c.layout.name for c in found.candidates}) > 1
+    assert sum(c.strategy == "ulysses(heads=8, kv_heads=4)" for c in found.candidates) == 1
+
+
+MERGES_AT_ONCE = replace(HARDWARE["h200"], copy_bytes_per_s=float("inf"))
+EQUALS = {
+    # with one rank to fetch from, one stage and two are the same
+    "stages": (rs.documents([64, 64], causal=False), "h200x8", "contiguous", "exchange(stages=1)"),
+    # what takes the same is planned in another order than that of the candidates
+    "the wire is hidden": (rs.causal(131072), MERGES_AT_ONCE, "zigzag", "exchange(stages=1)"),
+    "nodes of one": (rs.full(2048), "h200x1", "contiguous", "ring"),
+}
+
+
+@pytest.mark.parametrize(("mask", "machine", "layout", "strategy"), EQUALS.values(), ids=EQUALS)
+def test_of_those_that_cost_the_same_the_simpler_one_is_taken(
+    mask: rs.Mask, machine: str | rs.Hardware, layout: str, strategy: str
+) -> None:
+    found = best_on(mask, world=2, hardware=machine, shape=rs.Shape(heads=8, kv_heads=8, head_dim=64, dtype="float32"))
+    assert (found.best.layout.name, found.best.strategy) == (layout, strategy)
+
+
+@pytest.mark.parametrize("last_bit", [-1e-12, 0.0, 1e-12])
+def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever takes a second and could take 0.98 is just worth planning, on every processor."""
+    taken = SimpleNamespace(is_exact=True, seconds=1 + last_bit, memory_bytes=0)
+    monkeypatch.setattr(choosing, "cost", lambda *_: taken)
+    monkeypatch.setattr(choosing, "least_seconds", lambda *_: 0.98)
+    layout = LAYOUTS["contiguous"](rs.causal(64), 2)
+    sites = [site_of(rs.causal(64), layout, layout, HARDWARE["h200"], SHAPE, 2)]
+    found = choosing.choose(sites, ["exchange(stages=1)", "ring"], plans_at)
+    assert [c.rejected for c in found.candidates] == [None, None]
+
+
+def test_the_table_lines_up() -> None:
+    lines = best_on(rs.causal(8192), world=4, hardware="h200x8", shape=SHAPE).table()
+    assert lines[0].split("  ")[0] == "strategy"
+    layout, rejected = lines[0].index("layout"), lines[0].index("rejected")
+    assert all(line[layout - 1] == " " != line[layout] for line in lines)
+    assert all(line[rejected - 1 : rejected + 1] in ("", " t") for line in lines[1:])

@@ -1,0 +1,51 @@
+"""Ranks on nodes: who is where, and the tokens of a node side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ringspan as rs
+from ringspan.layouts import LAYOUTS
+from ringspan.strategies.nodes import Nodes, beside, by_node
+
+SIZES = [(1, 1), (2, 1), (2, 2), (5, 2), (6, 3), (7, 3), (8, 8), (8, 5)]
+
+
+@pytest.mark.parametrize(("world", "per_node"), SIZES)
+def test_every_rank_is_on_one_node(world: int, per_node: int) -> None:
+    nodes = Nodes(world, per_node)
+    assert [rank for node in range(nodes.count) for rank in nodes.ranks(node)] == list(range(world))
+    assert all(rank in nodes.ranks(nodes.of(rank)) for rank in range(world))
+    assert all(len(nodes.ranks(node)) == per_node for node in range(nodes.count - 1))
+
+
+@pytest.mark.parametrize(("world", "per_node"), SIZES)
+def test_porters_are_there_and_share_the_work(world: int, per_node: int) -> None:
+    nodes = Nodes(world, per_node)
+    for node in range(nodes.count):
+        assert all(nodes.porter(rank, node) == rank for rank in nodes.ranks(node))
+        for other in range(nodes.count):
+            load = np.bincount([nodes.porter(rank, node) - nodes.ranks(node).start for rank in nodes.ranks(other)])
+            assert max(load) == -(-len(nodes.ranks(other)) // len(nodes.ranks(node)))
+
+
+@pytest.mark.parametrize(("world", "per_node"), SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_node_owns_the_tokens_of_its_ranks(layout: str, world: int, per_node: int) -> None:
+    nodes = Nodes(world, per_node)
+    of_ranks = LAYOUTS[layout](rs.documents([7, 1, 13, 9]), world)
+    of_nodes = by_node(of_ranks, nodes)
+    for node in range(nodes.count):
+        tokens = of_nodes.positions(node)
+        pieces = beside(of_ranks, nodes.ranks(node))
+        for rank in nodes.ranks(node):
+            p = pieces.of(rank)
+            rows = np.concatenate([np.arange(0), *(np.arange(at, at + n) for at, n in zip(p.at, p.size, strict=True))])
+            assert tokens[rows].tolist() == of_ranks.positions(rank).tolist()
+
+
+def test_what_is_cut_apart_lies_together_again() -> None:
+    """All of a zigzag on one node is the sequence itself, and causal attention one band."""
+    plan = rs.plan(rs.causal(64), world=4, strategy="ulysses", layout="zigzag")
+    assert [len(task.bands) for step in plan.program.forward for task in step.tasks] == [1]
