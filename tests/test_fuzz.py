@@ -15,11 +15,13 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan import plans
-from ringspan.cli import check, fuzz
+from ringspan import planner, plans
+from ringspan.cli import check
 from ringspan.cli.mask_text import mask_of
 from ringspan.engine import slots
 from ringspan.kernels import cpu, partial
+from ringspan.strategies import STRATEGIES
+from ringspan.testing import fuzz
 from ringspan.testing.trial import EXACT, Figure, Outcome, Results, compare, run_local, tensors, torch_alone
 from ringspan.transports import in_process
 
@@ -73,7 +75,7 @@ def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
         "world": set(range(1, 9)),
         "layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans"},
         "kv_layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans", None},
-        "strategy": {*plans.STRATEGIES, "auto"},
+        "strategy": {*STRATEGIES, "auto"},
         "dtype": {"float64", "float32", "bfloat16", "float16"},
         "batch": {1, 2},
         "lse": {True, False},
@@ -190,13 +192,13 @@ def test_torch_alone_has_no_nan_where_a_query_sees_nothing() -> None:
 
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
-    plans.forget()
+    planner.forget()
     yield
-    plans.forget()
+    planner.forget()
 
 
 def without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = plans.plan_rank
+    real = planner.plan_rank
 
     def broken(*args: Any) -> plans.Plan:
         plan = real(*args)
@@ -204,7 +206,7 @@ def without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
         lazy = dataclasses.replace(plan.program, forward=(*steps, dataclasses.replace(last, tasks=last.tasks[1:])))
         return dataclasses.replace(plan, program=lazy)
 
-    monkeypatch.setattr(plans, "plan_rank", broken)
+    monkeypatch.setattr(planner, "plan_rank", broken)
 
 
 def wrong_merge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_what_is_given_is_taken(given: dict[str, str], chosen: tuple[str | None,
 def test_heads_that_nobody_counted_are_not_split() -> None:
     """Over a slow link splitting them is best, where they were counted or where it was asked for."""
     mask = rs.full(4096)
-    slow_link = rs.plans.named_hardware("h200x1")
+    slow_link = rs.costs.named_hardware("h200x1")
     known = rs.plan(mask, world=16, hardware=slow_link, shape=SHAPE)
     assert known.program.heads == (32, 8)
     unknown = rs.plan(mask, world=16, hardware=slow_link)

@@ -26,7 +26,7 @@ MASKS = {
     "documents": rs.documents(DOCUMENTS),
     "documents, both ways": rs.documents(DOCUMENTS, causal=False),
 }
-MACHINES = {"h200x8": HARDWARE["h200"], "h200x2": rs.plans.named_hardware("h200x2"), "laptop": LAPTOP}
+MACHINES = {"h200x8": HARDWARE["h200"], "h200x2": rs.costs.named_hardware("h200x2"), "laptop": LAPTOP}
 SHAPES = [rs.Shape(heads=32, kv_heads=8, head_dim=128), rs.Shape(heads=4, kv_heads=4, head_dim=64, dtype="float32")]
 SHAPE = SHAPES[0]
 
@@ -56,7 +56,7 @@ def test_no_hand_picked_plan_is_more_than_5_percent_faster(mask: rs.Mask, machin
 def test_nor_is_one_where_nothing_was_said_of_the_machine(mask: rs.Mask, world: int) -> None:
     """On the machine that is assumed; splitting heads would be no faster, even if there are as many as is assumed."""
     chosen = rs.plan(mask, world=world)
-    assumed = rs.plans.named_hardware("h200x8")
+    assumed = rs.costs.named_hardware("h200x8")
     seconds, fastest = by_hand(mask, world, assumed, EXAMPLE, [*STRATEGIES, "ulysses"])
     assert chosen.cost(assumed).seconds <= 1.05 * seconds, f"{fastest} is faster than {chosen}"
 

@@ -72,7 +72,7 @@ def test_a_sample_costs_what_all_ranks_cost(name: str, strategy: str, world: int
 def test_a_sample_has_the_size_asked_for_the_busiest_rank_and_the_one_that_fetches_most(layout: str, most: int) -> None:
     mask = rs.documents([300, 1000, 11])
     made = LAYOUTS[layout](mask, 40)
-    ranks = sample(mask, made, made, rs.plans.named_hardware("h200x40"), most)
+    ranks = sample(mask, made, made, rs.costs.named_hardware("h200x40"), most)
     assert len(ranks) == min(most, 40)
     assert sorted(set(ranks)) == list(ranks)
     assert set(ranks) <= set(range(40))
