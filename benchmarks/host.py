@@ -26,7 +26,7 @@ from ringspan.engine import Call, attend
 from ringspan.kernels import flash_calls as windows
 from ringspan.kernels import flash_loop as windowed
 from ringspan.kernels import partial
-from ringspan.transports.silent import Silent
+from ringspan.transports.null import NullTransport
 
 SECONDS = 10.0
 
@@ -53,7 +53,7 @@ def main() -> None:
     q, k, v = (torch.randn(1, heads, plan.q_rows, 16, dtype=torch.bfloat16) for heads in (4, 1, 1))
     call = Call(kernel=Nothing(), scale=0.25, head_dim=16)  # type: ignore[arg-type]
     with torch.no_grad():
-        calls, files = _sampled(lambda: attend([plan], [(q, k, v)], call, Silent().run))
+        calls, files = _sampled(lambda: attend([plan], [(q, k, v)], call, NullTransport().run))
     each = SECONDS / calls * 1e6
     launches = sum(len(windows.batches(task.bands, q.device)) for step in plan.program.forward for task in step.tasks)
     messages = sum(len(step.sends) + len(step.recvs) for step in plan.program.forward)

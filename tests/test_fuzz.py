@@ -241,13 +241,13 @@ def wrong_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hidden_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = in_process.InProcess._deliver
+    real = in_process.InProcessTransport._deliver
 
     def broken(self: Any, *args: Any) -> None:
         real(self, *args)
         self.traffic[0].sent += 1
 
-    monkeypatch.setattr(in_process.InProcess, "_deliver", broken)
+    monkeypatch.setattr(in_process.InProcessTransport, "_deliver", broken)
 
 
 def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
         rs.UnplannedAttention,
         "project q, k and v yourself",
     ),
-    "another length": (lambda mesh, x: sdpa(*qkv(9)), rs.PeerMismatch, "came with 9 queries where the plan says 4"),
+    "another length": (lambda mesh, x: sdpa(*qkv(9)), rs.PeerMismatch, "has 9 queries where the plan says 4"),
     "unsharding another length": (
         lambda mesh, x: context_parallel_unshard(mesh, [torch.ones(501)], [0]),
         ValueError,

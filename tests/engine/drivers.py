@@ -1,4 +1,4 @@
-"""Drivers for the engine's walks that keep to the letter of Post and Wait, and are otherwise as unhelpful as can be.
+"""Test drivers for rank coroutines. They meet the contract of PostExchange and WaitExchange in its least helpful way.
 
 Each rank goes on alone until it can go no further. What is to be received is filled with NaN when it is posted, and is right
 only once it has been waited for. The two are the extremes of when a message is read: at once, so that a rank can be steps
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.transports import Post, Wait, Walk
+from ringspan.transports import PostExchange, RankCoroutine, WaitExchange
 
 Messages = dict[tuple[int, int], deque[Tensor]]
 
 
-def go_on(walk: Walk[Any], post: Callable[[Post], Any], answer: Any = None) -> tuple[Any, bool]:
+def go_on(walk: RankCoroutine[Any], post: Callable[[PostExchange], Any], answer: Any = None) -> tuple[Any, bool]:
     """Until the walk waits (with its ticket) or ends (with its result, and True)."""
     try:
-        while isinstance(request := walk.send(answer), Post):
+        while isinstance(request := walk.send(answer), PostExchange):
             for _, tensor in (*request.sends, *request.recvs):
                 assert tensor.is_contiguous()
             for _, tensor in request.recvs:
                 tensor.fill_(torch.nan)
             answer = post(request)
-        assert isinstance(request, Wait)
-        return request.ticket, False
+        assert isinstance(request, WaitExchange)
+        return request.pending, False
     except StopIteration as end:
         return end.value, True
 
@@ -41,17 +41,17 @@ class FarAhead:
         self.order = order
         self.furthest_apart = 0
 
-    def run(self, walks: Sequence[Walk[Any]]) -> list[Any]:
+    def run(self, walks: Sequence[RankCoroutine[Any]]) -> list[Any]:
         mail: Messages = defaultdict(deque)
         results: dict[int, Any] = {}
-        waiting: dict[int, Post | None] = dict.fromkeys(range(len(walks))[:: self.order])
+        waiting: dict[int, PostExchange | None] = dict.fromkeys(range(len(walks))[:: self.order])
         steps = [0] * len(walks)
 
-        def has_all(rank: int, ticket: Post | None) -> bool:
+        def has_all(rank: int, ticket: PostExchange | None) -> bool:
             peers = [peer for peer, _ in ticket.recvs] if ticket else []
             return all(len(mail[peer, rank]) >= peers.count(peer) for peer in peers)
 
-        def post(rank: int, request: Post) -> Post:
+        def post(rank: int, request: PostExchange) -> PostExchange:
             steps[rank] += 1
             self.furthest_apart = max(self.furthest_apart, max(steps) - min(steps))
             for peer, tensor in request.sends:
@@ -74,9 +74,9 @@ class FarAhead:
 class AtTheLastMoment:
     """Messages are read when everybody waits: then those of the earliest step arrive."""
 
-    def run(self, walks: Sequence[Walk[Any]]) -> list[Any]:
+    def run(self, walks: Sequence[RankCoroutine[Any]]) -> list[Any]:
         results: dict[int, Any] = {}
-        waiting: dict[int, Post] = {}
+        waiting: dict[int, PostExchange] = {}
         able = list(range(len(walks)))
         while able:
             for rank in able:
@@ -87,7 +87,7 @@ class AtTheLastMoment:
             self._deliver({rank: waiting.pop(rank) for rank in able})
         return [results[rank] for rank in range(len(walks))]
 
-    def _deliver(self, tickets: dict[int, Post]) -> None:
+    def _deliver(self, tickets: dict[int, PostExchange]) -> None:
         sent: Messages = defaultdict(deque)
         for rank, ticket in tickets.items():
             for peer, tensor in ticket.sends:
@@ -98,5 +98,5 @@ class AtTheLastMoment:
         assert not any(sent.values())
 
 
-def _step(ticket: Post) -> int:
+def _step(ticket: PostExchange) -> int:
     return int(ticket.label.split()[-1])

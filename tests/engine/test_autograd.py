@@ -11,7 +11,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.engine import Call, attend, shape_of
 from ringspan.kernels import cpu
-from ringspan.transports import InProcess
+from ringspan.transports import InProcessTransport
 from tests.engine.truth import EXACT, case
 from tests.plans.examples import STRATEGIES
 
@@ -114,7 +114,7 @@ def test_a_graph_that_is_kept_and_not_differentiated_does_no_harm() -> None:
 def test_an_input_that_is_changed_before_the_backward_pass() -> None:
     q, k, v = (x.clone().requires_grad_() for x in case(MASK)[:3])
     call = Call(kernel=cpu, scale=1.0, head_dim=q.shape[-1])
-    (result,) = attend([rs.plan(MASK, world=1)], [(q.detach(), k, v)], call, InProcess(1).run)
+    (result,) = attend([rs.plan(MASK, world=1)], [(q.detach(), k, v)], call, InProcessTransport(1).run)
     with torch.no_grad():
         q.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

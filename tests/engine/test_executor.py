@@ -17,7 +17,7 @@ import ringspan as rs
 import ringspan.engine
 from ringspan.engine import Call, forward
 from ringspan.kernels import Part, Partial, cpu
-from ringspan.transports import Post
+from ringspan.transports import PostExchange
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import EXACT, case, worst_error
 from tests.hypothesis_strategies import layouts, masks
@@ -74,7 +74,7 @@ class Watched:
         yield from cpu.attend(*args, **options)
 
 
-def walked_alone(plan: rs.Plan, log: list[str], posts: list[Post]) -> Partial:
+def walked_alone(plan: rs.Plan, log: list[str], posts: list[PostExchange]) -> Partial:
     """One rank's forward walk, with whatever bytes lie in its buffers."""
     q, kv = torch.randn(plan.q_rows, 1, 2, 4), torch.randn(plan.kv_rows, 1, 2, 8)
     walk = forward(plan, q, kv, Call(kernel=Watched(log), scale=1.0, head_dim=4))  # type: ignore[arg-type]
@@ -82,9 +82,9 @@ def walked_alone(plan: rs.Plan, log: list[str], posts: list[Post]) -> Partial:
     try:
         while True:
             request = walk.send(answer)
-            log.append(f"post {request.label}" if isinstance(request, Post) else f"wait {request.ticket}")
-            answer = request.label if isinstance(request, Post) else None
-            if isinstance(request, Post):
+            log.append(f"post {request.label}" if isinstance(request, PostExchange) else f"wait {request.pending}")
+            answer = request.label if isinstance(request, PostExchange) else None
+            if isinstance(request, PostExchange):
                 posts.append(request)
                 for _, tensor in request.recvs:
                     tensor.zero_()
@@ -114,7 +114,7 @@ def test_nothing_is_asked_for_where_nothing_travels() -> None:
 
 
 def test_a_ring_sends_rows_as_they_lie_and_passes_on_what_it_got() -> None:
-    posts: list[Post] = []
+    posts: list[PostExchange] = []
     walked_alone(rs.plan(rs.full(12), world=4, strategy="ring", layout="contiguous"), [], posts)
     for before, after in pairwise(posts):
         assert before.recvs[0][1].data_ptr() == after.sends[0][1].data_ptr()
@@ -123,7 +123,7 @@ def test_a_ring_sends_rows_as_they_lie_and_passes_on_what_it_got() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_posts_are_the_transfers_of_the_plan(strategy: str) -> None:
     plan = rs.plan(rs.causal(24), world=4, rank=1, strategy=strategy, layout="zigzag").for_heads(2, 2)
-    posts: list[Post] = []
+    posts: list[PostExchange] = []
     walked_alone(plan, [], posts)
     steps = [step for step in plan.program.forward if step.sends or step.recvs]
     assert len(posts) == len(steps)
@@ -147,6 +147,6 @@ def test_the_engine_does_no_io(path: Path) -> None:
             imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     assert not [name for name in imported if name.startswith(("torch.distributed", "socket", "threading", "subprocess", "os"))]
     of_transports = {name.rpartition(".")[2] for name in imported if name.startswith("ringspan.transports")}
-    assert of_transports <= {"Post", "Wait", "Walk"}
+    assert of_transports <= {"PostExchange", "WaitExchange", "RankCoroutine"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "distributed"]
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in ("open", "print")]

@@ -21,7 +21,7 @@ from ringspan.engine import Call, backward, forward
 from ringspan.kernels import Gradients, Part, Partial, Saved, partial, wide
 from ringspan.plans import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
-from ringspan.transports import Walk
+from ringspan.transports import RankCoroutine
 from tests.plans.examples import MASKS, all_plans
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
@@ -85,7 +85,7 @@ class Careful(Idle):
             del dq, dk, dv
 
 
-def walk_alone(walk: Walk[Any]) -> Any:
+def walk_alone(walk: RankCoroutine[Any]) -> Any:
     try:
         while True:
             walk.send(None)

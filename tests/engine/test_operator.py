@@ -15,7 +15,7 @@ import ringspan as rs
 from ringspan.engine import Call, Seat, attend_by_ticket, is_watched, operator, take_seat
 from ringspan.kernels import cpu
 from ringspan.plans import Plan
-from ringspan.transports import InProcess
+from ringspan.transports import InProcessTransport
 from tests.engine.truth import EXACT, case
 
 MASK = rs.causal(10) - rs.window(left=2, right=0) | rs.documents([4, 6])
@@ -28,7 +28,7 @@ def seated(mask: rs.Mask = MASK, name: str = "test") -> Seat:
     def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Plan, Call]:
         return plan, Call(kernel=cpu, scale=scale, head_dim=q.shape[-1])
 
-    return take_seat(name, Seat(prepare=prepare, run=InProcess(1).run, processes=(0,)))
+    return take_seat(name, Seat(prepare=prepare, run=InProcessTransport(1).run, processes=(0,)))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,17 @@ import torch
 import ringspan as rs
 from ringspan.plans import bytes_moved
 from ringspan.plans.data import PHASES
-from ringspan.transports import InProcess
+from ringspan.transports import InProcessTransport
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import EXACT, case, worst_error
 from tests.plans.dense_walk import assert_exactly_once
 from tests.plans.examples import MASKS, all_plans
 
-DRIVERS = {"in process": lambda world: InProcess(world), "far ahead": lambda _: FarAhead(), "late": lambda _: AtTheLastMoment()}
+DRIVERS = {
+    "in process": lambda world: InProcessTransport(world),
+    "far ahead": lambda _: FarAhead(),
+    "late": lambda _: AtTheLastMoment(),
+}
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
@@ -75,4 +79,4 @@ def test_a_plan_for_other_heads_is_refused() -> None:
     mask = rs.causal(12)
     plans = all_plans(mask, 2, "ulysses(heads=8, kv_heads=2)", "zigzag")
     with pytest.raises(rs.InputError, match=r"a plan for 8 query heads and 2 key heads.*use plan.for_heads\(4, 2\)"):
-        worst_error(plans, case(mask, heads=4, kv_heads=2), InProcess(2).run)
+        worst_error(plans, case(mask, heads=4, kv_heads=2), InProcessTransport(2).run)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import TransportError
-from ringspan.transports import InProcess, Post, Wait
+from ringspan.transports import InProcessTransport, PostExchange, WaitExchange
 
 
 def swap(peer: int, mine: float, rounds: int = 1) -> Generator[Any, Any, list[float]]:
@@ -18,14 +18,14 @@ def swap(peer: int, mine: float, rounds: int = 1) -> Generator[Any, Any, list[fl
     got = []
     for n in range(rounds):
         buffer = torch.empty(1)
-        ticket = yield Post(f"round {n}", ((peer, torch.tensor([mine + n])),), ((peer, buffer),))
-        yield Wait(ticket)
+        ticket = yield PostExchange(f"round {n}", ((peer, torch.tensor([mine + n])),), ((peer, buffer),))
+        yield WaitExchange(ticket)
         got.append(buffer.item())
     return got
 
 
 def test_ranks_take_turns_and_results_come_in_order() -> None:
-    world = InProcess(2)
+    world = InProcessTransport(2)
     assert world.run([swap(1, 10.0, rounds=3), swap(0, 20.0, rounds=3)]) == [[20.0, 21.0, 22.0], [10.0, 11.0, 12.0]]
     assert [(t.sent, t.received) for t in world.traffic] == [(12, 12), (12, 12)]
 
@@ -34,17 +34,17 @@ def test_messages_between_two_ranks_keep_their_order() -> None:
     def sender() -> Generator[Any, Any, None]:
         tickets = []
         for value in (1.0, 2.0, 3.0):
-            tickets.append((yield Post(f"{value}", ((1, torch.tensor([value])),), ())))
+            tickets.append((yield PostExchange(f"{value}", ((1, torch.tensor([value])),), ())))
         for ticket in tickets:
-            yield Wait(ticket)
+            yield WaitExchange(ticket)
 
     def receiver() -> Generator[Any, Any, list[float]]:
         buffers = [torch.empty(1) for _ in range(3)]
-        ticket = yield Post("all", (), tuple((0, b) for b in buffers))
-        yield Wait(ticket)
+        ticket = yield PostExchange("all", (), tuple((0, b) for b in buffers))
+        yield WaitExchange(ticket)
         return [b.item() for b in buffers]
 
-    assert InProcess(2).run([sender(), receiver()])[1] == [1.0, 2.0, 3.0]
+    assert InProcessTransport(2).run([sender(), receiver()])[1] == [1.0, 2.0, 3.0]
 
 
 def test_a_sender_may_not_reuse_its_buffer_before_the_message_was_taken() -> None:
@@ -52,22 +52,22 @@ def test_a_sender_may_not_reuse_its_buffer_before_the_message_was_taken() -> Non
 
     def sender() -> Generator[Any, Any, None]:
         message = torch.tensor([7.0])
-        ticket = yield Post("send", ((1, message),), ())
-        yield Wait(ticket)
+        ticket = yield PostExchange("send", ((1, message),), ())
+        yield WaitExchange(ticket)
         message.fill_(-1.0)
 
     def late_receiver() -> Generator[Any, Any, float]:
         for n in range(3):
-            yield Wait((yield Post(f"idle {n}", (), ())))
+            yield WaitExchange((yield PostExchange(f"idle {n}", (), ())))
         buffer = torch.empty(1)
-        yield Wait((yield Post("receive", (), ((0, buffer),))))
+        yield WaitExchange((yield PostExchange("receive", (), ((0, buffer),))))
         return buffer.item()
 
-    assert InProcess(2).run([sender(), late_receiver()])[1] == 7.0
+    assert InProcessTransport(2).run([sender(), late_receiver()])[1] == 7.0
 
 
 def only_receives(peer: int, buffer: Tensor) -> Generator[Any, Any, None]:
-    yield Wait((yield Post("forward step 3", (), ((peer, buffer),))))
+    yield WaitExchange((yield PostExchange("forward step 3", (), ((peer, buffer),))))
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def only_receives(peer: int, buffer: Tensor) -> Generator[Any, Any, None]:
 )
 def test_what_does_not_fit_is_named(walks: Any, message: str) -> None:
     with pytest.raises(TransportError, match=message):
-        InProcess(2).run(walks())
+        InProcessTransport(2).run(walks())

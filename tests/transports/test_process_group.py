@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
 from ringspan.testing.workers import Pool
-from ringspan.transports import ProcessGroup
+from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
 N = 23
@@ -126,15 +126,15 @@ def disagree(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("mask", "rank 1 with"),
-        ("strategy", "rank 1 with"),
-        ("heads", "heads 2, rank 1 with 4"),
-        ("dtype", "rank 1 with"),
-        ("length", r"rank 1 came with \d+ keys where the plan says \d+"),
-        ("one cell", "came with plan .*, rank 1 with"),
-        ("a score_mod", "came with score_mod None, rank 1 with [0-9a-f]{16}"),
-        ("a number", "came with score_mod [0-9a-f]{16}, rank 1 with"),
-        ("code", "came with score_mod [0-9a-f]{16}, rank 1 with"),
+        ("mask", "rank 1 has"),
+        ("strategy", "rank 1 has"),
+        ("heads", "heads 2, rank 1 has 4"),
+        ("dtype", "rank 1 has"),
+        ("length", r"rank 1 has \d+ keys where the plan says \d+"),
+        ("one cell", "has plan .*, rank 1 has"),
+        ("a score_mod", "has score_mod None, rank 1 has [0-9a-f]{16}"),
+        ("a number", "has score_mod [0-9a-f]{16}, rank 1 has"),
+        ("code", "has score_mod [0-9a-f]{16}, rank 1 has"),
     ],
 )
 def test_every_rank_hears_the_same(pools: Pools, how: str, said: str) -> None:
@@ -160,7 +160,7 @@ def test_a_rank_with_bad_tensors_leaves_nobody_waiting(pools: Pools) -> None:
     heard = pools(4).run(one_is_wrong)
     assert heard[1].startswith("InputError: q, k and v must have one dtype")
     assert {heard[rank] for rank in (0, 2, 3)} == {
-        "PeerMismatch: rank 1 came with q, k and v that do not go together; its own error says why"
+        "PeerMismatch: rank 1 was called with invalid q, k and v; see the error it raised itself"
     }
 
 
@@ -170,7 +170,7 @@ def sum_alone(rank: int) -> tuple[str, str]:
         time.sleep(4.0)
         return "", ""
     try:
-        ProcessGroup(None, timeout=1.0).all_reduce_sum(torch.ones(3))
+        ProcessGroupTransport(None, timeout=1.0).all_reduce_sum(torch.ones(3))
     except rs.TransportError as error:
         return type(error).__name__, str(error)
     return "no error", ""
@@ -188,7 +188,7 @@ def test_sums_name_their_peers_too() -> None:
 
 def attend_until_alone(rank: int, seconds: float) -> tuple[str, str]:
     """Attend over and over; rank 2 stops taking part after the first time. What do the others hear?"""
-    group = ProcessGroup(None, timeout=seconds)
+    group = ProcessGroupTransport(None, timeout=seconds)
     cp = rs.ContextParallel(group, rs.full(N), strategy="ring", layout="contiguous")
     q, k, v, _ = inputs()
     q, k, v = cp.shard(q, k, v, dim=2)
@@ -214,7 +214,7 @@ def test_a_stalled_peer_is_named() -> None:
 
 def one_call_fewer(rank: int, skipped: int) -> tuple[str, str]:
     """Two layers of other lengths, of which rank 1 leaves out one: its messages do not fit where the others wait for theirs."""
-    group = ProcessGroup(None, timeout=1.0)
+    group = ProcessGroupTransport(None, timeout=1.0)
     layers = [rs.ContextParallel(group, rs.full(n), strategy="ring", layout="contiguous") for n in (N, 2 * N)]
     tensors = [cp.shard(*torch.randn(3, 1, 2, n, 4).unbind(), dim=2) for cp, n in zip(layers, (N, 2 * N), strict=True)]
     for cp, qkv in zip(layers, tensors, strict=True):
@@ -240,7 +240,7 @@ def test_a_call_fewer_on_one_rank_is_an_error_with_a_name(skipped: int) -> None:
 
 def attend_or_die(rank: int) -> tuple[str, str]:
     """Rank 1 dies in the middle. What do the others hear?"""
-    cp = rs.ContextParallel(ProcessGroup(None, timeout=20.0), rs.full(N), strategy="ring", layout="contiguous")
+    cp = rs.ContextParallel(ProcessGroupTransport(None, timeout=20.0), rs.full(N), strategy="ring", layout="contiguous")
     q, k, v, _ = inputs()
     q, k, v = cp.shard(q, k, v, dim=2)
     cp.attention(q, k, v)

@@ -26,7 +26,7 @@ from ringspan.engine import attend
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.validate import given_scale
 from ringspan.plans.data import PHASES
-from ringspan.transports.silent import Silent
+from ringspan.transports.null import NullTransport
 
 Seconds = NDArray[np.float64]
 
@@ -127,7 +127,7 @@ def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable
     plan = rs.plan(mask, world=1, strategy="gather")
     call = call_for(plan, q, v, given_scale(None, shape.head_dim), probes.backend)
     return (
-        lambda: attend([plan], [(q, k, v)], call, Silent().run)[0].out,
+        lambda: attend([plan], [(q, k, v)], call, NullTransport().run)[0].out,
         lambda out: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
     )
 

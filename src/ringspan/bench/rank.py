@@ -1,6 +1,6 @@
 """``ringspan bench rank``: what one rank's share costs, against the whole in one call on the same device.
 
-The wire is left out (:class:`~ringspan.transports.silent.Silent`), so one device is enough. *Rank cost* is the slowest
+The wire is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is the slowest
 rank's time × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but the wire.
 """
 
@@ -32,7 +32,7 @@ from ringspan.kernels import Saved, check_backend
 from ringspan.plans import peak_bytes
 from ringspan.plans.data import PHASES
 from ringspan.strategies.registry import parse_strategy
-from ringspan.transports.silent import Silent
+from ringspan.transports.null import NullTransport
 
 COLUMNS = {
     "mask": "mask",
@@ -260,7 +260,9 @@ def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], object]:
 
 def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (result,) = attend([plan], [(q, k, v)], call_for(plan, q, v, given_scale(None, q.shape[-1]), backend), Silent().run)
+        (result,) = attend(
+            [plan], [(q, k, v)], call_for(plan, q, v, given_scale(None, q.shape[-1]), backend), NullTransport().run
+        )
         return result.out
 
     return attention

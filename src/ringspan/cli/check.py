@@ -28,7 +28,7 @@ from ringspan.errors import InputError
 from ringspan.testing.fuzz import Case, draw
 from ringspan.testing.trial import Outcome, run_local, run_rank
 from ringspan.testing.workers import Pool, WorkerFailed, tell
-from ringspan.transports import as_process_group
+from ringspan.transports import as_transport
 
 # Cases that the workers run before they report.
 BATCH = 20
@@ -130,7 +130,7 @@ def _in_processes(cases: Sequence[Case], world: int) -> Iterator[Outcome]:
 
 
 def _on_worker(rank: int, cases: Sequence[Case]) -> list[Outcome]:
-    group = as_process_group(None)
+    group = as_transport(None)
     outcomes = []
     for nth, case in enumerate(cases):
         tell(nth)

@@ -10,7 +10,7 @@ from ringspan.compat.shard_registry import check_mesh
 from ringspan.frontends import ContextParallel
 from ringspan.layouts import Layout
 from ringspan.masks import causal, full
-from ringspan.transports import ProcessGroup
+from ringspan.transports import ProcessGroupTransport
 
 # A batch has one for each of its rows, where a balancer has rearranged each in its own way.
 MOST = 256
@@ -30,7 +30,7 @@ class Contexts:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         check_mesh(mesh)
-        self.mesh, self.group = mesh, ProcessGroup(mesh)
+        self.mesh, self.group = mesh, ProcessGroupTransport(mesh)
         self._made: dict[Meaning, ContextParallel] = {}
 
     def get(self, meaning: Meaning) -> ContextParallel:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 from ringspan.errors import InputError
-from ringspan.transports import ProcessGroup
+from ringspan.transports import ProcessGroupTransport
 
 # The group by its name: operators take no other kind of handle. c10d._get_process_group_name(mesh.get_group()) gives it.
 
@@ -20,7 +20,7 @@ from ringspan.transports import ProcessGroup
 @torch.library.custom_op("ringspan::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     """The keys and values of all ranks, rank after rank along ``seq_dim``."""
-    group = ProcessGroup(_resolve_process_group(pg_name))  # type: ignore[arg-type]
+    group = ProcessGroupTransport(_resolve_process_group(pg_name))  # type: ignore[arg-type]
     mine = [k.shape[seq_dim], v.shape[seq_dim]]
     everyone = group.gather_numbers(mine, k.device)
     if any(theirs != mine for theirs in everyone):
@@ -34,7 +34,7 @@ def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple
 @torch.library.custom_op("ringspan::flex_cp_allgather_backward", mutates_args=())
 def flex_cp_allgather_backward(grad_k: Tensor, grad_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     """Each rank's share of the sum over ranks: every rank has used every key."""
-    group = ProcessGroup(_resolve_process_group(pg_name))  # type: ignore[arg-type]
+    group = ProcessGroupTransport(_resolve_process_group(pg_name))  # type: ignore[arg-type]
     return _summed_share(grad_k, seq_dim, group), _summed_share(grad_v, seq_dim, group)
 
 
@@ -61,12 +61,12 @@ def _backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Any, ...]:
 flex_cp_allgather.register_autograd(_backward, setup_context=_setup)
 
 
-def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _gathered(x: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     return torch.cat(group.all_gather_rows(rows, [len(rows)] * group.world)).movedim(0, dim).contiguous()
 
 
-def _summed_share(grad: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _summed_share(grad: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
     total = group.all_reduce_sum(grad)
     return total.chunk(group.world, dim)[group.rank].contiguous()
 

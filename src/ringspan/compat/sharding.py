@@ -18,7 +18,7 @@ from ringspan.compat.local_tensors import on_each_rank
 from ringspan.compat.shard_registry import check_mesh, memory_of
 from ringspan.errors import InputError
 from ringspan.layouts import Layout
-from ringspan.transports import ProcessGroup
+from ringspan.transports import ProcessGroupTransport
 
 Buffers = Sequence[Any] | Mapping[str, Any]
 SeqDims = Sequence[Any] | Mapping[str, Any]
@@ -66,7 +66,7 @@ def context_parallel_unshard(
     """
     if len(buffers) != len(seq_dims):
         raise InputError(f"{len(buffers)} buffers and {len(seq_dims)} seq_dims: give each buffer its sequence dim")
-    memory, group = memory_of(mesh), ProcessGroup(mesh)
+    memory, group = memory_of(mesh), ProcessGroupTransport(mesh)
     whole = []
     for x, given in zip(buffers, seq_dims, strict=True):
         dim = as_dim(x, given)

@@ -22,7 +22,7 @@ from ringspan.engine.slots import Slots
 from ringspan.kernels import Accumulator, Kernel, Mods, Partial, Saved, Sum, wide
 from ringspan.plans import Plan, Slot, Task
 from ringspan.plans.data import Phase
-from ringspan.transports import Wait, Walk
+from ringspan.transports import RankCoroutine, WaitExchange
 
 NOTHING = nullcontext()
 
@@ -37,8 +37,8 @@ class Call:
     mods: Mods | None = None
 
 
-def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Partial]:
-    """Walk the forward steps.
+def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> RankCoroutine[Partial]:
+    """Run the forward steps.
 
     Returns this rank's result: out (S, B, H, E), wide or as the kernel wrote it, and lse (S, B, H).
     """
@@ -63,8 +63,8 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> Walk[Par
     return out[0].finish()
 
 
-def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tuple[Tensor, ...]]:
-    """Walk the backward steps. ``saved`` is rows first.
+def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> RankCoroutine[tuple[Tensor, ...]]:
+    """Run the backward steps. ``saved`` is rows first.
 
     Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them; and this
     rank's part of the gradients of what the functions of the call learn.
@@ -102,7 +102,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> Walk[tupl
     return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
 
-def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int], None]) -> Walk[None]:
+def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int], None]) -> RankCoroutine[None]:
     """Each step: post what travels, compute while it does, wait, and lay out what has arrived."""
     for n, (step, route) in enumerate(zip(plan.program.steps(phase), plan.derived(routes, phase), strict=True)):
         label = f"{phase} step {n}"
@@ -113,7 +113,7 @@ def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int],
             for task in step.tasks:
                 compute(task, n)
         if on_the_wire:
-            yield Wait(ticket)
+            yield WaitExchange(ticket)
         slots.take(arrivals)
         # Else the next step's messages would be packed while this step's are still held.
         del post, arrivals, ticket

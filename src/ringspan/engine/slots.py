@@ -18,7 +18,7 @@ from ringspan.kernels import Accumulator, Partial, Sum
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
 from ringspan.plans.shape import is_packed
-from ringspan.transports import Post
+from ringspan.transports import PostExchange
 
 
 class Arrival(NamedTuple):
@@ -47,7 +47,7 @@ class Slots:
             "kv": self.sums.get("dkv", []),
         }
 
-    def post(self, route: Route, label: str) -> tuple[Post, list[Arrival]]:
+    def post(self, route: Route, label: str) -> tuple[PostExchange, list[Arrival]]:
         """The step's exchange, and what is to be taken in when it is over, in order."""
         parcels = [self._pack(t) if is_packed(t) else self._rows(t) for t in route.parcels]
         rooms: dict[int, Tensor] = {}
@@ -64,7 +64,7 @@ class Slots:
             elif self.gathered[t.what]:
                 arrivals.append(Arrival(t, None))
         sends = tuple([(peer, parcels[number]) for peer, number in route.sends])
-        return Post(label, sends, tuple([(t.peer, rooms[n]) for n, t in enumerate(route.recvs)])), arrivals
+        return PostExchange(label, sends, tuple([(t.peer, rooms[n]) for n, t in enumerate(route.recvs)])), arrivals
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
         """Lay what has arrived where it belongs."""

@@ -21,14 +21,21 @@ from ringspan.frontends.validate import given_scale
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
 from ringspan.plans import Plan
-from ringspan.transports import Hello, ProcessGroup, as_process_group, digest_number, shake_hands, tell_invalid
-from ringspan.transports.handshake import DTYPES, NO_FUNCTION, VERSION
+from ringspan.transports import (
+    ProcessGroupTransport,
+    RankSignature,
+    as_transport,
+    check_agreement,
+    digest_as_int64,
+    report_invalid_inputs,
+)
+from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, VERSION
 from ringspan.user_functions.digests import function_digest
 
 if TYPE_CHECKING:
     from ringspan.frontends.corners import Parts
 
-Group = ProcessGroup | dist.ProcessGroup | DeviceMesh | None
+Group = ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None
 
 
 @overload
@@ -93,7 +100,7 @@ def attention(
     if is_watched() and score_mod is None:
         place = traced_seat(plan, group, backend, parts)
     else:  # nobody looks for it, or nobody could find it: a function has no name that other processes know
-        place = unnumbered(_at(parts, plan), as_process_group(group), backend, score_mod)
+        place = unnumbered(_at(parts, plan), as_transport(group), backend, score_mod)
     result = attention_at(place, q, k, v, scale)
     return result if return_lse else result.out
 
@@ -116,7 +123,7 @@ def traced_seat(plan: Plan, group: Group, backend: str, parts: Parts | None) -> 
 
 def seat(plan: Plan, group: Group, backend: str, parts: Parts | None = None) -> Seat:
     """Where the operator finds the plan; with ``parts``, that of a shard of batch and heads."""
-    plan, ranks = _at(parts, plan), as_process_group(group)
+    plan, ranks = _at(parts, plan), as_transport(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
     return take_seat(name, unnumbered(plan, ranks, backend))
 
@@ -129,7 +136,7 @@ def _at(parts: Parts | None, plan: Plan) -> Plan:
     return plan_at(parts, plan)
 
 
-def unnumbered(plan: Plan, ranks: ProcessGroup, backend: str, score_mod: ScoreMod | None = None) -> Seat:
+def unnumbered(plan: Plan, ranks: ProcessGroupTransport, backend: str, score_mod: ScoreMod | None = None) -> Seat:
     """A seat without a ticket."""
     check_backend(backend)
     prepare = partial(prepared, plan, ranks, backend, score_mod=score_mod)
@@ -138,7 +145,7 @@ def unnumbered(plan: Plan, ranks: ProcessGroup, backend: str, score_mod: ScoreMo
 
 def prepared(
     plan: Plan,
-    ranks: ProcessGroup,
+    ranks: ProcessGroupTransport,
     backend: str,
     q: Tensor,
     k: Tensor,
@@ -156,30 +163,30 @@ def prepared(
     try:
         fitted, hello, inputs = plan.derived(introduced, look_of(q), look_of(k), look_of(v))
     except InputError:
-        tell_invalid(ranks, q.device)
+        report_invalid_inputs(ranks, q.device)
         raise
     plan = fitted or plan
     if score_mod is not None:
-        hello = hello._replace(score_mod=digest_number(function_digest(score_mod)))
-    shake_hands(ranks, hello, zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True), q.device)
+        hello = hello._replace(score_mod=digest_as_int64(function_digest(score_mod)))
+    check_agreement(ranks, hello, zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True), q.device)
     return plan, _call(plan, q, inputs, scale, backend, score_mod)
 
 
-def introduced(plan: Plan, q: Look, k: Look, v: Look) -> tuple[Plan | None, Hello, Inputs]:
+def introduced(plan: Plan, q: Look, k: Look, v: Look) -> tuple[Plan | None, RankSignature, Inputs]:
     """The plan for the heads of these tensors, if that is another, what this rank says of itself to the others, and what a
     kernel is asked."""
     shape = shape_of(q, k, v)
     fitted = plan.for_heads(shape.heads, shape.kv_heads)
-    hello = Hello(
+    hello = RankSignature(
         version=VERSION,
-        digest=digest_number(fitted.digest),
+        digest=digest_as_int64(fitted.digest),
         batch=shape.batch,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         v_dim=v.shape[-1],
         dtype=DTYPES.index(shape.dtype),
-        score_mod=NO_FUNCTION,
+        score_mod=NO_SCORE_MOD,
         queries=q.shape[2],
         keys=k.shape[2],
     )

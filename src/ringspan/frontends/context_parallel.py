@@ -29,7 +29,7 @@ from ringspan.planner import plan
 from ringspan.plans import Plan, Shape
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import same_every_time
-from ringspan.transports import ProcessGroup, as_process_group
+from ringspan.transports import ProcessGroupTransport, as_transport
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
@@ -71,7 +71,7 @@ class ContextParallel(AttentionMode):
         shape: Shape | None = None,
         backend: str = "auto",
     ) -> None:
-        self.group: ProcessGroup = as_process_group(group)
+        self.group: ProcessGroupTransport = as_transport(group)
         self.backend = backend
         self.plan: Plan = plan(
             given_mask(mask),
@@ -315,7 +315,7 @@ class ContextParallel(AttentionMode):
         all ranks stays missing, so that no optimiser moves a parameter nobody used."""
         sum_gradients(given_parameters(parameters), self._ranks(over))
 
-    def _ranks(self, over: Group) -> list[ProcessGroup]:
+    def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
         return [self.group] if over is None else groups_of(over)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -334,7 +334,7 @@ class ContextParallel(AttentionMode):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, layout: Layout, dim: int, grad: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroupTransport, layout: Layout, dim: int, grad: str) -> Tensor:
         ctx.group, ctx.layout, ctx.dim, ctx.grad = group, layout, dim, grad
         parts = group.all_gather_rows(x.movedim(dim, 0).contiguous(), layout.counts)
         back = torch.from_numpy(layout.order()).to(x.device).argsort()

@@ -23,7 +23,7 @@ from ringspan.planner import plan
 from ringspan.plans import Plan
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import never_compiled
-from ringspan.transports import InProcess, Traffic
+from ringspan.transports import InProcessTransport, Traffic
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
@@ -165,7 +165,7 @@ class LocalWorld:
             )
         queries = _split(q, q_layout)
         keys, values = _split(k, kv_layout), _split(v, kv_layout)
-        transport = InProcess(self.world)
+        transport = InProcessTransport(self.world)
         transport.traffic = self.traffic
         call = call_for(plans[0], q, v, given_scale(scale, shape.head_dim), backend, score_mod)
         with torch._C.DisableTorchFunction():  # the kernels' own calls, which a `with cp:` block around this one would see

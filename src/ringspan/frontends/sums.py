@@ -22,25 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group
 from ringspan.frontends.dtensors import is_dtensor
-from ringspan.transports import ProcessGroup, as_process_group
+from ringspan.transports import ProcessGroupTransport, as_transport
 
 Grads = Literal["summed", "averaged"]
 
 
-def groups_of(over: Group) -> list[ProcessGroup]:
+def groups_of(over: Group) -> list[ProcessGroupTransport]:
     """The groups whose sums, one after the other, are the sum over all ranks: one for each axis of a mesh."""
     if isinstance(over, DeviceMesh) and over.ndim > 1:
-        return [ProcessGroup(over.get_group(axis)) for axis in range(over.ndim)]
-    return [as_process_group(over)]
+        return [ProcessGroupTransport(over.get_group(axis)) for axis in range(over.ndim)]
+    return [as_transport(over)]
 
 
-def all_sum(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
     for group in groups:
         x = group.all_reduce_sum(x)
     return x
 
 
-def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroup], grads: Grads) -> Tensor:
+def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads) -> Tensor:
     """The sum of every rank's share, on every rank; differentiable in this rank's."""
     if grads not in ("summed", "averaged"):
         raise InputError(f'grads must be "summed" or "averaged", what will be done with them over the ranks; not {grads!r}')
@@ -50,7 +50,7 @@ def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroup], grads: Grads) -
 
 class _SumOfShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, groups: Sequence[ProcessGroup], grads: Grads) -> Tensor:
+    def forward(ctx: Any, share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads) -> Tensor:
         ctx.times = 1
         for group in groups:
             ctx.times *= group.world if grads == "averaged" else 1
@@ -61,7 +61,7 @@ class _SumOfShares(torch.autograd.Function):
         return grad * ctx.times, None, None
 
 
-def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroup]) -> None:
+def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTransport]) -> None:
     """Sum the gradients of parameters over ranks, in place. One that is missing on all ranks stays missing."""
     by_kind: dict[Any, list[Tensor]] = {}
     for p in parameters:

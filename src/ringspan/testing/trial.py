@@ -24,7 +24,7 @@ from ringspan.kernels.reference import dense_attention
 from ringspan.plans import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.testing.fuzz import Case
-from ringspan.transports import ProcessGroup, Traffic
+from ringspan.transports import ProcessGroupTransport, Traffic
 
 EXACT = 1e-12
 TIMES_TORCH = 2.0
@@ -90,7 +90,7 @@ def run_local(case: Case) -> Outcome:
     return Outcome(case=case, figures=figures, problems=(*problems, *_too_far(figures)))
 
 
-def run_rank(case: Case, group: ProcessGroup) -> Outcome:
+def run_rank(case: Case, group: ProcessGroupTransport) -> Outcome:
     """The case on this process's rank of a group, compared for this rank's tokens. Every rank of the group must run it."""
     mask = mask_of(case.mask)
     given, seen = tensors(case, mask), torch.from_numpy(mask.dense())

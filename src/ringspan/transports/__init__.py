@@ -1,21 +1,27 @@
-"""Transports: they move bytes between ranks and know nothing of attention."""
+"""Transports move tensors between ranks. They know nothing of attention or plans."""
 
-from ringspan.transports.handshake import Hello, compare, digest_number, shake_hands, tell_invalid
-from ringspan.transports.in_process import InProcess
-from ringspan.transports.process_group import ProcessGroup, as_process_group
-from ringspan.transports.requests import Post, Traffic, Wait, Walk
+from ringspan.transports.handshake import (
+    RankSignature,
+    check_agreement,
+    digest_as_int64,
+    first_disagreement,
+    report_invalid_inputs,
+)
+from ringspan.transports.in_process import InProcessTransport
+from ringspan.transports.process_group import ProcessGroupTransport, as_transport
+from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic, WaitExchange
 
 __all__ = [
-    "Hello",
-    "InProcess",
-    "Post",
-    "ProcessGroup",
+    "InProcessTransport",
+    "PostExchange",
+    "ProcessGroupTransport",
+    "RankCoroutine",
+    "RankSignature",
     "Traffic",
-    "Wait",
-    "Walk",
-    "as_process_group",
-    "compare",
-    "digest_number",
-    "shake_hands",
-    "tell_invalid",
+    "WaitExchange",
+    "as_transport",
+    "check_agreement",
+    "digest_as_int64",
+    "first_disagreement",
+    "report_invalid_inputs",
 ]

@@ -1,7 +1,7 @@
-"""The handshake: before a plan is first used on a group, all ranks compare what they came with.
+"""The handshake: before a group first runs a plan, its ranks check that they all call with the same plan and shapes.
 
-Without it a rank that differs makes gloo abort the process, or read garbage without a word. With it every rank raises
-the same error.
+Without this check a rank that differs makes gloo abort the process or receive wrong data without an error. With it every
+rank raises the same :class:`~ringspan.errors.PeerMismatch`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringspan.errors import PeerMismatch
-from ringspan.transports.process_group import ProcessGroup
+from ringspan.transports.process_group import ProcessGroupTransport
 
 VERSION = 2
-INVALID = -1  # the version of a rank whose tensors are no good: it says so before it raises, lest the others wait for it
+INVALID = -1  # the version of a rank whose inputs are invalid; it sends this before it raises, so that no peer waits for it
 
 
-class Hello(NamedTuple):
-    """What a rank says of itself: fixed in size, whole numbers only. All but the rows must be alike on all ranks."""
+class RankSignature(NamedTuple):
+    """What one rank calls attention with, as integers. All fields but ``queries`` and ``keys`` must agree on all ranks."""
 
     version: int
     digest: int
@@ -35,68 +35,72 @@ class Hello(NamedTuple):
     keys: int
 
 
-# What each torch group has agreed on, for each order in which its ranks are counted. All ranks fill theirs alike, and
-# so they empty it alike when it is full.
-_agreed: WeakKeyDictionary[Any, dict[tuple[int, ...], set[Hello]]] = WeakKeyDictionary()
-MOST = 4096
+# The signatures each torch process group has agreed on, by the order of its ranks. Every rank adds and clears the same
+# entries at the same calls, so either all ranks skip the handshake or none does.
+_agreed: WeakKeyDictionary[Any, dict[tuple[int, ...], set[RankSignature]]] = WeakKeyDictionary()
+MAX_AGREED = 4096
 
-# The dtypes that attention is computed in, by their numbers in a Hello.
+# RankSignature.dtype is an index into this tuple.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-NO_FUNCTION = 0
+NO_SCORE_MOD = 0
 
 
-def shake_hands(group: ProcessGroup, hello: Hello, rows: Iterable[tuple[int, int]], device: torch.device) -> None:
-    """Compare with all ranks unless it was done before; ``rows`` are the queries and keys that each rank should have."""
+def check_agreement(
+    group: ProcessGroupTransport, signature: RankSignature, rows: Iterable[tuple[int, int]], device: torch.device
+) -> None:
+    """Compare this rank's signature with all others, unless the group has agreed on it before.
+
+    ``rows`` has the number of queries and keys that the plan gives each rank.
+    """
     agreed = _agreed.setdefault(group.group, {}).setdefault(tuple(group.ranks), set())
-    if hello in agreed:
+    if signature in agreed:
         return
-    everyone = [Hello(*numbers) for numbers in group.gather_numbers(hello, device)]
-    problem = compare(everyone, rows)
+    signatures = [RankSignature(*numbers) for numbers in group.gather_numbers(signature, device)]
+    problem = first_disagreement(signatures, rows)
     if problem:
         raise PeerMismatch(problem)
-    if len(agreed) >= MOST:
+    if len(agreed) >= MAX_AGREED:
         agreed.clear()
-    agreed.add(hello)
+    agreed.add(signature)
 
 
-def tell_invalid(group: ProcessGroup, device: torch.device) -> None:
-    """Say that this rank's tensors are no good, so that ranks which shake hands now raise too instead of waiting."""
-    group.gather_numbers(Hello(INVALID, *[0] * (len(Hello._fields) - 1)), device)
+def report_invalid_inputs(group: ProcessGroupTransport, device: torch.device) -> None:
+    """Take part in the handshake as a rank with invalid inputs: the other ranks then raise too instead of waiting."""
+    group.gather_numbers(RankSignature(INVALID, *[0] * (len(RankSignature._fields) - 1)), device)
 
 
-def compare(everyone: Sequence[Hello], rows: Iterable[tuple[int, int]]) -> str | None:
-    """The first thing that does not fit, in words that are the same on every rank."""
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
+def first_disagreement(signatures: Sequence[RankSignature], rows: Iterable[tuple[int, int]]) -> str | None:
+    """An error message for the first field that differs, the same on every rank; None if the ranks agree."""
+    first = signatures[0]
+    for rank, other in enumerate(signatures):
         if other.version == INVALID:
-            return f"rank {rank} came with q, k and v that do not go together; its own error says why"
-        for field in Hello._fields[:-2]:
-            mine, theirs = getattr(first, field), getattr(other, field)
-            if mine != theirs:
-                shown = [_shown(field, x) for x in (mine, theirs)]
-                what = {"digest": "plan", "score_mod": "score_mod"}.get(field, field.replace("_", " "))
+            return f"rank {rank} was called with invalid q, k and v; see the error it raised itself"
+        for field in RankSignature._fields[:-2]:
+            a, b = getattr(first, field), getattr(other, field)
+            if a != b:
+                name = "plan" if field == "digest" else field.replace("_", " ") if field != "score_mod" else field
                 return (
-                    f"the ranks disagree: rank 0 came with {what} {shown[0]}, rank {rank} with {shown[1]}. "
+                    f"the ranks disagree: rank 0 has {name} {_as_text(field, a)}, rank {rank} has {_as_text(field, b)}. "
                     "All ranks must call attention with the same plan, shapes, dtype and score_mod"
                 )
-    for rank, (other, (queries, keys)) in enumerate(zip(everyone, rows, strict=True)):
-        for what, came, planned in (("queries", other.queries, queries), ("keys", other.keys, keys)):
-            if came != planned:
+    for rank, (other, (queries, keys)) in enumerate(zip(signatures, rows, strict=True)):
+        for name, actual, planned in (("queries", other.queries, queries), ("keys", other.keys, keys)):
+            if actual != planned:
                 return (
-                    f"rank {rank} came with {came} {what} where the plan says {planned}: "
+                    f"rank {rank} has {actual} {name} where the plan says {planned}: "
                     "shard with cp.shard, or make a plan for these lengths"
                 )
     return None
 
 
-def digest_number(digest: str) -> int:
-    """Sixteen hex digits as a number that fits int64."""
+def digest_as_int64(digest: str) -> int:
+    """A digest of sixteen hex digits as a signed 64-bit integer."""
     return int(digest, 16) - 2**63
 
 
-def _shown(field: str, number: int) -> str:
-    if field == "score_mod" and number == NO_FUNCTION:
+def _as_text(field: str, value: int) -> str:
+    if field == "score_mod" and value == NO_SCORE_MOD:
         return "None"
     if field in ("digest", "score_mod"):
-        return f"{number + 2**63:016x}"
-    return DTYPES[number] if field == "dtype" else str(number)
+        return f"{value + 2**63:016x}"
+    return DTYPES[value] if field == "dtype" else str(value)

@@ -1,4 +1,4 @@
-"""All ranks in this process: for debugging, tests and a single device. No torch.distributed, no threads."""
+"""All ranks in one process: for tests, debugging and a single device. It uses no torch.distributed and no threads."""
 
 from __future__ import annotations
 
@@ -10,64 +10,67 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ringspan.errors import TransportError
-from ringspan.transports.requests import Post, Traffic, Wait, Walk
+from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic, WaitExchange
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
+class InProcessExchange:
+    """A posted exchange of one rank, and how many of its messages are not yet matched with the peer's side."""
+
     rank: int
     label: str
-    open: int  # messages that have not met their other side
+    unmatched: int
 
 
-class InProcess:
-    """Takes turns between the ranks' walks. A message is copied as soon as both sides have posted it."""
+class InProcessTransport:
+    """Runs the ranks' coroutines in turn. A message is copied as soon as both its send and its receive are posted."""
 
     def __init__(self, world: int) -> None:
         self.traffic = [Traffic() for _ in range(world)]
 
-    def run(self, walks: Sequence[Walk[T]]) -> list[T]:
-        """Walk all ranks to the end; their results in order."""
-        if len(walks) != len(self.traffic):
-            raise TransportError(f"this world has {len(self.traffic)} ranks, but {len(walks)} walks were given")
+    def run(self, coroutines: Sequence[RankCoroutine[T]]) -> list[T]:
+        """Run one coroutine per rank to the end and return their results in rank order."""
+        if len(coroutines) != len(self.traffic):
+            raise TransportError(f"this world has {len(self.traffic)} ranks, but {len(coroutines)} coroutines were given")
         results: dict[int, T] = {}
-        sent: dict[tuple[int, int], deque[tuple[Tensor, _Ticket]]] = defaultdict(deque)
-        wanted: dict[tuple[int, int], deque[tuple[Tensor, _Ticket]]] = defaultdict(deque)
-        waiting: dict[int, _Ticket | None] = dict.fromkeys(range(len(walks)))
+        # Posted and not yet matched, by (sender, receiver).
+        sends: dict[tuple[int, int], deque[tuple[Tensor, InProcessExchange]]] = defaultdict(deque)
+        recvs: dict[tuple[int, int], deque[tuple[Tensor, InProcessExchange]]] = defaultdict(deque)
+        waiting: dict[int, InProcessExchange | None] = dict.fromkeys(range(len(coroutines)))
 
-        def post(rank: int, request: Post) -> _Ticket:
-            ticket = _Ticket(rank, request.label, len(request.sends) + len(request.recvs))
+        def post(rank: int, request: PostExchange) -> InProcessExchange:
+            exchange = InProcessExchange(rank, request.label, len(request.sends) + len(request.recvs))
             for peer, tensor in request.sends:
-                sent[rank, peer].append((tensor, ticket))
+                sends[rank, peer].append((tensor, exchange))
             for peer, tensor in request.recvs:
-                wanted[peer, rank].append((tensor, ticket))
+                recvs[peer, rank].append((tensor, exchange))
             for pair in {(rank, peer) for peer, _ in request.sends} | {(peer, rank) for peer, _ in request.recvs}:
-                while sent[pair] and wanted[pair]:
-                    self._deliver(*sent[pair].popleft(), *wanted[pair].popleft())
-            return ticket
+                while sends[pair] and recvs[pair]:
+                    self._deliver(*sends[pair].popleft(), *recvs[pair].popleft())
+            return exchange
 
         while waiting:
-            ready = [rank for rank, ticket in waiting.items() if ticket is None or ticket.open == 0]
+            ready = [rank for rank, exchange in waiting.items() if exchange is None or exchange.unmatched == 0]
             if not ready:
-                stuck = ", ".join(f"rank {t.rank} in {t.label}" for t in waiting.values() if t)
-                raise TransportError(f"nobody can go on: {stuck} wait for messages that nobody sends")
+                stuck = ", ".join(f"rank {x.rank} in {x.label}" for x in waiting.values() if x)
+                raise TransportError(f"deadlock: {stuck} wait for messages that no rank has posted")
             for rank in ready:
                 answer: Any = None
                 try:
                     while True:
-                        request = walks[rank].send(answer)
-                        if isinstance(request, Wait):
+                        request = coroutines[rank].send(answer)
+                        if isinstance(request, WaitExchange):
                             break
                         answer = post(rank, request)
-                    waiting[rank] = request.ticket
+                    waiting[rank] = request.pending
                 except StopIteration as end:
                     results[rank] = end.value
                     del waiting[rank]
-        return [results[rank] for rank in range(len(walks))]
+        return [results[rank] for rank in range(len(coroutines))]
 
-    def _deliver(self, message: Tensor, sender: _Ticket, buffer: Tensor, receiver: _Ticket) -> None:
+    def _deliver(self, message: Tensor, sender: InProcessExchange, buffer: Tensor, receiver: InProcessExchange) -> None:
         if (message.shape, message.dtype) != (buffer.shape, buffer.dtype):
             raise TransportError(
                 f"rank {sender.rank} sent {message.dtype} {tuple(message.shape)} in {sender.label} where rank {receiver.rank} "
@@ -76,5 +79,5 @@ class InProcess:
         buffer.copy_(message)
         self.traffic[sender.rank].sent += message.nbytes
         self.traffic[receiver.rank].received += message.nbytes
-        sender.open -= 1
-        receiver.open -= 1
+        sender.unmatched -= 1
+        receiver.unmatched -= 1

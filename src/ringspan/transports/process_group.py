@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
-from ringspan.transports.requests import Post, Traffic, Walk
+from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic
 
 T = TypeVar("T")
 
 
-class _Ticket(NamedTuple):
+class PendingExchange(NamedTuple):
     """An exchange under way: what the back end is to be asked about, by peers, and what is then copied to the device."""
 
-    request: Post
+    request: PostExchange
     works: list[tuple[list[int], Any]]
     staged: list[tuple[Tensor, Tensor]]
 
 
-class ProcessGroup:
+class ProcessGroupTransport:
     """A group of ranks and this process's place in it.
 
     ``group`` is a ``torch.distributed`` process group (None: the default one) or a one-axis ``DeviceMesh``. The ranks
@@ -63,23 +63,23 @@ class ProcessGroup:
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.traffic = Traffic()
 
-    def run(self, walks: Sequence[Walk[T]]) -> list[T]:
-        """Walk this process's rank to the end."""
+    def run(self, walks: Sequence[RankCoroutine[T]]) -> list[T]:
+        """Run this process's rank to the end."""
         (walk,) = walks
         answer: Any = None
         try:
             while True:
                 request = walk.send(answer)
-                if isinstance(request, Post):
+                if isinstance(request, PostExchange):
                     answer = self._post(request)
                 else:
-                    self._wait(request.ticket)
+                    self._wait(request.pending)
                     answer = None
                 del request  # it holds the messages of its step, and the next step is about to pack its own
         except StopIteration as end:
             return [end.value]
 
-    def _post(self, request: Post) -> _Ticket:
+    def _post(self, request: PostExchange) -> PendingExchange:
         peers, operations, staged = [], [], []
         for operation, messages in ((dist.isend, request.sends), (dist.irecv, request.recvs)):
             for peer, tensor in messages:
@@ -94,16 +94,16 @@ class ProcessGroup:
         self.traffic.sent += sum(tensor.nbytes for _, tensor in request.sends)
         self.traffic.received += sum(tensor.nbytes for _, tensor in request.recvs)
         if not operations:
-            return _Ticket(request, [], [])
+            return PendingExchange(request, [], [])
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise self._named(error, request.label, peers) from error
         # One handle for all where the back end groups them (NCCL), one for each otherwise.
         each = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
-        return _Ticket(request, list(zip(each, works, strict=True)), staged)
+        return PendingExchange(request, list(zip(each, works, strict=True)), staged)
 
-    def _wait(self, ticket: _Ticket) -> None:
+    def _wait(self, ticket: PendingExchange) -> None:
         for peers, work in ticket.works:
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
@@ -117,7 +117,7 @@ class ProcessGroup:
         """Whether messages of a GPU go through the host's memory: gloo sends only from there."""
         return self.group._get_backend(torch.device("cuda")).name() == "gloo"
 
-    def _check_that_nobody_captures(self, request: Post) -> None:
+    def _check_that_nobody_captures(self, request: PostExchange) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise TransportError(
                 f"rank {self.rank}: {request.label} is being captured in a CUDA graph, but gloo carries what lies on a GPU "
@@ -174,6 +174,6 @@ def _tag(message: Tensor) -> int:
     return message.nbytes % (2**31 - 1)
 
 
-def as_process_group(group: ProcessGroup | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+def as_transport(group: ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupTransport:
     """What a user's ``group=`` means."""
-    return group if isinstance(group, ProcessGroup) else ProcessGroup(group)
+    return group if isinstance(group, ProcessGroupTransport) else ProcessGroupTransport(group)

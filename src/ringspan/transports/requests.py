@@ -1,4 +1,8 @@
-"""What the engine asks of a transport. The engine yields these; it never moves a byte itself."""
+"""The requests a rank's coroutine yields to its transport.
+
+The engine yields a :class:`PostExchange` to start sends and receives and a :class:`WaitExchange` to complete them. The
+transport carries them out; the engine itself never communicates.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Post:
-    """Begin an exchange: tensors to send to peers, and contiguous tensors to be filled by them. Answered with a ticket.
+class PostExchange:
+    """Start these sends and receives without blocking. The transport answers with a handle for :class:`WaitExchange`.
 
-    Between two ranks messages arrive in the order in which they were sent. Neither side may touch the tensors until the
-    ticket has been waited for.
+    ``sends`` and ``recvs`` are pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two ranks
+    arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched before the
+    exchange has been waited for.
     """
 
     label: str
@@ -25,19 +30,19 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wait:
-    """End the exchange of this ticket: everything has been sent and has arrived."""
+class WaitExchange:
+    """Wait until every send and receive of this exchange is complete. ``pending`` is the handle its post returned."""
 
-    ticket: Any
+    pending: Any
 
 
-# One rank's walk through its plan: yields requests, is resumed with tickets, returns its result.
-Walk: TypeAlias = Generator["Post | Wait", Any, T]
+# One rank's execution of its plan: a generator that yields requests, is resumed with handles, and returns its result.
+RankCoroutine: TypeAlias = Generator["PostExchange | WaitExchange", Any, T]
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that really moved, counted where they are moved."""
+    """Bytes that a transport has moved for one rank."""
 
     sent: int = 0
     received: int = 0
