@@ -192,9 +192,9 @@ def test_torch_alone_has_no_nan_where_a_query_sees_nothing() -> None:
 
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
-    planner.forget()
+    rs.clear_caches()
     yield
-    planner.forget()
+    rs.clear_caches()
 
 
 def without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:

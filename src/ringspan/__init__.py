@@ -14,6 +14,7 @@ rank=17).explain()``.
 
 from typing import Any
 
+from ringspan.caching import clear_caches
 from ringspan.costs import Hardware
 from ringspan.errors import (
     InputError,
@@ -104,6 +105,7 @@ __all__ = [
     "block_mask",
     "causal",
     "chunked",
+    "clear_caches",
     "compat",
     "current",
     "documents",

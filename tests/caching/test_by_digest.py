@@ -1,17 +1,25 @@
-"""The cache of planning: bounded, by digest, and safe when threads plan ahead."""
+"""The cache by digest: bounded, keyed by digests, safe when threads plan ahead."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
-from ringspan.caching.by_digest import remember
+import numpy as np
+import pytest
+
+import ringspan as rs
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.masks import table as tables
+from ringspan.planner import forget
 
 
-def test_the_last_ones_are_kept() -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_least_recently_used_entry_is_evicted_first(plain: bool) -> None:
     asked = []
 
-    @remember(2)
+    @cache_by_digest(2, plain=plain)
     def double(x: int) -> int:
         asked.append(x)
         return 2 * x
@@ -20,10 +28,10 @@ def test_the_last_ones_are_kept() -> None:
     assert asked == [1, 2, 3, 2]
 
 
-def test_who_looks_up_does_not_wait_for_who_computes() -> None:
+def test_a_lookup_does_not_wait_for_a_computation() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    @remember(4)
+    @cache_by_digest(4)
     def slow(x: int) -> int:
         if x:
             begun.set()
@@ -39,11 +47,61 @@ def test_who_looks_up_does_not_wait_for_who_computes() -> None:
         assert later.result() == 1
 
 
-def test_many_threads_over_a_cache_that_is_too_small() -> None:
-    @remember(3)
+def test_many_threads_share_a_cache_that_is_too_small() -> None:
+    @cache_by_digest(3)
     def square(x: int) -> int:
         return x * x
 
     with ThreadPoolExecutor(8) as threads:
         asked = [n % 7 for n in range(20_000)]
         assert list(threads.map(square, asked, chunksize=100)) == [x * x for x in asked]
+
+
+def in_two_bands(mask: rs.Mask) -> rs.Mask:
+    """The same pairs, written in two bands."""
+    n, _ = mask.lengths
+    halves = np.concatenate([tables.intersect(mask.table, tables.table((a, b, 0, n, -n, n))) for a, b in ((0, 2), (2, n))])
+    return rs.Mask(halves, n, n, name=mask.name)
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_masks_are_compared_by_digest_and_name(by_keyword: bool) -> None:
+    """Not by ==: else a result would depend on which of two equal masks came first."""
+
+    @cache_by_digest(8)
+    def bands(mask: rs.Mask) -> int:
+        return len(mask)
+
+    one = rs.causal(4)
+    two = in_two_bands(one)
+    assert one == two
+    assert [bands(mask=x) if by_keyword else bands(x) for x in (one, two, one)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_clear_caches_empties_it(plain: bool) -> None:
+    @cache_by_digest(2, plain=plain)
+    def fresh(x: int) -> object:
+        return object()
+
+    first = fresh(1)
+    assert fresh(1) is first
+    rs.clear_caches()
+    assert fresh(1) is not first
+
+
+def test_a_lookup_of_plain_arguments_costs_what_lru_cache_costs() -> None:
+    """It is lru_cache itself, so there is nothing to time."""
+
+    @cache_by_digest(2, plain=True)
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert type(double) is type(lru_cache(double))
+
+
+def test_forget_is_the_former_name_of_clear_caches() -> None:
+    plan = rs.plan(rs.causal(16), world=4, strategy="ring", layout="zigzag")
+    with pytest.warns(DeprecationWarning, match=r"ringspan\.clear_caches"):
+        forget()
+    assert rs.plan(rs.causal(16), world=4, strategy="ring", layout="zigzag") is not plan

@@ -1,6 +1,9 @@
-"""What one stream has made no other one is given; a CUDA graph is given what any has made, for good."""
+"""The cache by stream: no tensor of one stream is handed to another, and CUDA graphs keep what they read."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,42 +11,43 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+import ringspan as rs
 from ringspan.caching import by_stream as streams
-from ringspan.caching.by_stream import per_stream
+from ringspan.caching.by_stream import cache_by_stream
 from ringspan.errors import KernelError
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-@per_stream(2)
+@cache_by_stream(2)
 def ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count)
 
 
-class Here:
-    """Where the host is: on which stream, and whether a graph is being captured there."""
+class FakeDevice:
+    """The current stream of a GPU that is not there, and whether a CUDA graph is being captured on it."""
 
     stream, capturing = (0, 1), False
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    place = Here()
-    monkeypatch.setattr(streams, "_stream", lambda device: streams.CAPTURING if place.capturing else place.stream)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    fake = FakeDevice()
+    monkeypatch.setattr(streams, "_stream", lambda device: streams.CAPTURING if fake.capturing else fake.stream)
     ones.cache_clear()  # type: ignore[attr-defined]
-    return place
+    return fake
 
 
-def test_it_is_made_once_for_each_stream(here: Here) -> None:
+def test_each_stream_makes_its_own(gpu: FakeDevice) -> None:
     first = ones(3, GPU)
-    here.stream = (0, 2)
+    gpu.stream = (0, 2)
     other = ones(3, GPU)
-    here.stream = (0, 1)
+    gpu.stream = (0, 1)
     assert ones(3, GPU) is first
     assert other is not first
 
 
-def test_what_was_not_used_for_longest_goes_first(here: Here) -> None:
+def test_the_least_recently_used_entry_is_evicted_first(gpu: FakeDevice) -> None:
     one, two = ones(1, GPU), ones(2, GPU)
     assert ones(1, GPU) is one
     ones(3, GPU)
@@ -51,44 +55,65 @@ def test_what_was_not_used_for_longest_goes_first(here: Here) -> None:
     assert ones(2, GPU) is not two
 
 
-def test_a_graph_is_given_what_another_stream_has_made_and_keeps_it(here: Here) -> None:
+def test_a_capture_receives_the_entry_of_another_stream_and_keeps_it(gpu: FakeDevice) -> None:
     made = ones(3, GPU)
-    here.stream, here.capturing = (0, 2), True
+    gpu.stream, gpu.capturing = (0, 2), True
     assert ones(3, GPU) is made
-    here.capturing = False
+    gpu.capturing = False
     for count in range(4, 9):
-        ones(count, GPU)  # long forgotten, but for graphs
+        ones(count, GPU)  # evicts the entry of 3, but not for graphs
     assert ones(3, GPU) is not made
-    here.capturing = True
+    gpu.capturing = True
     assert ones(3, GPU) is made
 
 
-def test_nothing_is_made_in_a_graph(here: Here) -> None:
-    here.capturing = True
+@pytest.mark.parametrize("clear", [rs.clear_caches, ones.cache_clear])  # type: ignore[attr-defined]
+def test_clearing_releases_what_captures_kept(gpu: FakeDevice, clear: Callable[[], None]) -> None:
+    made = weakref.ref(ones(3, GPU))
+    gpu.capturing = True
+    assert ones(3, GPU) is made()
+    clear()
+    assert made() is None
+    with pytest.raises(KernelError, match="run the same step once"):
+        ones(3, GPU)
+
+
+def test_entries_of_captures_survive_where_asked(gpu: FakeDevice) -> None:
+    made = ones(3, GPU)
+    gpu.capturing = True
+    ones(3, GPU)
+    ones.cache_clear(keep_graphs=True)  # type: ignore[attr-defined]
+    assert ones(3, GPU) is made
+    gpu.capturing = False
+    assert ones(3, GPU) is not made
+
+
+def test_nothing_is_made_during_capture(gpu: FakeDevice) -> None:
+    gpu.capturing = True
     with pytest.raises(KernelError, match="run the same step once, just before it is captured"):
         ones(11, GPU)
-    with pytest.raises(KernelError, match="this kernel makes a mask anew in every call"):
+    with pytest.raises(KernelError, match="this kernel makes a new mask in every call"):
         streams.on_device(np.arange(3), GPU)
 
 
-def test_nor_where_somebody_looks(here: Here) -> None:
-    here.capturing = True
+def test_nothing_is_made_during_capture_under_a_dispatch_mode(gpu: FakeDevice) -> None:
+    gpu.capturing = True
     with FakeTensorMode(), pytest.raises(KernelError, match="run the same step once"):
         ones(11, GPU)
 
 
-def test_what_is_made_where_somebody_looks_is_not_kept(here: Here) -> None:
+def test_a_fake_tensor_is_not_cached(gpu: FakeDevice) -> None:
     with FakeTensorMode():
-        likeness = ones(5, GPU)
-    assert isinstance(likeness, FakeTensor)
+        fake = ones(5, GPU)
+    assert isinstance(fake, FakeTensor)
     assert not isinstance(ones(5, GPU), FakeTensor)
 
 
-def test_numbers_of_the_host_come_from_the_host() -> None:
+def test_on_device_ignores_the_default_device() -> None:
     with torch.device("meta"):
         assert streams.on_device(np.arange(3), CPU).tolist() == [0, 1, 2]
 
 
-def test_on_a_cpu_there_is_one() -> None:
+def test_a_cpu_has_one_entry_for_all_streams() -> None:
     assert ones(3, CPU) is ones(3, CPU)
     assert ones(3, CPU) is not ones(4, CPU)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.planner import best_on, forget
+from ringspan.planner import best_on
 
 SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
 DOCUMENTS = rs.documents([900, 3000, 100, 96])
@@ -89,7 +89,7 @@ def test_all_ranks_choose_alike_whatever_they_planned_before() -> None:
         mask = rs.documents(rng.integers(1, 400, size=12).tolist())
         digests = set()
         for rank in range(8):  # each a process of its own, and every other one with a past
-            forget()
+            rs.clear_caches()
             if rank % 2:
                 rs.plan(mask, world=8, strategy="ring")
                 rs.plan(mask, world=4)
@@ -100,7 +100,7 @@ def test_all_ranks_choose_alike_whatever_they_planned_before() -> None:
 def test_a_repeated_choice_is_looked_up() -> None:
     first = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
     assert best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE) is first
-    forget()
+    rs.clear_caches()
     again = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
     assert again is not first
     assert again.table() == first.table()

@@ -11,7 +11,7 @@ import ringspan as rs
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
-from ringspan.planner import forget, register_strategy
+from ringspan.planner import register_strategy
 from ringspan.plans import Plan, Program, Scene
 from ringspan.strategies import STRATEGIES, parse_strategy, plan_rank, strategy_for_heads
 from tests.plans.examples import MASKS, all_plans
@@ -268,7 +268,7 @@ def test_a_repeated_plan_is_the_same_object() -> None:
     arguments = (plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank, plan.notes)
     assert plan_rank(*arguments) is plan
     assert rs.plan(rs.causal(16), world=4, rank=2, strategy="ring", layout="zigzag") is plan
-    forget()
+    rs.clear_caches()
     again = plan_rank(*arguments)
     assert again is not plan
     assert again == plan
@@ -291,9 +291,9 @@ def test_what_was_planned_before_does_not_show(layout: str) -> None:
     mask = rs.full(16) & rs.window(left=0, right=0)
     for other in (in_other_bands(mask), rs.documents([1] * 16)):
         assert other == mask
-        forget()
+        rs.clear_caches()
         alone = rs.plan(other, world=2, layout=layout)
-        forget()
+        rs.clear_caches()
         rs.plan(mask, world=2, layout=layout)
         after = rs.plan(other, world=2, layout=layout)
         assert (after.digest, after.mask.name) == (alone.digest, alone.mask.name)

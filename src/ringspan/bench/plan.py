@@ -12,7 +12,6 @@ import numpy as np
 
 import ringspan as rs
 from ringspan.layouts import balance
-from ringspan.planner import forget
 
 COLUMNS = {
     "mask": "mask",
@@ -68,9 +67,9 @@ def _case(mask: Callable[[], rs.Mask], world: int, layout: str, strategy: str) -
 
     one = []
     for rank in np.linspace(0, world - 1, ROUNDS).astype(int).tolist():
-        forget()
+        rs.clear_caches()
         one.append(_seconds(lambda rank=rank: plan(rank)))  # type: ignore[misc]
-    forget()
+    rs.clear_caches()
     everyone = _seconds(lambda: [plan(rank) for rank in range(world)])
     made = plan(0)
     return {

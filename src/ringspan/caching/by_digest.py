@@ -1,53 +1,86 @@
-"""Remember what was planned: a bounded cache whose keys are digests."""
+"""A bounded cache of function results, keyed by the digests of the arguments."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from functools import lru_cache, update_wrapper
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from weakref import WeakSet
+
+from ringspan.caching.registry import on_clear_caches
 
 P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Remembered(Generic[P, T]):
+class CachedFunction(Protocol[P, T_co]):
+    """A function with a cache in front of it."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co: ...
+
+    def cache_clear(self) -> None: ...
+
+
+class DigestCache(Generic[P, T]):
     """A function that looks its arguments up before it computes.
 
-    Arguments with a digest (masks, layouts) count by digest and name, not by equality: equal masks can be written in different
-    bands, and a plan must follow from its arguments alone, not from what this process happened to plan before. May be called
-    from several threads.
+    An argument with a digest (a mask, a layout) is compared by its digest and name, not by ``==``: equal masks can be written
+    in different bands, and a plan must follow from its arguments alone, not from what this process planned before.
     """
 
-    def __init__(self, function: Callable[P, T], size: int) -> None:
-        self._function, self._size = function, size
-        self._known: OrderedDict[Hashable, T] = OrderedDict()
+    def __init__(self, function: Callable[P, T], maxsize: int) -> None:
+        self._function, self._maxsize = function, maxsize
+        self._results: OrderedDict[Hashable, T] = OrderedDict()
         self._lock = threading.Lock()
-        wraps(function)(self)
+        update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = tuple(_key(x) for x in (*args, *kwargs.items()))
+        key: Hashable = tuple([_key(x) for x in args])
+        if kwargs:
+            key = key, tuple([(name, _key(x)) for name, x in kwargs.items()])
         with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        # Not under the lock: a thread that plans ahead must not hold up one that looks something up.
+            if key in self._results:
+                self._results.move_to_end(key)
+                return self._results[key]
+        # Computed without the lock: a thread that plans ahead must not delay a lookup in another one.
         result = self._function(*args, **kwargs)
         with self._lock:
-            self._known[key] = result
-            if len(self._known) > self._size:
-                self._known.popitem(last=False)
+            self._results[key] = result
+            if len(self._results) > self._maxsize:
+                self._results.popitem(last=False)
         return result
 
-    def forget(self) -> None:
+    def cache_clear(self) -> None:
         with self._lock:
-            self._known.clear()
+            self._results.clear()
 
 
-def remember(size: int) -> Callable[[Callable[P, T]], Remembered[P, T]]:
-    """Keep the last ``size`` results."""
-    return lambda function: Remembered(function, size)
+def cache_by_digest(maxsize: int, *, plain: bool = False) -> Callable[[Callable[P, T]], CachedFunction[P, T]]:
+    """Cache the last ``maxsize`` results of a function.
+
+    With ``plain`` no argument has a digest: the arguments themselves are the key. Such lookups are as fast as those of
+    ``functools.lru_cache``, which does them.
+    """
+
+    def decorate(function: Callable[P, T]) -> CachedFunction[P, T]:
+        cached: Any = lru_cache(maxsize)(function) if plain else DigestCache(function, maxsize)
+        _caches.add(cached)
+        return cast(CachedFunction[P, T], cached)
+
+    return decorate
+
+
+def clear_digest_caches() -> None:
+    """Empty all caches of this module, and leave what is kept on devices."""
+    for cache in list(_caches):
+        cache.cache_clear()
+
+
+_caches: WeakSet[CachedFunction[..., Any]] = WeakSet()
+on_clear_caches(clear_digest_caches)
 
 
 def _key(x: Any) -> Hashable:

@@ -1,11 +1,12 @@
-"""Tensors that are made once and used again, by each stream of a device for itself.
+"""A bounded cache of tensors on a device, one entry per CUDA stream.
 
-A copy to a GPU is under way while the host goes on, and work that comes later on the same stream finds it done. Work on another
-stream may not; and memory that is given back is handed on in the order of the stream on which it was made. So what one stream
-has made no other one is given.
+A copy to a GPU runs asynchronously: later work on the same stream finds it complete, work on another stream may not. The
+caching allocator also reuses freed memory in the order of the stream that allocated it. So a tensor cached on one stream is
+never handed to another.
 
-A CUDA graph is the exception. It is captured on a stream of its own, after the device has come to rest, and what is made in it
-holds nothing until it is replayed. So it is given what any stream has made before, which from then on is kept for good.
+A CUDA graph is the exception. It is captured on a stream of its own after the device was synchronized, and a tensor that is
+made during capture holds nothing until the graph is replayed. So a capture receives what any stream has cached before. These
+entries are then kept until ``ringspan.clear_caches()``, because the graph reads their memory at every replay.
 """
 
 from __future__ import annotations
@@ -15,34 +16,39 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import KernelError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A device's number and a stream's address; of a CPU, which has none, None.
+# The index of a device and the address of a stream; None for a CPU, which has no streams.
 Stream = tuple[int, int] | None
 CAPTURING: Stream = (-1, -1)
 
-UNPREPARED = (
+NOT_PREPARED = (
     "attention is being captured in a CUDA graph, but something has to be copied to the device for it first: run the same step "
     "once, just before it is captured"
 )
-NEVER = (
-    "attention is being captured in a CUDA graph, but this kernel makes a mask anew in every call, which no graph can repeat: "
+NOT_CAPTURABLE = (
+    "attention is being captured in a CUDA graph, but this kernel makes a new mask in every call, which no graph can repeat: "
     'use backend="fa4", "flash" or "flex"'
 )
 
 
-def per_stream(maxsize: int) -> Callable[[F], F]:
-    """``lru_cache`` for functions whose last argument is the device on which they make tensors."""
+def cache_by_stream(maxsize: int) -> Callable[[F], F]:
+    """``lru_cache`` for functions whose last argument is the device on which they make tensors.
+
+    ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs read.
+    """
 
     def decorate(make: F) -> F:
-        made = OrderedDict[tuple[Stream, tuple[Any, ...]], Any]()
+        by_stream = OrderedDict[tuple[Stream, tuple[Any, ...]], Any]()
         in_graphs = dict[tuple[Any, ...], Any]()
         lock = threading.Lock()
 
@@ -50,49 +56,65 @@ def per_stream(maxsize: int) -> Callable[[F], F]:
         def find(*args: Any) -> Any:
             stream = _stream(args[-1])
             if stream == CAPTURING:
-                return for_graph(args)
-            if torch._C._len_torch_dispatch_stack():  # what is made while somebody looks may be no tensor but a likeness of one
+                return find_for_graph(args)
+            if torch._C._len_torch_dispatch_stack():  # under a dispatch mode a new tensor may be a FakeTensor: do not keep it
                 return make(*args)
             key = (stream, args)
             with lock:
-                if key in made:
-                    made.move_to_end(key)
-                    return made[key]
+                if key in by_stream:
+                    by_stream.move_to_end(key)
+                    return by_stream[key]
             value = make(*args)
             with lock:
-                made[key] = value
-                if len(made) > maxsize:
-                    made.popitem(last=False)
+                by_stream[key] = value
+                if len(by_stream) > maxsize:
+                    by_stream.popitem(last=False)
             return value
 
-        def for_graph(args: tuple[Any, ...]) -> Any:
+        def find_for_graph(args: tuple[Any, ...]) -> Any:
             with lock:
                 if args not in in_graphs:
-                    in_graphs.update((others, value) for (_, others), value in made.items() if others == args)
+                    in_graphs.update((others, value) for (_, others), value in by_stream.items() if others == args)
                 if args in in_graphs:
                     return in_graphs[args]
-            raise KernelError(UNPREPARED)
+            raise KernelError(NOT_PREPARED)
 
-        find.cache_clear = made.clear  # type: ignore[attr-defined]
+        def cache_clear(*, keep_graphs: bool = False) -> None:
+            with lock:
+                by_stream.clear()
+                if not keep_graphs:
+                    in_graphs.clear()
+
+        find.cache_clear = cache_clear  # type: ignore[attr-defined]
+        _caches.add(find)
         return find  # type: ignore[return-value]
 
     return decorate
 
 
+def clear_stream_caches() -> None:
+    for cache in list(_caches):
+        cache.cache_clear()
+
+
+_caches: WeakSet[Any] = WeakSet()
+on_clear_caches(clear_stream_caches)
+
+
 def on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Numbers of the host on a device, without making the host wait for it."""
-    # What is kept is used again in other calls: a tensor made in inference mode could never take part in a backward pass.
+    """Copy an array of the host to a device, without making the host wait."""
+    # Cached tensors are used again in other calls: one made in inference mode could not take part in a backward pass.
     with torch.inference_mode(False):
         x = torch.tensor(numbers, device="cpu")
         if device.type != "cuda":
             return x.to(device)
-        if _stream(device) == CAPTURING:  # and what is kept was made before
-            raise KernelError(NEVER)
+        if _stream(device) == CAPTURING:  # what is cached was made before the capture
+            raise KernelError(NOT_CAPTURABLE)
         return x.pin_memory().to(device, non_blocking=True)
 
 
 def _stream(device: torch.device) -> Stream:
-    """The current stream of a device, by its address: an object for it takes as long to make as a launch."""
+    """The current stream of a device, by its address: creating a stream object takes as long as a kernel launch."""
     if device.type != "cuda":
         return None
     if torch.cuda.is_current_stream_capturing():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ringspan.caching.registry import on_clear_caches
 from ringspan.compat.balancers import Layouts
 from ringspan.errors import InputError
 from ringspan.masks.block_mask import FULL, HIDDEN, PARTIAL, kinds
@@ -31,6 +32,7 @@ def whole_of(block_mask: BlockMask) -> BlockMask:
 
 
 _rows: WeakKeyDictionary[BlockMask, dict[int, BlockMask]] = WeakKeyDictionary()
+on_clear_caches(_rows.clear)
 
 
 def row_of(block_mask: BlockMask, row: int) -> BlockMask:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, Speed
 from ringspan.costs.timeline import Loads, Timeline, nearest, walk, wire_seconds
 from ringspan.masks import Band
@@ -117,7 +117,7 @@ def of_kind(speed: Speed, cuts: int) -> float:
     return (speed.full, speed.causal, speed.window)[cuts]
 
 
-@lru_cache(maxsize=65536)
+@cache_by_digest(65536, plain=True)
 def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
     """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two cut.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.kernels import Mods, PlacedMods
 from ringspan.plans import Plan, Task
 from ringspan.plans.data import Phase
@@ -24,6 +24,6 @@ def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: 
     )
 
 
-@per_stream(1024)
+@cache_by_stream(1024)
 def _tokens(contents: Contents, device: torch.device) -> Tensor:
     return on_device(contents.tokens, device)

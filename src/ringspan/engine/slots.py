@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.engine.messages import Route
 from ringspan.kernels import Accumulator, Partial, Sum
 from ringspan.plans import Transfer
@@ -135,7 +135,7 @@ def _extent(rows: Rows) -> tuple[int, int]:
     return min(start for start, _ in rows), max(stop for _, stop in rows)
 
 
-@per_stream(256)
+@cache_by_stream(256)
 def _index(rows: Rows, device: torch.device) -> Tensor:
     """The rows of a transfer, counted from the first of its extent."""
     first, _ = _extent(rows)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from ringspan.caching.registry import on_clear_caches
 from ringspan.costs import Hardware
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention
@@ -95,6 +96,7 @@ class _Known(NamedTuple):
 
 
 _known: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
+on_clear_caches(_known.clear)
 
 
 def plan_of(

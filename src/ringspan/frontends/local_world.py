@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.engine import attend, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
@@ -184,13 +184,13 @@ def _split(x: Tensor, layout: Layout) -> list[Tensor]:
 REMEMBERED = 16
 
 
-@per_stream(REMEMBERED)
+@cache_by_stream(REMEMBERED)
 def _tokens(layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
     """The tokens of each rank, in its order."""
     return tuple(on_device(layout.positions(rank), device) for rank in range(layout.world))
 
 
-@per_stream(REMEMBERED)
+@cache_by_stream(REMEMBERED)
 def _way_back(layout: Layout, device: torch.device) -> Tensor:
     """Where each token lies in what all ranks have, one after the other."""
     return on_device(layout.order().argsort(), device)

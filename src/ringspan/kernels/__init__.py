@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from functools import cache
 from typing import cast
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import KernelError, UnknownKernel, no_such
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
@@ -79,7 +79,8 @@ def _load(name: str) -> Kernel:
     return cast(Kernel, _imported(KERNELS[name]))
 
 
-_imported = cache(importlib.import_module)  # which takes its time, even where there is nothing left to import
+# importlib takes a microsecond even for a module that is already imported.
+_imported = cache_by_digest(64, plain=True)(importlib.import_module)
 
 
 __all__ = [

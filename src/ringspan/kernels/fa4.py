@@ -6,7 +6,6 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.kernels import flash_loop as windowed
 from ringspan.kernels.flash_calls import Batch
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved
@@ -42,7 +42,7 @@ def why_not(inputs: Inputs) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
+@cache_by_digest(1, plain=True)
 def is_installed() -> bool:
     try:
         return find_spec("flash_attn.cute") is not None
@@ -50,7 +50,7 @@ def is_installed() -> bool:
         return False
 
 
-@lru_cache(maxsize=1)
+@cache_by_digest(1, plain=True)
 def load() -> ModuleType:
     """The package's interface; where it cannot be imported, the error says what to install."""
     try:
@@ -88,7 +88,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, into: T
     return out, lse
 
 
-@lru_cache(maxsize=1)
+@cache_by_digest(1, plain=True)
 def _relaunch(package: Callable[..., Any]) -> Relaunch:
     return Relaunch(package)
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
     seen: Lengths | None = None
 
 
-@per_stream(1024)
+@cache_by_stream(1024)
 def batches(bands: tuple[Band, ...], device: torch.device) -> tuple[Batch, ...]:
     """Calls that together cover each band once."""
     return tuple(_batch(layer, device) for layer in layers(bands))

@@ -12,7 +12,7 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.utils.dlpack import from_dlpack
 
-from ringspan.caching.by_stream import on_device, per_stream
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.errors import KernelError
 from ringspan.kernels.blocks import BLOCK, SHORTEST, blocks
 from ringspan.kernels.intervals import Layer, layers
@@ -125,7 +126,7 @@ def _is_settled(mods: PlacedMods | None) -> bool:
     return mods is not None and mods.mods.mask_mod is not None
 
 
-@per_stream(REMEMBERED)
+@cache_by_stream(REMEMBERED)
 def launches(bands: tuple[Band, ...], settled: bool, by: BackEnd, device: torch.device) -> tuple[Launch, ...]:
     """The layers of the bands, on the device; ``settled``, if a function has the last word on every pair."""
     return tuple(_launch(layer, settled, by, device) for layer in layers(bands))
@@ -205,7 +206,7 @@ def _functions(mods: PlacedMods, learned: Sequence[Tensor], count: int, by: Back
     return Functions(score_mod, mods.mods.mask_mod, heads, *tokens)
 
 
-@lru_cache(maxsize=1)
+@cache_by_digest(1, plain=True)
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(attend_intervals, dynamic=True, fullgraph=True)
 

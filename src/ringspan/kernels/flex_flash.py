@@ -21,13 +21,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import KernelError
 from ringspan.kernels import fa4, flex
 from ringspan.kernels.blocks import BLOCK
@@ -94,7 +94,7 @@ def _why_not_backward(saved: Saved, mods: PlacedMods | None) -> str | None:
     return None
 
 
-@cache
+@cache_by_digest(64, plain=True)
 def _unit_of_lse(device: torch.device) -> float:
     """What lse is to be divided by: of queries that are zero it must be the log of the number of keys."""
     nothing = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)

@@ -6,7 +6,6 @@ Legend: B batch, H query heads, S queries, E value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.kernels.row_states import Late, Runs, State
 
 EMPTY_LSE = float("-inf")
@@ -45,7 +45,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     return merged
 
 
-@cache
+@cache_by_digest(1, plain=True)
 def fused_kernels() -> ModuleType | None:
     """Those for CUDA devices, if there is a Triton to compile them."""
     return import_module("ringspan.kernels.fused") if find_spec("triton") is not None else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
@@ -25,7 +25,7 @@ class Launch(NamedTuple):
     bands: tuple[Band, ...] = ()
 
 
-@lru_cache(maxsize=4096)
+@cache_by_digest(4096, plain=True)
 def launches(bands: tuple[Band, ...]) -> tuple[Launch, ...]:
     """Calls that together cover each band once.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import LayoutError, no_such
 from ringspan.layouts.auto import auto
 from ringspan.layouts.balanced import balanced
@@ -48,7 +48,7 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     return layout, note
 
 
-@remember(256)
+@cache_by_digest(256)
 def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
     """The layout of that name, or the one that ``"auto"`` chooses, and a line that says so."""
     if name == "auto":

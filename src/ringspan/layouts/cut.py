@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts.layout import Ints, Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
@@ -41,7 +41,7 @@ def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
     return Tiles(queries.owner[q[kept]], keys.owner[k[kept]], local)
 
 
-@remember(64)
+@cache_by_digest(64)
 def areas(mask: Mask, layout: Layout) -> Ints:
     """How many pairs each rank computes when it owns the queries of its spans."""
     everything = Pieces(*(np.array([x], dtype=np.int64) for x in (0, 0, mask.lengths[1], 1, 0)))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any
 
-from ringspan.costs import Hardware, named_hardware, tiled_area
+from ringspan.caching import clear_caches
+from ringspan.caching.by_digest import clear_digest_caches
+from ringspan.costs import Hardware, named_hardware
 from ringspan.errors import PlanError
-from ringspan.layouts import Layout, LayoutLike, areas, make_layout, named_layout
+from ringspan.layouts import Layout, LayoutLike, make_layout
 from ringspan.masks import Mask
 from ringspan.planner import auto
 from ringspan.planner.choose import Candidate, Choice, Hear
-from ringspan.plans import Plan, Shape, check_shape, problem
-from ringspan.plans.slot_tokens import slot_contents
-from ringspan.strategies import Strategy, head_split, make, plan_rank, register, spec
-from ringspan.strategies.ring import block_reach
+from ringspan.plans import Plan, Shape, check_shape
+from ringspan.strategies import Strategy, plan_rank, register, spec
 
 
 def plan(
@@ -123,15 +124,13 @@ def _rank(rank: Any, world: int) -> int:
 def register_strategy(name: str, strategy: type[Any]) -> None:
     """Make a planner of your own known by a name: a frozen dataclass whose instances map a Scene to a Program."""
     register(name, strategy)
-    forget()  # plans of another strategy that had this name
+    clear_digest_caches()  # plans of another strategy that had this name
 
 
 def forget() -> None:
-    """Empty all caches of planning, for those who measure it."""
-    caches = (areas, named_layout, block_reach, slot_contents)
-    for cache in (*caches, *problem.CACHES, *head_split.CACHES, *make.CACHES, *auto.CACHES):
-        cache.forget()
-    tiled_area.cache_clear()
+    """Deprecated: the former name of :func:`ringspan.clear_caches`."""
+    warnings.warn("ringspan.planner.forget is now ringspan.clear_caches", DeprecationWarning, stacklevel=2)
+    clear_caches()
 
 
 __all__ = ["Candidate", "Choice", "Plan", "best_on", "forget", "plan", "register_strategy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, hardware
 from ringspan.costs.workload import Site
 from ringspan.layouts import Layout, check_world
@@ -38,7 +38,7 @@ def best(
     A machine that nobody named must not refuse a plan for want of memory, and heads that nobody counted are not split. Whoever
     hears how far it is has it found anew, for there is nothing to hear of what is looked up.
     """
-    find = _remembered if hear is None else partial(_find, hear=hear)
+    find = _cached_find if hear is None else partial(_find, hear=hear)
     return find(
         mask,
         check_world(world),
@@ -70,7 +70,7 @@ def _find(
     return choose(sites, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, hear=hear)
 
 
-_remembered = remember(256)(_find)
+_cached_find = cache_by_digest(256)(_find)
 
 
 def site_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Site:
@@ -97,7 +97,3 @@ def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[
     assumed = {"hardware=": machine, "shape=": shape}
     name_them = " and ".join(name for name, given in assumed.items() if given is None)
     return [*lines, *([f"assumed where not given: name yours with {name_them}"] if name_them else []), *choice.table()]
-
-
-# What is emptied by those who measure planning.
-CACHES = (_remembered,)

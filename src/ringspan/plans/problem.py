@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
@@ -51,7 +51,7 @@ class Scene:
 
 
 # Strategies that are compared with each other ask the same questions, and so do ranks that are planned one after the other.
-@remember(64)
+@cache_by_digest(64)
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
     if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
         tiles = whole_tiles(mask, q_layout, kv_layout)
@@ -59,7 +59,7 @@ def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
     return cut(mask, q_layout.pieces.of(rank), kv_layout.pieces)
 
 
-@remember(64)
+@cache_by_digest(64)
 def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
     if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
         tiles = whole_tiles(mask, q_layout, kv_layout)
@@ -67,13 +67,13 @@ def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles
     return cut(mask, q_layout.pieces, kv_layout.pieces.of(rank))
 
 
-@remember(8)
+@cache_by_digest(8)
 def whole_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> Tiles:
     """What everybody's queries see of everybody's keys."""
     return cut(mask, q_layout.pieces, kv_layout.pieces)
 
 
-@remember(8)
+@cache_by_digest(8)
 def estimated_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
     """About how many tiles there are for all ranks: a band has no more than its pieces of queries times its pieces of keys,
     unless their steps differ, where pieces are taken apart."""
@@ -87,7 +87,7 @@ def _where(tiles: Tiles, chosen: NDArray[np.bool_]) -> Tiles:
     return Tiles(tiles.q_rank[chosen], tiles.k_rank[chosen], tiles.bands[chosen])
 
 
-@remember(64)
+@cache_by_digest(64)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
     """A matrix: how many keys of rank ``column`` the queries of rank ``row`` see at least one pair with."""
     tiles = whole_tiles(mask, q_layout, kv_layout)
@@ -146,7 +146,3 @@ def bands_by_group(bands: Table, group: Ints) -> dict[int, tuple[Band, ...]]:
     cuts = np.flatnonzero(np.diff(group)) + 1
     parts = zip(np.split(bands, cuts), np.split(group, cuts), strict=True)
     return {int(g[0]): as_bands(b) for b, g in parts if len(g)}
-
-
-# What is emptied by those who measure planning.
-CACHES = (whole_tiles, estimated_tiles, _seen, _seeing, needed_rows)

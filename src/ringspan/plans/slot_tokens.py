@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import PHASES, Phase, Plan, Side, Step
@@ -45,7 +45,7 @@ def held(plan: Plan, phase: Phase) -> Held:
     return slot_contents(plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank)[phase]
 
 
-@remember(32)
+@cache_by_digest(32)
 def slot_contents(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> dict[Phase, Held]:
     """:func:`held` of both phases, of what a plan follows from."""
     from ringspan.strategies import plan_rank

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
@@ -77,15 +77,12 @@ def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: 
     )
 
 
-@remember(64)
+@cache_by_digest(64)
 def _middle(
     mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Scene], Program]
 ) -> Program:
     """The same for all ranks of a node."""
     return between(Scene(mask=mask, q_layout=by_node(q_layout, nodes), kv_layout=by_node(kv_layout, nodes), rank=node))
-
-
-CACHES = (_middle,)
 
 
 def _for_each_run(step: Step, middle: Program, runs: int, rank_on: Callable[[int], int]) -> Step:

@@ -13,10 +13,10 @@ head travels to everybody who has some of its group, so every tear costs its key
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import PlanError
 
 
@@ -27,7 +27,7 @@ class Run(NamedTuple):
     kv: tuple[int, int]
 
 
-@lru_cache(maxsize=64)
+@cache_by_digest(64, plain=True)
 def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
     """The runs of each rank. Ranks beyond the number of query heads have none.
 

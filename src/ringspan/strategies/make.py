@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import Plan, Program
@@ -18,17 +18,13 @@ def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, ra
     return made if mask.settler is None or made.mask is mask else replace(made, mask=mask)
 
 
-@remember(512)
+@cache_by_digest(512)
 def _plan(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...]) -> Plan:
     program = _program(mask, q_layout, kv_layout, strategy, rank)
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
 
 
-@remember(512)
+@cache_by_digest(512)
 def _program(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Program:
     """Apart from the notes: what was planned to be costed is not planned again once it is chosen."""
     return parse_strategy(strategy)(Scene(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank))
-
-
-# What is emptied by those who measure planning.
-CACHES = (_plan, _program)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import PlanError, no_such
 from ringspan.plans.data import Program
 from ringspan.plans.problem import Scene
@@ -46,7 +46,7 @@ def register(name: str, strategy: type[Any]) -> None:
     parse_strategy.cache_clear()
 
 
-@lru_cache(maxsize=256)
+@cache_by_digest(256, plain=True)
 def parse_strategy(text: str) -> Strategy:
     """``"ring"``, ``"gather(stages=4)"``, … as a planner.
 

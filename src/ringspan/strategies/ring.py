@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.caching.by_digest import remember
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import Program, Slot, Step, Task, Transfer
@@ -85,7 +85,7 @@ class Ring:
         )
 
 
-@remember(64)
+@cache_by_digest(64)
 def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
     """For each block, how many steps the furthest rank that sees any of it is away."""
     sees = seen_ranks(mask, q_layout, kv_layout)

@@ -14,13 +14,15 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Number
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+
+from ringspan.caching.by_digest import cache_by_digest
 
 ABSENT = object()
 
@@ -114,12 +116,12 @@ def _names(function: Any) -> frozenset[str]:
     return _names_in(function.__code__) if isinstance(function, FunctionType) else frozenset()
 
 
-@lru_cache(maxsize=256)
+@cache_by_digest(256, plain=True)
 def _names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*(_names_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
-@lru_cache(maxsize=256)
+@cache_by_digest(256, plain=True)
 def _code(code: CodeType) -> tuple[Any, ...]:
     """What it does, and not where it stands: files lie elsewhere on other machines."""
     return code.co_code, code.co_names, tuple(_constant(x) for x in code.co_consts)
