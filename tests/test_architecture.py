@@ -23,8 +23,8 @@ ROOT = Path(ringspan.__file__).parent
 BELOW = {"caching", "torch_private", "user_functions"}  # below everything, beside errors.py
 PLANNING = {"masks", "layouts", "plans", "costs", "strategies", "planner"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "caching": set(),
-    "torch_private": {"caching"},
+    "torch_private": set(),
+    "caching": {"torch_private"},
     "user_functions": {"caching", "torch_private"},
     "masks": BELOW,
     "layouts": {"masks", *BELOW},

@@ -22,7 +22,7 @@ from ringspan.compat import (
     _PerDocumentHeadTailLoadBalancer,
     context_parallel_unshard,
 )
-from ringspan.compat.local_tensors import on_each_rank
+from ringspan.torch_private.process_groups import on_each_simulated_rank
 
 WORLD = 4
 
@@ -79,7 +79,7 @@ def test_the_style_passes_arguments_on(mesh: DeviceMesh, kind: _ContextParallel.
 
 def test_a_pytorch_that_simulates_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed._local_tensor", None)
-    assert on_each_rank(as_ever) is as_ever
+    assert on_each_simulated_rank(as_ever) is as_ever
 
 
 def as_ever() -> None: ...

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ringspan.torch_private.process_groups import fake_store
+
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -27,11 +29,10 @@ BACKENDS = {
 def rank_of(rank: int, world: int, backend: str, *qkv: Tensor) -> Iterator[Callable[[], None]]:
     """Forward and backward of causal attention over the whole sequence's q, k and v, as that rank does it."""
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already; measure PyTorch's in a process of its own")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
     buffers = list(qkv)
     try:
         mesh = init_device_mesh(qkv[0].device.type, (world,))

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import KernelError
+from ringspan.torch_private.cuda_streams import current_raw_stream
+from ringspan.torch_private.dispatch_modes import dispatch_mode_depth
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,7 +59,7 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
             stream = _stream(args[-1])
             if stream == CAPTURING:
                 return find_for_graph(args)
-            if torch._C._len_torch_dispatch_stack():  # under a dispatch mode a new tensor may be a FakeTensor: do not keep it
+            if dispatch_mode_depth():  # under a dispatch mode a new tensor may be a FakeTensor: do not keep it
                 return make(*args)
             key = (stream, args)
             with lock:
@@ -120,4 +122,4 @@ def _stream(device: torch.device) -> Stream:
     if torch.cuda.is_current_stream_capturing():
         return CAPTURING
     index = torch.cuda.current_device() if device.index is None else device.index
-    return index, torch._C._cuda_getCurrentRawStream(index)
+    return index, current_raw_stream(index)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ringspan.compat.balancers import Layouts
 from ringspan.compat.calls import Call, read
@@ -20,6 +19,7 @@ from ringspan.frontends import ContextParallel
 from ringspan.frontends.sdpa import AttentionCatcher
 from ringspan.layouts import Layout
 from ringspan.masks import full
+from ringspan.torch_private.pytree import tree_map
 
 
 class MaskFromTheCall(AttentionCatcher):

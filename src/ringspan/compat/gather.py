@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 
 from ringspan.errors import InputError
+from ringspan.torch_private.process_groups import resolve_process_group
 from ringspan.transports import ProcessGroupTransport
 
 # The group by its name: operators take no other kind of handle. c10d._get_process_group_name(mesh.get_group()) gives it.
@@ -20,7 +20,7 @@ from ringspan.transports import ProcessGroupTransport
 @torch.library.custom_op("ringspan::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     """The keys and values of all ranks, rank after rank along ``seq_dim``."""
-    group = ProcessGroupTransport(_resolve_process_group(pg_name))  # type: ignore[arg-type]
+    group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
     mine = [k.shape[seq_dim], v.shape[seq_dim]]
     everyone = group.gather_numbers(mine, k.device)
     if any(theirs != mine for theirs in everyone):
@@ -34,19 +34,19 @@ def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple
 @torch.library.custom_op("ringspan::flex_cp_allgather_backward", mutates_args=())
 def flex_cp_allgather_backward(grad_k: Tensor, grad_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     """Each rank's share of the sum over ranks: every rank has used every key."""
-    group = ProcessGroupTransport(_resolve_process_group(pg_name))  # type: ignore[arg-type]
+    group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
     return _summed_share(grad_k, seq_dim, group), _summed_share(grad_v, seq_dim, group)
 
 
 @flex_cp_allgather.register_fake
 def _(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    world = _resolve_process_group(pg_name).size()  # type: ignore[arg-type]
+    world = resolve_process_group(pg_name).size()  # type: ignore[arg-type]
     return _empty(k, seq_dim, k.shape[seq_dim] * world), _empty(v, seq_dim, v.shape[seq_dim] * world)
 
 
 @flex_cp_allgather_backward.register_fake
 def _(grad_k: Tensor, grad_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    world = _resolve_process_group(pg_name).size()  # type: ignore[arg-type]
+    world = resolve_process_group(pg_name).size()  # type: ignore[arg-type]
     return _empty(grad_k, seq_dim, grad_k.shape[seq_dim] // world), _empty(grad_v, seq_dim, grad_v.shape[seq_dim] // world)
 
 

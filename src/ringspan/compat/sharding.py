@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of
 from ringspan.compat.block_masks import shard_block_mask
-from ringspan.compat.local_tensors import on_each_rank
 from ringspan.compat.shard_registry import check_mesh, memory_of
 from ringspan.errors import InputError
 from ringspan.layouts import Layout
+from ringspan.torch_private.process_groups import on_each_simulated_rank
+from ringspan.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
 from ringspan.transports import ProcessGroupTransport
 
 Buffers = Sequence[Any] | Mapping[str, Any]
@@ -87,7 +87,7 @@ def in_order(counts: Sequence[int]) -> Layouts:
     return (Layout([[(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)], name="contiguous"),)
 
 
-@on_each_rank
+@on_each_simulated_rank
 def share_of(x: Tensor, dim: int, layouts: Layouts, rank: int) -> Tensor:
     """A rank's share of a whole sequence. (Where torch simulates all ranks with local tensors: of each rank.)"""
     return picked(x, dim, [torch.from_numpy(layout.positions(rank)) for layout in layouts])

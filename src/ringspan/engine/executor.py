@@ -22,6 +22,7 @@ from ringspan.engine.slots import Slots
 from ringspan.kernels import Accumulator, Kernel, Mods, Partial, Saved, Sum, wide
 from ringspan.plans import Plan, Slot, Task
 from ringspan.plans.data import Phase
+from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import RankCoroutine, WaitExchange
 
 NOTHING = nullcontext()
@@ -128,7 +129,7 @@ def _options(call: Call, plan: Plan, phase: Phase, n: int, task: Task, device: t
 
 def _span(plan: Plan, phase: Phase, n: int) -> AbstractContextManager[Any]:
     """A named span in a profiler's trace. Where nobody is looking it is nothing: opening one takes as long as a launch."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not profiler_enabled():
         return NOTHING
     return record_function(f"ringspan::step {n} {phase}, rank {plan.rank}")
 

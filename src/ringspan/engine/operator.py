@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
 from ringspan.engine.beside import beside
@@ -29,7 +28,10 @@ from ringspan.engine.executor import Call, backward
 from ringspan.errors import InputError, KernelError
 from ringspan.kernels import Partial, Saved, wide
 from ringspan.plans import Plan
-from ringspan.torch_private.dynamo import same_every_time
+from ringspan.torch_private.dispatch_keys import default_dispatch_keys
+from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
+from ringspan.torch_private.dynamo import dynamo_constant
+from ringspan.torch_private.function_modes import disable_torch_function
 
 # Checks the tensors of a call (with the peers, the first time) and says which plan, for their heads, and which kernel they get.
 Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]
@@ -58,12 +60,12 @@ class Seat:
             ticket = self._printed_ticket() if _is_exporting() else self.ticket
             if ticket is not None:
                 return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, ticket, scale)
-        with torch._C.DisableTorchFunction():  # a block around this call would see the kernels' own
+        with disable_torch_function():  # a block around this call would see the kernels' own
             plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, scale)
             (result,) = attend([plan], [(q_BHSD, k_BGTD, v_BGTE)], call, self.run)
         return result
 
-    @same_every_time
+    @dynamo_constant
     def _printed_ticket(self) -> Tensor | None:
         """The ticket, as a constant of the program: an exported one has no inputs but its function's own."""
         return self.ticket
@@ -112,12 +114,12 @@ def is_watched() -> bool:
     torch's CommDebugMode, which counts messages, and would find none if they were hidden in an operator."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if dispatch_mode_depth() == 0:
         return False
-    return any(type(mode).__name__ != "CommDebugMode" for mode in _get_current_dispatch_mode_stack())
+    return any(type(mode).__name__ != "CommDebugMode" for mode in dispatch_mode_stack())
 
 
-@same_every_time
+@dynamo_constant
 def _is_exporting() -> bool:
     # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first ticket.
     return torch.compiler.is_exporting()
@@ -153,7 +155,7 @@ torch.library.define(
 @torch.library.impl("ringspan::attend", "CompositeExplicitAutograd")
 def _attend(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     seat = _seat_of(ticket)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         plan, call = seat.prepare(q, k, v, scale)
         with _as_outside(call):
             (result,) = attend([plan], [(q, k, v)], call, seat.run)
@@ -173,7 +175,7 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     seat = _seat_of(ticket)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with disable_torch_function(), torch.no_grad():
         plan, call = seat.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = (x.movedim(2, 0) for x in (q, k, v))
         saved = Saved(
@@ -188,10 +190,6 @@ def _attend_backward(
         return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))
 
 
-# What the dispatcher does with a call outside any operator.
-_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
 @contextmanager
 def _as_outside(call: Call) -> Iterator[None]:
     """Functions of the user are called by ``torch.vmap`` and differentiated by autograd, and whoever looks at operators has
@@ -199,7 +197,7 @@ def _as_outside(call: Call) -> Iterator[None]:
     if call.mods is None:
         yield
         return
-    with torch._C._ForceDispatchKeyGuard(*_KEYS), torch.inference_mode(torch.is_inference_mode_enabled()):
+    with default_dispatch_keys(), torch.inference_mode(torch.is_inference_mode_enabled()):
         yield
 
 

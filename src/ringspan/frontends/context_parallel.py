@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.costs import Hardware
@@ -28,7 +27,8 @@ from ringspan.masks import Mask
 from ringspan.planner import plan
 from ringspan.plans import Plan, Shape
 from ringspan.strategies import Strategy
-from ringspan.torch_private.dynamo import same_every_time
+from ringspan.torch_private.dynamo import dynamo_constant
+from ringspan.torch_private.pytree import tree_map
 from ringspan.transports import ProcessGroupTransport, as_transport
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class ContextParallel(AttentionMode):
             place = self._seat_at(parts_of(q), self._seat_number)
         return attention_at(place, q, k, v, scale).out
 
-    @same_every_time
+    @dynamo_constant
     def _seat_at(self, parts: Parts, number: str) -> Seat:
         """The seat of a shard that has these parts of batch and heads, in the block of this number: a compiled program compares
         what a method is given before it takes the result to be the same, but not whose method it is."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from ringspan.errors import KernelError
 from ringspan.kernels import Inputs, Saved
 from ringspan.kernels.flash_calls import Batch, Window
+from ringspan.torch_private.attention_operators import SDPA_FLASH_BACKWARD, SDPA_FLASH_FORWARD
 
 # The operator's causal is aligned at the bottom right, as flash attention's own is. SDPA's is aligned at the top left, and SDPA
 # comes here only with squares, where they are one; torch.nn.attention.bias.causal_lower_right comes with any rectangle.
@@ -65,8 +66,8 @@ class FlashOperators:
 
     def by_name(self) -> dict[str, Callable[..., Any]]:
         return {
-            "_scaled_dot_product_flash_attention": self.forward,
-            "_scaled_dot_product_flash_attention_backward": self.backward,
+            SDPA_FLASH_FORWARD: self.forward,
+            SDPA_FLASH_BACKWARD: self.backward,
         }
 
     def forward(

@@ -20,6 +20,7 @@ from ringspan.masks import block_mask as as_mask
 from ringspan.planner import plan as make_plan
 from ringspan.plans import Plan, Shape
 from ringspan.strategies import Strategy
+from ringspan.torch_private.tensor_version import tensor_version
 from ringspan.user_functions.captures import captured_by
 
 if TYPE_CHECKING:
@@ -152,4 +153,4 @@ def _state(given: BlockMask) -> list[tuple[int, int]]:
     zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
     blocks = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
     tensors = [*(x for x in blocks if x is not None), *captured_by(given.mask_mod, zero, zero, zero, zero)]
-    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
+    return [(id(x), 0 if x.is_inference() else tensor_version(x)) for x in tensors]

@@ -22,7 +22,8 @@ from ringspan.masks import Mask, full
 from ringspan.planner import plan
 from ringspan.plans import Plan
 from ringspan.strategies import Strategy
-from ringspan.torch_private.dynamo import never_compiled
+from ringspan.torch_private.dynamo import dynamo_disable
+from ringspan.torch_private.function_modes import disable_torch_function
 from ringspan.transports import InProcessTransport, Traffic
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class LocalWorld:
         return_lse: Literal[True],
         backend: str = "auto",
     ) -> Partial: ...
-    @never_compiled
+    @dynamo_disable
     def attention(
         self,
         q: Tensor,
@@ -103,7 +104,7 @@ class LocalWorld:
         result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
         return result if return_lse else result.out
 
-    @never_compiled
+    @dynamo_disable
     def flex_attention(
         self,
         query: Tensor,
@@ -142,7 +143,7 @@ class LocalWorld:
         first = plan(given_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
         return [first.at(rank) for rank in range(self.world)]
 
-    @never_compiled
+    @dynamo_disable
     def run(
         self,
         plans: list[Plan],
@@ -168,7 +169,7 @@ class LocalWorld:
         transport = InProcessTransport(self.world)
         transport.traffic = self.traffic
         call = call_for(plans[0], q, v, given_scale(scale, shape.head_dim), backend, score_mod)
-        with torch._C.DisableTorchFunction():  # the kernels' own calls, which a `with cp:` block around this one would see
+        with disable_torch_function():  # the kernels' own calls, which a `with cp:` block around this one would see
             parts = attend(plans, list(zip(queries, keys, values, strict=True)), call, transport.run)
         back = _way_back(q_layout, q.device)
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)

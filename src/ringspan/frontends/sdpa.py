@@ -14,24 +14,26 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, overrides
-from torch._ops import HigherOrderOperator
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.masks import Mask
-from ringspan.torch_private.dynamo import same_every_time
-from ringspan.torch_private.flex_door import Answer, door, flex_attention, without_modes
+from ringspan.torch_private.attention_operators import NATIVE_MULTI_HEAD_ATTENTION, TRANSFORMER_ENCODER_LAYER, VARLEN_ATTENTION
+from ringspan.torch_private.dynamo import dynamo_constant
+from ringspan.torch_private.flex_door import Answer, door, flex_attention
+from ringspan.torch_private.function_modes import disable_torch_function, function_mode_stack, without_modes
+from ringspan.torch_private.higher_order import HigherOrderOperator
 
 # Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
 OTHER_DOORS = {
     "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
-    "_native_multi_head_attention": "project q, k and v yourself and call F.scaled_dot_product_attention",
-    "_transformer_encoder_layer_fwd": "project q, k and v yourself and call F.scaled_dot_product_attention",
+    NATIVE_MULTI_HEAD_ATTENTION: "project q, k and v yourself and call F.scaled_dot_product_attention",
+    TRANSFORMER_ENCODER_LAYER: "project q, k and v yourself and call F.scaled_dot_product_attention",
     "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
     "flex_attention_backward": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
-    "_varlen_attn": "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
+    VARLEN_ATTENTION: "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
 }
 
 
@@ -50,7 +52,7 @@ class local_attention(TorchFunctionMode):  # noqa: N801 (used as `with local_att
                 "local_attention() inside a compiled function: open it around the call of the compiled function, or compile "
                 "without this layer"
             )
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             return func(*args, **(kwargs or {}))
 
 
@@ -175,13 +177,13 @@ class AttentionMode(AttentionCatcher):
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
 
 
-@same_every_time  # it follows from the function alone
+@dynamo_constant  # it follows from the function alone
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "").split(".")[0]
     return name
 
 
-@same_every_time
+@dynamo_constant
 def _is_attention(func: Any) -> bool:
     name = _name(func)
     return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))
@@ -197,7 +199,7 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _who_answers() -> Answer | None:
     """A call of flex_attention in this thread: for the block that is on top, if there is one."""
-    stack = overrides._get_current_function_mode_stack()
+    stack = function_mode_stack()
     blocks = [mode for mode in stack if isinstance(mode, (AttentionCatcher, local_attention))]
     return partial(_answer, blocks[-1]) if blocks else None
 
@@ -219,7 +221,7 @@ def _refuse_reentrant_checkpoint() -> None:
         )
 
 
-@same_every_time
+@dynamo_constant
 def _has_bodies(func: Any) -> bool:
     """Whether it runs functions that it is given: ``torch.cond``, and ``checkpoint`` where it is compiled."""
     return isinstance(func, HigherOrderOperator)

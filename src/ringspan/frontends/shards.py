@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ringspan.errors import InputError
 from ringspan.kernels import Partial
-from ringspan.torch_private.dynamo import same_every_time
+from ringspan.torch_private.dynamo import dynamo_constant
 
 BATCH, HEADS, TOKENS = 0, 1, 2
 
@@ -80,7 +80,7 @@ def _check_heads(placements: Sequence[Placement], mesh: DeviceMesh, kv_heads: in
         )
 
 
-@same_every_time  # a mesh does not change
+@dynamo_constant  # a mesh does not change
 def _ranks_along(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(axis))))
 

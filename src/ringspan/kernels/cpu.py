@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ringspan.kernels.kernel import NO_MODS, Inputs, wide
 from ringspan.kernels.sdpa_loop import Fused
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from ringspan.torch_private.attention_operators import cpu_flash_backward, cpu_flash_forward
 
 
 def why_not(inputs: Inputs) -> str | None:
@@ -26,7 +24,7 @@ def why_not(inputs: Inputs) -> str | None:
 def _forward(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BHST: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _flash(q_BHSD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask_BHST, scale=scale)
+    out, lse = cpu_flash_forward(q_BHSD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask_BHST, scale=scale)
     lost = ~torch.isfinite(q_BHSD.sum(-1))
     if lost.any():
         # The kernel can give 0 for a query of nan; whoever looks for what went wrong must find it.
@@ -38,7 +36,7 @@ def _forward(
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+    dq, dk, dv = cpu_flash_backward(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
     return dq, dk, dv
 
 

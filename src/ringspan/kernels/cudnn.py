@@ -11,9 +11,7 @@ from torch import Tensor
 from ringspan.errors import KernelError
 from ringspan.kernels.kernel import NO_MODS, Inputs
 from ringspan.kernels.sdpa_loop import Fused
-
-_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+from ringspan.torch_private.attention_operators import cudnn_backward, cudnn_forward
 
 WIDEST = 128
 
@@ -42,7 +40,7 @@ def rather_not(inputs: Inputs) -> str | None:
 def _forward(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BHST: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _cudnn(q_BHSD, k_BGTD, v_BGTD, mask_BHST, True, 0.0, is_causal, False, scale=scale)
+    out, lse, *_ = cudnn_forward(q_BHSD, k_BGTD, v_BGTD, mask_BHST, True, 0.0, is_causal, False, scale=scale)
     return out, lse.view(q_BHSD.shape[:3])
 
 
@@ -58,7 +56,7 @@ def _backward(
     dout, out = dout.contiguous(), out.contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     # fmt: off
-    dq, dk, dv = _cudnn_backward(
+    dq, dk, dv = cudnn_backward(
         dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, mask, None, None,
         q.shape[2], k.shape[2], 0.0, is_causal, scale=scale,
     )

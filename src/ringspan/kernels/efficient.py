@@ -11,9 +11,7 @@ from torch import Tensor
 
 from ringspan.kernels.kernel import NO_MODS, Inputs
 from ringspan.kernels.sdpa_loop import Fused
-
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+from ringspan.torch_private.attention_operators import efficient_backward, efficient_forward
 
 # It keeps lse in rows of a multiple of this.
 LSE_ROWS = 32
@@ -36,7 +34,7 @@ def _forward(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BHST: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     k, v = _every_head(k_BGTD, q_BHSD), _every_head(v_BGTD, q_BHSD)
-    out, lse, *_ = _efficient(q_BHSD, k, v, mask_BHST, True, 0.0, is_causal, scale=scale)
+    out, lse, *_ = efficient_forward(q_BHSD, k, v, mask_BHST, True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q_BHSD.shape[2]]
 
 
@@ -49,7 +47,7 @@ def _backward(
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     keys, values = _every_head(k, q), _every_head(v, q)
     wanted = [True, True, True, False]
-    dq, dk, dv, _ = _efficient_backward(
+    dq, dk, dv, _ = efficient_backward(
         dout, q, keys, values, mask, out, padded, unused, unused, 0.0, wanted, is_causal, scale=scale
     )
     return dq, _shared(dk, k), _shared(dv, v)

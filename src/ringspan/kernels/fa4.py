@@ -20,6 +20,7 @@ from ringspan.kernels.flash_calls import Batch
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved
 from ringspan.kernels.relaunch import Relaunch
 from ringspan.masks import Band
+from ringspan.torch_private.flash_attention_4 import backward_of, forward_of
 
 PACKAGE = "flash-attn-4"
 DISPATCH_KEY = "CUDA"
@@ -82,9 +83,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, into: T
     options = {**_options(batch), "softmax_scale": scale, "return_lse": True}
     if into is None:
         shared = [] if batch.queries is None or batch.seen is None else [batch.queries.cuts, batch.seen.cuts]
-        return _relaunch(load()._flash_attn_fwd)(q, k, v, shared=shared, **options)
+        return _relaunch(forward_of(load()))(q, k, v, shared=shared, **options)
     # The number of values it returns has changed from release to release; the first two have not.
-    out, lse, *_ = load()._flash_attn_fwd(q, k, v, **options, out=into)
+    out, lse, *_ = forward_of(load())(q, k, v, **options, out=into)
     return out, lse
 
 
@@ -102,7 +103,7 @@ def backward(
     if d != e and q.shape[-2] != k.shape[-2]:  # its backward pass shares key heads only where both dims are one
         q, k, v, dout, out = (F.pad(x, (0, max(d, e) - x.shape[-1])) for x in (q, k, v, dout, out))
     dq, dk, dv = into or (None, None, None)
-    dq, dk, dv, *_ = load()._flash_attn_bwd(
+    dq, dk, dv, *_ = backward_of(load())(
         q,
         k,
         v,

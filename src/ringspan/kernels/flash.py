@@ -16,9 +16,7 @@ from ringspan.kernels.flash_calls import Batch
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved, with_dlse
 from ringspan.kernels.partial import EMPTY_LSE
 from ringspan.masks import Band
-
-_flash = torch.ops.aten._flash_attention_forward
-_flash_backward = torch.ops.aten._flash_attention_backward
+from ringspan.torch_private.attention_operators import flash_backward, flash_forward
 
 
 def why_not(inputs: Inputs) -> str | None:
@@ -49,7 +47,9 @@ def attend_backward(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _flash(q, k, v, *_sequences(q, k, batch), 0.0, batch.window.is_causal, False, scale=scale, **_sides(batch))
+    out, lse, *_ = flash_forward(
+        q, k, v, *_sequences(q, k, batch), 0.0, batch.window.is_causal, False, scale=scale, **_sides(batch)
+    )
     if batch.queries is not None:
         lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # its lse of a query that has no keys
     return out, lse
@@ -63,7 +63,7 @@ def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) ->
         width = v.shape[-1] + -v.shape[-1] % 8
         q, k, v, dout, out = (F.pad(x.to(k.dtype), (0, width - x.shape[-1])) for x in (q, k, v, dout, out))
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = _flash_backward(
+    dq, dk, dv = flash_backward(
         dout,
         q,
         k,

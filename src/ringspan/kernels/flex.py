@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as shapes
 from torch.utils.dlpack import from_dlpack
 
 from ringspan.caching.by_digest import cache_by_digest
@@ -32,7 +31,9 @@ from ringspan.kernels.mods import MaskMod, PlacedMods, ScoreMod
 from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
-from ringspan.torch_private.flex_door import without_modes
+from ringspan.torch_private.dynamo import dynamo_config
+from ringspan.torch_private.function_modes import enable_torch_function, without_modes
+from ringspan.torch_private.symbolic_shapes import check_size, distinct_sizes
 from ringspan.user_functions.captures import captured_by
 from ringspan.user_functions.rebinding import rebound
 
@@ -162,17 +163,15 @@ def _run(
     by: BackEnd = "TRITON",
 ) -> Partial:
     """One launch; ``learned``, if given, in the place of what the functions captured."""
-    from torch._dynamo import config as compiler
-
     with (
         # A length is a variable of its own, even where two happen to be equal when the program is compiled.
-        shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        distinct_sizes(),
         # Numbers are constants of the program: the scale, and what functions capture beside tensors.
-        compiler.patch(recompile_limit=MOST_PROGRAMS, specialize_float=True, specialize_int=True),
+        dynamo_config(recompile_limit=MOST_PROGRAMS, specialize_float=True, specialize_int=True),
         # Backward may run inside a block that catches attention. This attention is that of the block.
         without_modes(),
         # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.
-        torch._C._EnableTorchFunction(),
+        enable_torch_function(),
     ):
         functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1], by)
         tensors = (q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S)
@@ -237,7 +236,7 @@ def attend_intervals(
     (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
     # Every length is a variable of its own; these are the ones that are always the same.
     for same in (k_BGTD.shape[0] == B, v_BGTE.shape[0] == B, v_BGTE.shape[2] == T, len(start_S) == S, len(stop_S) == S):
-        torch._check(same)
+        check_size(same)
 
     def head(h: Tensor) -> Tensor:
         return h + heads if isinstance(heads, int) else heads[h]

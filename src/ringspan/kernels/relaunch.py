@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from ringspan.torch_private.flash_attention_4 import PROGRAMS
+from ringspan.torch_private.pytree import tree_leaves
 
 # Kinds of calls: shapes × windows. Packed documents bring new ones all the time.
 REMEMBERED = 512
@@ -30,9 +32,6 @@ ALIGNED = 16
 
 # Arguments that say the same in every call of a kind.
 PLAIN = (bool, int, float, str, type(None))
-
-# Where the package keeps its programs: an attribute of the function that launches them.
-PROGRAMS = "compile_cache"
 
 
 class Launch(NamedTuple):

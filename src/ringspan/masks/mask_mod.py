@@ -13,6 +13,7 @@ from ringspan.masks.mask import MAX_LENGTH, Mask, length
 from ringspan.masks.predicate import MaskMod, Settler
 from ringspan.masks.runs_to_bands import bands_of
 from ringspan.masks.table import Table
+from ringspan.torch_private.tensor_version import tensor_version
 
 BLOCK = 128
 FEW = 16  # bands that are few, whatever the blocks would make
@@ -61,7 +62,7 @@ def mask_mod(
         fingerprint=found.fingerprint,
         batch=batch,
         heads=heads,
-        captured=tuple((x, x._version) for x in looks_at.captured if not x.is_inference()),
+        captured=tuple((x, tensor_version(x)) for x in looks_at.captured if not x.is_inference()),
     )
     return Mask(around, *lengths, name=name, settler=settler)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringspan.errors import MaskError
+from ringspan.torch_private.tensor_version import tensor_version
 
 # (b, h, q, k) -> bool, of one pair
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -70,7 +71,7 @@ class Settler:
     @property
     def is_stale(self) -> bool:
         """Whether a tensor that the functions use has been changed in place since the mask was made of it."""
-        return any(tensor._version != version for tensor, version in self.captured)
+        return any(tensor_version(tensor) != version for tensor, version in self.captured)
 
 
 def _common(what: str, a: int | None, b: int | None) -> int | None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from ringspan.errors import MaskError
 from ringspan.masks.predicate import MaskMod, Settler
 from ringspan.masks.runs_to_bands import Runs
+from ringspan.torch_private.function_modes import disable_subclass_torch_function
+from ringspan.torch_private.pytree import tree_leaves
 from ringspan.user_functions.captures import captured_by
 
 # Cells that are looked at together.
@@ -132,8 +134,8 @@ class _Told(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in _VALUELESS:
-            for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+            for x in tree_leaves((args, kwargs)):
                 if isinstance(x, _Told):
                     x.is_read = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_subclass_torch_function():
             return func(*args, **(kwargs or {}))

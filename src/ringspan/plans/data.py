@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
-from ringspan.torch_private.dynamo import same_every_time
+from ringspan.torch_private.dynamo import dynamo_constant
 
 if TYPE_CHECKING:
     from ringspan.costs.cost import Cost
@@ -220,7 +220,7 @@ class Plan:
         """Whether the mask has windows, or more than a few bands: what some kernels serve in one call and some in many."""
         return len(self.mask) > FEW or any(band.cut_below for band in self.mask)
 
-    @same_every_time
+    @dynamo_constant
     def given_to(self, taker: Callable[Concatenate[Plan, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What ``taker`` makes of the plan: how a compiler that is not to look into plans gets at it. It can be told to take a
         method's result as it is; to a function it cannot hand a plan for that, before torch 2.12."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from ringspan.errors import RingspanError
 
@@ -144,7 +143,7 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, tim
     _parent.append(pipe)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
-    store = TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     while True:
         try:

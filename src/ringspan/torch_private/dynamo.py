@@ -1,27 +1,38 @@
-"""What is said to compilers, said without importing one: PyTorch's takes longer to import than all of ringspan."""
+"""Decorators that configure torch.compile without importing torch._dynamo.
+
+Importing torch._dynamo takes longer than importing all of ringspan.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def same_every_time(function: F) -> F:
-    """``torch.compiler.assume_constant_result``: a compiler is to call the function once and not to look into it."""
+def dynamo_constant(function: F) -> F:
+    """``torch.compiler.assume_constant_result``: Dynamo calls the function while tracing and keeps the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-def never_compiled(function: F) -> F:
-    """``torch.compiler.disable``: compiled code breaks off, calls the function as it is, and goes on behind it."""
+def dynamo_disable(function: F) -> F:
+    """``torch.compiler.disable``: a graph break; the function itself runs eagerly."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        compiler = sys.modules.get("torch._dynamo")  # if nobody has imported it, nobody compiles
+        compiler = sys.modules.get("torch._dynamo")  # while it is not imported, nothing is being compiled
         return (function if compiler is None else compiler.disable(function))(*args, **kwargs)
 
     return cast(F, call)
+
+
+def dynamo_config(**options: Any) -> AbstractContextManager[Any]:
+    """Set options of Dynamo while the context is open. Imports torch._dynamo."""
+    from torch._dynamo import config
+
+    return config.patch(**options)

@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import overrides
-from torch.overrides import TorchFunctionMode
 
 Answer = Callable[..., Any]
 # Who answers a call in the thread that makes it; None: nobody.
@@ -28,20 +23,6 @@ def flex_attention(*args: Any, **kwargs: Any) -> Any:
     from ringspan.torch_private.flex_code import flex_attention as as_it_is
 
     return as_it_is(*args, **kwargs)
-
-
-@contextmanager
-def without_modes(down_to: TorchFunctionMode | None = None) -> Iterator[None]:
-    """All modes are off, or those on top down to this one: for attention that is not for a block to catch.
-
-    They are taken away rather than told to let it pass, since compilers trace into modes that are there.
-    """
-    with ExitStack() as off:
-        while torch._C._len_torch_function_stack():
-            mode = off.enter_context(overrides._pop_mode_temporarily())
-            if mode is down_to:
-                break
-        yield
 
 
 class _Door:

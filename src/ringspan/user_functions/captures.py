@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ringspan.torch_private.function_modes import enable_torch_function
+from ringspan.torch_private.pytree import tree_leaves, tree_map_only
 
 
 def captured_by(function: Callable[..., Any], *example: Tensor) -> tuple[Tensor, ...]:
@@ -33,7 +35,7 @@ def captured_by(function: Callable[..., Any], *example: Tensor) -> tuple[Tensor,
 @contextmanager
 def seen_by(mode: TorchFunctionMode) -> Iterator[None]:
     """The mode is on, even where modes were turned off: a kernel's own calls are nobody's business but the mode's."""
-    with torch._C._EnableTorchFunction(), mode:
+    with enable_torch_function(), mode:
         yield
 
 

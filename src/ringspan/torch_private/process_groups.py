@@ -1,0 +1,31 @@
+"""Process groups by name, and the parts of torch.distributed that simulate ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch._C import _distributed_c10d
+
+F = TypeVar("F", bound=Callable[..., object])
+
+resolve_process_group = _distributed_c10d._resolve_process_group
+
+
+def on_each_simulated_rank(function: F) -> F:
+    """Call the function once for each rank if its tensors are LocalTensors, which hold the values of all ranks of a mesh.
+
+    A PyTorch without LocalTensor leaves the function as it is.
+    """
+    try:
+        from torch.distributed._local_tensor import maybe_run_for_local_tensor
+    except ImportError:
+        return function
+    return cast(F, maybe_run_for_local_tensor(function))
+
+
+def fake_store() -> Any:
+    """A store for ``init_process_group("fake")``, whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

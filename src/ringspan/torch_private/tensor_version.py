@@ -1,0 +1,8 @@
+"""How often a tensor was changed in place. Does not import PyTorch."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+# Raises RuntimeError for an inference tensor, which has no version.
+tensor_version = attrgetter("_version")
