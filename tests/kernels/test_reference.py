@@ -13,6 +13,7 @@ import ringspan as rs
 from ringspan.kernels import Saved, reference
 from ringspan.kernels.reference import dense_attention
 from ringspan.masks import Mask
+from ringspan.testing.assertions import assert_close
 
 MASKS = {
     "full": rs.full(4, 6),
@@ -85,6 +86,26 @@ def test_attend_backward_is_what_autograd_finds(name: str, with_dlse: bool) -> N
     (found,) = reference.attend_backward(saved, k, v, mask.bands, scale=0.7)
     for a, b in zip((found.dq_BHSD, found.dk_BGTD, found.dv_BGTE), expected, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["some rows see nothing", "nobody sees anything"])
+def test_rows_that_no_band_covers_are_not_read(name: str) -> None:
+    """The rows of a receive buffer that no query needs are uninitialised memory."""
+    mask = MASKS[name]
+    bands, seen = mask.bands, torch.from_numpy(mask.dense())
+    q, k, v = inputs(mask)
+    exact = dense_attention(q, k, v, seen, scale=0.7)
+    dout = torch.ones_like(exact.out)
+    (want,) = reference.attend_backward(Saved(q, dout, *exact), k, v, bands, scale=0.7)
+    for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
+        x[:, :, ~used] = torch.nan
+    (part,) = reference.attend(q, k, v, bands, scale=0.7)
+    for actual, expected in zip(part.partial, exact, strict=True):
+        assert_close(actual, expected)
+    out = exact.out.masked_fill(~seen.any(1)[:, None], torch.nan)
+    (found,) = reference.attend_backward(Saved(q, dout, out, exact.lse), k, v, bands, scale=0.7)
+    for name in ("dq_BHSD", "dk_BGTD", "dv_BGTE"):
+        assert_close(getattr(found, name), getattr(want, name), what=name)
 
 
 def test_scores_beyond_what_exp_can_hold() -> None:

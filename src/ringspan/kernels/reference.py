@@ -37,16 +37,18 @@ def why_not(inputs: Inputs) -> str | None:
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
     seen_ST = _seen(bands, q_BHSD, k_BGTD)
-    partial = dense_attention(q_BHSD, k_BGTD, v_BGTE, seen_ST, scale=scale)
-    yield Part(0, q_BHSD.shape[2], Partial(*(x.to(wide(q_BHSD.dtype)) for x in partial)))
+    q, k, v = _zeroed(seen_ST.any(1), q_BHSD), _zeroed(seen_ST.any(0), k_BGTD), _zeroed(seen_ST.any(0), v_BGTE)
+    result = dense_attention(q, k, v, seen_ST, scale=scale)
+    yield Part(0, q_BHSD.shape[2], Partial(*(x.to(wide(q_BHSD.dtype)) for x in result)))
 
 
 def attend_backward(
     saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
 ) -> Iterator[Gradients]:
-    q, dout, out, lse = (x.double() for x in saved[:4])
-    k, v = _per_query_head(k_BGTD, q), _per_query_head(v_BGTE, q)
-    seen_ST = _seen(bands, q, k)
+    seen_ST = _seen(bands, saved.q_BHSD, k_BGTD)
+    q, dout, out = (_zeroed(seen_ST.any(1), x.double()) for x in saved[:3])
+    k, v = (_per_query_head(_zeroed(seen_ST.any(0), x), q) for x in (k_BGTD, v_BGTE))
+    lse = saved.lse_BHS.double()
     lse_BHS1 = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     weight_BHST = (q @ k.mT * scale - lse_BHS1).masked_fill(~seen_ST, -torch.inf).exp()
     delta_BHS1 = (dout * out).sum(-1, keepdim=True)
@@ -60,6 +62,11 @@ def attend_backward(
 
 def _seen(bands: Sequence[Band], q: Tensor, k: Tensor) -> Tensor:
     return torch.from_numpy(tables.dense(tables.table(*bands), q.shape[2], k.shape[2])).to(q.device)
+
+
+def _zeroed(used_S: Tensor, x_BHSD: Tensor) -> Tensor:
+    """``x`` with zeros in the rows that no band covers: they may be uninitialised memory, and 0 times NaN is NaN."""
+    return x_BHSD.masked_fill(~used_S[:, None], 0)
 
 
 def _per_query_head(x_BGTD: Tensor, q_BHSD: Tensor) -> Tensor:
