@@ -1,4 +1,4 @@
-"""What the handshake says, rank by rank. That every rank says it is shown with real processes in test_process_group.py."""
+"""Comparing rank signatures. That every rank raises the same error is tested in test_process_group.py."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import pytest
 from ringspan.transports import RankSignature, digest_as_int64, first_disagreement
 from ringspan.transports.handshake import NO_SCORE_MOD
 
-SIGNATURE = RankSignature(1, digest_as_int64("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_SCORE_MOD, 10, 10)
+FIRST = RankSignature(1, digest_as_int64("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_SCORE_MOD, 10, 10)
 ROWS = [(10, 10), (11, 9), (9, 11)]
-FITTING = [SIGNATURE, SIGNATURE._replace(queries=11, keys=9), SIGNATURE._replace(queries=9, keys=11)]
+SIGNATURES = [FIRST, FIRST._replace(queries=11, keys=9), FIRST._replace(queries=9, keys=11)]
 
 
 def test_ranks_that_agree() -> None:
-    assert first_disagreement(FITTING, ROWS) is None
+    assert first_disagreement(SIGNATURES, ROWS) is None
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"digest": digest_as_int64("f1a0000000004321")}, "plan 11a0000000001234, rank 2 has f1a0000000004321"),
         ({"heads": 16}, "heads 8, rank 2 has 16"),
@@ -33,8 +33,7 @@ def test_ranks_that_agree() -> None:
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_the_rank_and_the_thing_are_named(change: dict[str, int], said: str) -> None:
-    everyone = [*FITTING[:2], FITTING[2]._replace(**change)]
-    problem = first_disagreement(everyone, ROWS)
+def test_the_message_names_the_rank_and_the_field(change: dict[str, int], message: str) -> None:
+    problem = first_disagreement([*SIGNATURES[:2], SIGNATURES[2]._replace(**change)], ROWS)
     assert problem is not None
-    assert said in problem
+    assert message in problem

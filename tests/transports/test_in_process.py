@@ -1,4 +1,4 @@
-"""The in-process transport, with walks written by hand."""
+"""The in-process transport, driven by coroutines written by hand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ringspan.transports import InProcessTransport, PostExchange, WaitExchange
 
 
 def swap(peer: int, mine: float, rounds: int = 1) -> Generator[Any, Any, list[float]]:
-    """Send a number to the peer and receive one, so many times."""
+    """In each round, send one number to the peer and receive one."""
     got = []
     for n in range(rounds):
         buffer = torch.empty(1)
-        ticket = yield PostExchange(f"round {n}", ((peer, torch.tensor([mine + n])),), ((peer, buffer),))
-        yield WaitExchange(ticket)
+        exchange = yield PostExchange(f"round {n}", ((peer, torch.tensor([mine + n])),), ((peer, buffer),))
+        yield WaitExchange(exchange)
         got.append(buffer.item())
     return got
 
 
-def test_ranks_take_turns_and_results_come_in_order() -> None:
+def test_results_come_in_rank_order_and_bytes_are_counted() -> None:
     world = InProcessTransport(2)
     assert world.run([swap(1, 10.0, rounds=3), swap(0, 20.0, rounds=3)]) == [[20.0, 21.0, 22.0], [10.0, 11.0, 12.0]]
     assert [(t.sent, t.received) for t in world.traffic] == [(12, 12), (12, 12)]
@@ -32,28 +32,28 @@ def test_ranks_take_turns_and_results_come_in_order() -> None:
 
 def test_messages_between_two_ranks_keep_their_order() -> None:
     def sender() -> Generator[Any, Any, None]:
-        tickets = []
+        pending = []
         for value in (1.0, 2.0, 3.0):
-            tickets.append((yield PostExchange(f"{value}", ((1, torch.tensor([value])),), ())))
-        for ticket in tickets:
-            yield WaitExchange(ticket)
+            pending.append((yield PostExchange(f"{value}", ((1, torch.tensor([value])),), ())))
+        for exchange in pending:
+            yield WaitExchange(exchange)
 
     def receiver() -> Generator[Any, Any, list[float]]:
         buffers = [torch.empty(1) for _ in range(3)]
-        ticket = yield PostExchange("all", (), tuple((0, b) for b in buffers))
-        yield WaitExchange(ticket)
+        exchange = yield PostExchange("all", (), tuple((0, b) for b in buffers))
+        yield WaitExchange(exchange)
         return [b.item() for b in buffers]
 
     assert InProcessTransport(2).run([sender(), receiver()])[1] == [1.0, 2.0, 3.0]
 
 
-def test_a_sender_may_not_reuse_its_buffer_before_the_message_was_taken() -> None:
-    """The sender's wait ends only when the receiver has the bytes, however late the receiver is."""
+def test_a_send_completes_only_after_its_receive() -> None:
+    """The receiver is three steps late. The sender overwrites its message right after its wait."""
 
     def sender() -> Generator[Any, Any, None]:
         message = torch.tensor([7.0])
-        ticket = yield PostExchange("send", ((1, message),), ())
-        yield WaitExchange(ticket)
+        exchange = yield PostExchange("send", ((1, message),), ())
+        yield WaitExchange(exchange)
         message.fill_(-1.0)
 
     def late_receiver() -> Generator[Any, Any, float]:
@@ -71,15 +71,15 @@ def only_receives(peer: int, buffer: Tensor) -> Generator[Any, Any, None]:
 
 
 @pytest.mark.parametrize(
-    ("walks", "message"),
+    ("coroutines", "message"),
     [
         (lambda: [only_receives(1, torch.empty(1)), only_receives(0, torch.empty(1))], "rank 0 in forward step 3, rank 1"),
         (lambda: [swap(1, 1.0), only_receives(0, torch.empty(2))], r"rank 0 sent .*\(1,\).*rank 1 expected .*\(2,\)"),
         (lambda: [swap(1, 1.0), only_receives(0, torch.empty(1, dtype=torch.float64))], "float32.*float64"),
         (lambda: [swap(1, 1.0)], "2 ranks, but 1"),
     ],
-    ids=["nobody sends", "other size", "other dtype", "other number of ranks"],
+    ids=["deadlock", "other size", "other dtype", "other number of ranks"],
 )
-def test_what_does_not_fit_is_named(walks: Any, message: str) -> None:
+def test_errors_name_ranks_and_steps(coroutines: Any, message: str) -> None:
     with pytest.raises(TransportError, match=message):
-        InProcessTransport(2).run(walks())
+        InProcessTransport(2).run(coroutines())

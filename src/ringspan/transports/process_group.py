@@ -1,11 +1,11 @@
-"""Ranks in processes of their own, over a torch.distributed process group (gloo, NCCL, …)."""
+"""One process for each rank, over a torch.distributed process group (gloo, NCCL, …)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
+from ringspan.transports.backend_errors import first_line, is_backend_error, kind_of
 from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic
 
 T = TypeVar("T")
 
 
 class PendingExchange(NamedTuple):
-    """An exchange under way: what the back end is to be asked about, by peers, and what is then copied to the device."""
+    """A posted exchange.
+
+    ``works`` pairs each work handle of the backend with the peers it serves. ``staged`` pairs each receive buffer on a GPU
+    with the host tensor that the backend fills in its place.
+    """
 
     request: PostExchange
     works: list[tuple[list[int], Any]]
@@ -27,10 +32,11 @@ class PendingExchange(NamedTuple):
 
 
 class ProcessGroupTransport:
-    """A group of ranks and this process's place in it.
+    """The ranks of a process group, and this process's rank among them.
 
-    ``group`` is a ``torch.distributed`` process group (None: the default one) or a one-axis ``DeviceMesh``. The ranks
-    of a mesh are counted along its axis, which need not be the order in which its process group counts them.
+    ``group`` is a ``torch.distributed`` process group (None: the default group) or a one-axis ``DeviceMesh``. Ranks of a
+    mesh are numbered along its axis, which may differ from the numbering of its process group. ``timeout`` is the number
+    of seconds to wait for an exchange (None: the time limit of the group).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> None:
@@ -46,15 +52,15 @@ class ProcessGroupTransport:
             self.ranks: list[int] = group.mesh.tolist()
             self.group: dist.ProcessGroup = group.get_group()
         else:
-            # new_group gives a plain number, not a group, to processes that are not in it.
-            whole: Any = dist.group.WORLD if group is None else group
-            if whole is dist.GroupMember.NON_GROUP_MEMBER:
+            # new_group returns an integer instead of a group to processes that are not members.
+            given: Any = dist.group.WORLD if group is None else group
+            if given is dist.GroupMember.NON_GROUP_MEMBER:
                 raise InputError(f"process {dist.get_rank()} is not a member of this group")
-            if not isinstance(whole, dist.ProcessGroup):
+            if not isinstance(given, dist.ProcessGroup):
                 raise InputError(
                     f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
                 )
-            self.group = whole
+            self.group = given
             self.ranks = dist.get_process_group_ranks(self.group)
         if dist.get_rank() not in self.ranks:
             raise InputError(f"process {dist.get_rank()} is not a member of the group of processes {self.ranks}")
@@ -63,19 +69,19 @@ class ProcessGroupTransport:
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.traffic = Traffic()
 
-    def run(self, walks: Sequence[RankCoroutine[T]]) -> list[T]:
-        """Run this process's rank to the end."""
-        (walk,) = walks
+    def run(self, coroutines: Sequence[RankCoroutine[T]]) -> list[T]:
+        """Run the coroutine of this process's rank to the end and return its result, in a list of one."""
+        (coroutine,) = coroutines
         answer: Any = None
         try:
             while True:
-                request = walk.send(answer)
+                request = coroutine.send(answer)
                 if isinstance(request, PostExchange):
                     answer = self._post(request)
                 else:
                     self._wait(request.pending)
                     answer = None
-                del request  # it holds the messages of its step, and the next step is about to pack its own
+                del request  # frees the messages of this step before the next step packs its own
         except StopIteration as end:
             return [end.value]
 
@@ -85,8 +91,8 @@ class ProcessGroupTransport:
             for peer, tensor in messages:
                 if tensor.numel():
                     on_wire = tensor
-                    if tensor.is_cuda and self._stages:
-                        self._check_that_nobody_captures(request)
+                    if tensor.is_cuda and self._stages_through_host:
+                        self._check_not_capturing(request)
                         on_wire = tensor.cpu() if operation is dist.isend else torch.empty_like(tensor, device="cpu")
                         staged += [(tensor, on_wire)] if operation is dist.irecv else []
                     peers.append(peer)
@@ -98,82 +104,90 @@ class ProcessGroupTransport:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._named(error, request.label, peers) from error
-        # One handle for all where the back end groups them (NCCL), one for each otherwise.
-        each = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
-        return PendingExchange(request, list(zip(each, works, strict=True)), staged)
+            self._raise_with_rank_and_step(error, request.label, peers)
+        # NCCL returns one work handle for the whole batch, gloo one for each operation.
+        peers_of_works = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
+        return PendingExchange(request, list(zip(peers_of_works, works, strict=True)), staged)
 
-    def _wait(self, ticket: PendingExchange) -> None:
-        for peers, work in ticket.works:
+    def _wait(self, pending: PendingExchange) -> None:
+        for peers, work in pending.works:
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
-                raise self._named(error, ticket.request.label, peers) from error
-        for tensor, arrived in ticket.staged:
-            tensor.copy_(arrived)
+                self._raise_with_rank_and_step(error, pending.request.label, peers)
+        for buffer, received in pending.staged:
+            buffer.copy_(received)
 
     @cached_property
-    def _stages(self) -> bool:
-        """Whether messages of a GPU go through the host's memory: gloo sends only from there."""
-        return self.group._get_backend(torch.device("cuda")).name() == "gloo"
+    def _stages_through_host(self) -> bool:
+        """Whether tensors on a GPU are copied through host memory, because the group uses gloo for GPUs."""
+        backends = dist.get_backend_config(self.group)  # "cpu:gloo,cuda:nccl"
+        return dict(entry.split(":") for entry in backends.split(",")).get("cuda") == "gloo"
 
-    def _check_that_nobody_captures(self, request: PostExchange) -> None:
+    def _check_not_capturing(self, request: PostExchange) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise TransportError(
-                f"rank {self.rank}: {request.label} is being captured in a CUDA graph, but gloo carries what lies on a GPU "
-                "through the host, which no graph can repeat: use NCCL"
+                f"rank {self.rank}: {request.label} is being captured in a CUDA graph, but gloo copies GPU tensors through "
+                "host memory, which a graph cannot replay: use NCCL"
             )
 
-    def _named(self, error: RuntimeError, label: str, peers: list[int]) -> TransportError:
-        """What the back end said, with the rank and the step it was said of."""
+    def _raise_with_rank_and_step(self, error: RuntimeError, step: str, peers: list[int]) -> NoReturn:
+        """Raise a TransportError that names this rank, the step and the peers; other kinds of error pass unchanged."""
+        if not is_backend_error(error):
+            raise error
         names = " or ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "imed out" in said or "imeout" in said:
-            return PeerTimeout(f"rank {self.rank}: {names} did not answer in {label}; stuck, or in another call ({said})")
-        return PeerLost(f"rank {self.rank}: lost {names} in {label}; look at that process's own error first ({said})")
+        kind = kind_of(error)
+        if kind is PeerTimeout:
+            text = f"{names} did not answer in {step}: it hangs or is in another call ({first_line(error)})"
+        elif kind is PeerLost:
+            text = f"lost the connection to {names} in {step}: see the error of that process first ({first_line(error)})"
+        else:
+            text = f"{step} failed: {first_line(error)}"
+        raise kind(f"rank {self.rank}: {text}") from error
 
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """The same few whole numbers from every rank, in the order of the ranks."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-        return [theirs.tolist() for theirs in self._all_gather(mine, "the handshake")]
+        """All-gather a few integers, the same count on each rank. The result is in rank order."""
+        local = torch.tensor(numbers, dtype=torch.int64, device=device)
+        return [gathered.tolist() for gathered in self._all_gather(local, "the handshake")]
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Everyone's rows (``counts[rank]`` of them on dim 0), in the order of the ranks."""
+        """All-gather tensors whose dim 0 has ``counts[rank]`` rows. The result is in rank order."""
         padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x
-        return [theirs[:count] for theirs, count in zip(self._all_gather(padded, "unshard"), counts, strict=True)]
+        return [rows[:count] for rows, count in zip(self._all_gather(padded, "unshard"), counts, strict=True)]
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)  # memory is summed as it lies, and must lie alike everywhere
-        self._finish(lambda: dist.all_reduce(total, group=self.group, async_op=True), "a sum over all ranks")
+        """The sum of ``x`` over all ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)  # all-reduce adds memory in order, so strides must agree
+        self._run_collective(lambda: dist.all_reduce(total, group=self.group, async_op=True), "an all-reduce")
         return total
 
-    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
-        everyone = [torch.empty_like(x) for _ in self.ranks]
-        self._finish(lambda: dist.all_gather(everyone, x, group=self.group, async_op=True), label)
-        # The group counts its ranks in an order of its own.
-        by_process = dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
+    def _all_gather(self, x: Tensor, step: str) -> list[Tensor]:
+        gathered = [torch.empty_like(x) for _ in self.ranks]
+        self._run_collective(lambda: dist.all_gather(gathered, x, group=self.group, async_op=True), step)
+        # all_gather returns the group's own rank order.
+        by_process = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
         return [by_process[process] for process in self.ranks]
 
-    def _finish(self, begin: Callable[[], Any], label: str) -> None:
+    def _run_collective(self, start: Callable[[], Any], step: str) -> None:
         try:
-            work = begin()
+            work = start()
             work.wait() if self.timeout is None else work.wait(self.timeout)
         except RuntimeError as error:
             others = [rank for rank in range(self.world) if rank != self.rank]
-            raise self._named(error, label, others) from error
+            self._raise_with_rank_and_step(error, step, others)
 
 
 def _tag(message: Tensor) -> int:
-    """By which a message and the room for it find each other: its size, as far as a tag can count.
+    """The tag of a message: its size in bytes, reduced to the range of a tag.
 
-    Where one rank has made a call fewer than the others, theirs may be of other sizes. Gloo would end the process for a message
-    that is too long, and take one that is too short without a word; of another tag, it waits in vain, which is an error with a
-    name. NCCL knows no tags.
+    If one rank makes a call fewer than the others, its messages can meet receives of another size. gloo aborts the process
+    when a message is too long, and accepts one that is too short without an error. With the size as the tag, such messages
+    do not match, and the wait ends in a PeerTimeout. NCCL ignores tags.
     """
     return message.nbytes % (2**31 - 1)
 
 
 def as_transport(group: ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupTransport:
-    """What a user's ``group=`` means."""
+    """The transport for a ``group=`` argument of the public API."""
     return group if isinstance(group, ProcessGroupTransport) else ProcessGroupTransport(group)

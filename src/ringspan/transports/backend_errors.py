@@ -1,0 +1,56 @@
+"""Errors of a communication backend, and which of them mean that a peer is gone or does not answer.
+
+gloo raises a plain ``RuntimeError``, NCCL and the store a ``torch.distributed.DistError``. Both describe the cause only in
+their message. What gloo and NCCL say, with torch 2.13:
+
+    lost     [...pair.cc:547] Connection closed by peer [10.0.0.2]:1234
+             [...pair.cc:538] Read error [10.0.0.2]:1234: Connection reset by peer
+             NCCL error in: ..., remote process exited or there was a network error, NCCL version 2.27.5
+    late     [...unbound_buffer.cc:129] Timed out waiting 1000ms for recv operation to complete
+             [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, ..., Timeout(ms)=600000) ran for
+             600011 milliseconds before timing out.
+    neither  Invalid scalar type
+             No backend type associated with device type meta
+             NCCL error in: ..., unhandled cuda error, NCCL version 2.27.5
+             NCCL communicator was aborted on rank 0.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+from ringspan.errors import PeerLost, PeerTimeout, TransportError
+
+# NCCL prints the time limit, "Timeout(ms)=600000", whatever the error is.
+TIMED_OUT = re.compile(r"timed out|timing out|\btimeout\b(?!\(ms\))", re.IGNORECASE)
+
+CONNECTION_LOST = re.compile(
+    r"connection (was |likely )*closed|connection reset|connection refused|connection aborted|broken pipe|socket closed"
+    r"|remote process exited|ncclRemoteError|network is unreachable|no route to host|not connected",
+    re.IGNORECASE,
+)
+
+
+def is_backend_error(error: RuntimeError) -> bool:
+    """Whether a backend may have raised it. Other subclasses of RuntimeError, such as OutOfMemoryError, are not its own."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def kind_of(error: RuntimeError) -> type[TransportError]:
+    """PeerLost, PeerTimeout, or TransportError for all other causes.
+
+    >>> kind_of(RuntimeError("[pair.cc:547] Connection closed by peer [10.0.0.2]:1234")).__name__
+    'PeerLost'
+    >>> kind_of(RuntimeError("Invalid scalar type")).__name__
+    'TransportError'
+    """
+    message = str(error).partition("Exception raised from")[0]  # the C++ stack trace below has names such as checkTimeout
+    if isinstance(error, dist.DistNetworkError) or CONNECTION_LOST.search(message):
+        return PeerLost
+    return PeerTimeout if TIMED_OUT.search(message) else TransportError
+
+
+def first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
