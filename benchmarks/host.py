@@ -23,9 +23,9 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.engine import Call, attend
+from ringspan.kernels import accumulators
 from ringspan.kernels import flash_calls as windows
 from ringspan.kernels import flash_loop as windowed
-from ringspan.kernels import partial
 from ringspan.transports.null import NullTransport
 
 SECONDS = 10.0
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("strategy", nargs="?", default="exchange(stages=1)")
     strategy = parser.parse_args().strategy
     torch.set_num_threads(1)
-    partial.merge_ = lambda *args, **kwargs: None
+    accumulators.merge_ = lambda *args, **kwargs: None
     plan = rs.plan(rs.causal(1024), world=8, rank=3, layout="zigzag", strategy=strategy)
     q, k, v = (torch.randn(1, heads, plan.q_rows, 16, dtype=torch.bfloat16) for heads in (4, 1, 1))
     call = Call(kernel=Nothing(), scale=0.25, head_dim=16)  # type: ignore[arg-type]

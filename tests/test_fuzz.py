@@ -19,7 +19,7 @@ from ringspan import planner, plans
 from ringspan.cli import check
 from ringspan.cli.mask_text import mask_of
 from ringspan.engine import slots
-from ringspan.kernels import cpu, partial
+from ringspan.kernels import accumulators, cpu
 from ringspan.strategies import STRATEGIES
 from ringspan.testing import fuzz
 from ringspan.testing.trial import EXACT, Figure, Outcome, Results, compare, run_local, tensors, torch_alone
@@ -213,7 +213,7 @@ def wrong_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(into: rs.Partial, other: rs.Partial, old: Any = None) -> None:
         into.out.lerp_(other.out.to(into.out.dtype), 0.5)
 
-    monkeypatch.setattr(partial, "merge_", broken)
+    monkeypatch.setattr(accumulators, "merge_", broken)
 
 
 def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "EMPTY_LSE", -1e30)
+    monkeypatch.setattr(accumulators, "EMPTY_LSE", -1e30)
 
 
 def hidden_traffic(monkeypatch: pytest.MonkeyPatch) -> None:

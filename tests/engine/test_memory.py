@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringspan as rs
 from ringspan.engine import Call, backward, forward
-from ringspan.kernels import Gradients, Part, Partial, Saved, partial, wide
+from ringspan.kernels import Gradients, Part, Partial, Saved, accumulators, wide
 from ringspan.plans import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import RankCoroutine
@@ -109,7 +109,7 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: Idle = IDLE, 
 
 @pytest.fixture(autouse=True)
 def scene(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "merge_", lambda into, other, old=None: None)  # its scratch space is the kernels' own
+    monkeypatch.setattr(accumulators, "merge_", lambda into, other, old=None: None)  # its scratch space is the kernels' own
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

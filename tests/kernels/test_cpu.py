@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.kernels import Accumulator, Partial, Saved, cpu, reference, wide
+from ringspan.kernels import OutputAccumulator, Partial, Saved, cpu, reference, wide
 from ringspan.kernels import sdpa_calls as launches
 from ringspan.masks import Band
 from ringspan.masks import table as tables
@@ -57,7 +57,7 @@ def tensors(q_len: int, k_len: int, dtype: torch.dtype, heads: int, kv_heads: in
 
 
 def forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, dtype: torch.dtype) -> Partial:
-    accumulator = Accumulator((q.shape[2], q.shape[0], q.shape[1], v.shape[-1]), like=torch.empty(0, dtype=dtype))
+    accumulator = OutputAccumulator((q.shape[2], q.shape[0], q.shape[1], v.shape[-1]), like=torch.empty(0, dtype=dtype))
     for part in kernel.attend(q, k, v, bands, scale=scale):
         accumulator.add(*part)
     out, lse = accumulator.finish()

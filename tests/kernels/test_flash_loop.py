@@ -7,9 +7,9 @@ import torch
 
 from ringspan.kernels import flash_loop as windowed
 from ringspan.kernels import reference
+from ringspan.kernels.accumulators import OutputAccumulator
 from ringspan.kernels.flash_calls import Batch
 from ringspan.kernels.kernel import Saved
-from ringspan.kernels.partial import Accumulator
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from tests.kernels.test_flash_calls import sequences
@@ -60,7 +60,7 @@ def test_parts_and_gradients_land_where_they_belong(with_dlse: bool) -> None:
         (part,) = reference.attend_backward(inner, as_kernel(k), as_kernel(v), dense_bands(batch, 9, 11), scale=scale)
         return tuple(as_call(x, k) for x in (part.dq_BHSD, part.dk_BGTD, part.dv_BGTE))
 
-    result = Accumulator((9, 2, 4, 4), like=q)
+    result = OutputAccumulator((9, 2, 4, 4), like=q)
     for part in windowed.attend(forward, q, k, v, BANDS, scale=0.5):
         result.add(*part)
     (want,) = reference.attend(q, k, v, BANDS, scale=0.5)

@@ -13,8 +13,9 @@ from torch.nn.attention import flex_attention as torch_flex
 import ringspan as rs
 from ringspan.frontends.sdpa import AttentionCatcher
 from ringspan.kernels import Inputs, Kernel, PlacedMods, eager, flex, mods_of, reference
+from ringspan.kernels.accumulators import OutputAccumulator
 from ringspan.kernels.kernel import Saved
-from ringspan.kernels.partial import Accumulator, Partial
+from ringspan.kernels.partial import Partial
 
 N = 150
 MASKS = {
@@ -48,7 +49,7 @@ def inputs(mask: rs.Mask, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 
 def forward(mask: rs.Mask, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    result = Accumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
+    result = OutputAccumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
     for part in flex.attend(q, k, v, mask.bands, scale=0.3):
         result.add(*part)
     return Partial(*(x.movedim(0, 2) for x in result.finish()))
@@ -183,7 +184,7 @@ def test_functions_see_tokens_and_heads_and_learn(score_mod: Any, mask_mod: Any,
     mods = placed(score_mod, mask_mod, mask)
     results, grads = [], []
     for kernel in (flex, eager):
-        total = Accumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
+        total = OutputAccumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
         with torch.no_grad():
             for part in kernel.attend(q, k, v, mask.bands, scale=0.3, mods=mods):
                 total.add(*part)

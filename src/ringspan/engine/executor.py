@@ -19,7 +19,7 @@ from ringspan.engine.bundle import bundle, unbundle
 from ringspan.engine.global_indices import placed
 from ringspan.engine.messages import routes
 from ringspan.engine.slots import Slots
-from ringspan.kernels import Accumulator, Kernel, Mods, Partial, Saved, Sum, wide
+from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Partial, Saved, wide
 from ringspan.plans import Plan, Slot, Task
 from ringspan.plans.data import Phase
 from ringspan.torch_private.profiler import profiler_enabled
@@ -51,7 +51,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> RankCoro
     q = [q_SBHD.contiguous(), *(_room(slot, q_SBHD) for slot in program.q_slots[1:])] if moving else [q_SBHD]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
-    out = [Accumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
+    out = [OutputAccumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
     queries, keys = [_heads_first(x) for x in q], [_key_value(x, call) for x in kv]
 
     def compute(task: Task, n: int) -> None:
@@ -83,8 +83,10 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> RankCorou
     visitors = (unbundle(x, call.head_dim, value_dim) for x in q[1:])
     queries = [Saved(*(None if x is None else _heads_first(x) for x in rows)) for rows in (saved, *visitors)]  # type: ignore[arg-type]
     like = torch.empty(0, dtype=wide(kv_TBGF.dtype), device=kv_TBGF.device)
-    dkv = [Sum(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
-    dq = [Sum(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])]
+    dkv = [GradientAccumulator(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
+    dq = [
+        GradientAccumulator(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])
+    ]
 
     keys = [_key_value(x, call) for x in kv]
     learned = () if call.mods is None else call.mods.learned

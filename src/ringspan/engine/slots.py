@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.engine.messages import Route
-from ringspan.kernels import Accumulator, Partial, Sum
+from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
 from ringspan.plans.shape import is_packed
@@ -38,11 +38,11 @@ class Slots:
         self,
         *,
         plain: dict[str, list[Tensor]],
-        sums: dict[str, list[Sum]] | None = None,
-        results: list[Accumulator] | None = None,
+        sums: dict[str, list[GradientAccumulator]] | None = None,
+        results: list[OutputAccumulator] | None = None,
     ) -> None:
         self.plain, self.sums, self.results = plain, sums or {}, results or []
-        self.gathered: dict[str, Sequence[Accumulator | Sum]] = {
+        self.gathered: dict[str, Sequence[OutputAccumulator | GradientAccumulator]] = {
             "q": self.results or self.sums.get("dq", []),
             "kv": self.sums.get("dkv", []),
         }

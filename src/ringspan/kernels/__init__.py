@@ -8,10 +8,10 @@ from typing import cast
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import KernelError, UnknownKernel, no_such
+from ringspan.kernels.accumulators import GradientAccumulator, OutputAccumulator
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
-from ringspan.kernels.partial import Accumulator, Partial, merge
-from ringspan.kernels.sums import Sum
+from ringspan.kernels.partial import Partial, merge
 
 # In order of preference; each is imported only when its turn comes.
 KERNELS: dict[str, str] = {
@@ -85,18 +85,18 @@ _imported = cache_by_digest(64, plain=True)(importlib.import_module)
 
 __all__ = [
     "KERNELS",
-    "Accumulator",
+    "GradientAccumulator",
     "Gradients",
     "Inputs",
     "Kernel",
     "MaskMod",
     "Mods",
+    "OutputAccumulator",
     "Part",
     "Partial",
     "PlacedMods",
     "Saved",
     "ScoreMod",
-    "Sum",
     "check_backend",
     "lacking",
     "merge",

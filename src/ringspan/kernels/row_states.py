@@ -1,4 +1,7 @@
-"""How far each row of a slot has come, kept as runs of rows."""
+"""The bookkeeping of an accumulator: the state of each row, and the parts that wait to be combined.
+
+What the states mean and how rows pass from one to the next is said in :mod:`ringspan.kernels.accumulators`.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,37 @@ from enum import IntEnum
 from torch import Tensor
 
 
-class State(IntEnum):
-    FRESH = 0  # nothing has come for the row
-    KEPT = 1  # one part, which is still where the kernel wrote it
-    LATE = 2  # a second part waits: for a third, which makes both wide, or for the end, when it goes right into the kept one
+class RowState(IntEnum):
+    EMPTY = 0  # no part yet
+    KEPT = 1  # one part, in the tensor that the kernel wrote
+    WAITING = 2  # two parts: one kept, one waiting
     WIDE = 3  # in the wide buffer
 
 
-class Runs:
-    """The state of every row.
+class RowStates:
+    """The state of every row, stored as runs of rows in the same state.
 
-    >>> runs = Runs(8)
-    >>> runs.set(2, 5, State.WIDE)
-    >>> [(start, stop, state.name) for start, stop, state in runs.of(0, 4)]
-    [(0, 2, 'FRESH'), (2, 4, 'WIDE')]
+    >>> states = RowStates(8)
+    >>> states.set(2, 5, RowState.WIDE)
+    >>> [(start, stop, state.name) for start, stop, state in states.between(0, 4)]
+    [(0, 2, 'EMPTY'), (2, 4, 'WIDE')]
     """
 
     def __init__(self, rows: int) -> None:
-        self._runs = [(0, rows, State.FRESH)] if rows else []
+        self._runs = [(0, rows, RowState.EMPTY)] if rows else []
 
-    def of(self, start: int, stop: int) -> list[tuple[int, int, State]]:
-        """The rows from start to stop, cut where the state changes."""
+    def between(self, start: int, stop: int) -> list[tuple[int, int, RowState]]:
+        """The runs of the rows ``start:stop``."""
         return [(max(a, start), min(b, stop), state) for a, b, state in self._runs if a < stop and start < b]
 
-    def has(self, *states: State) -> bool:
+    def has(self, *states: RowState) -> bool:
         """Whether any row is in one of these states."""
         return any(state in states for *_, state in self._runs)
 
-    def set(self, start: int, stop: int, state: State) -> None:
+    def set(self, start: int, stop: int, state: RowState) -> None:
         if start >= stop:
             return
-        runs: list[tuple[int, int, State]] = []
+        runs: list[tuple[int, int, RowState]] = []
         for a, b, s in self._runs:
             for c, d, t in ((a, min(b, start), s), (max(a, start), min(b, stop), state), (max(a, stop), b, s)):
                 if c >= d:
@@ -49,27 +52,27 @@ class Runs:
         self._runs = runs
 
 
-class Late:
-    """Parts that wait, each for rows of its own. Tensors are rows first."""
+class WaitingParts:
+    """Parts that wait to be combined with a kept one: at most one for each row. Tensors have rows first."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, int, tuple[Tensor, ...]]] = []
 
-    def put(self, start: int, stop: int, *part: Tensor) -> None:
+    def put(self, start: int, stop: int, part: tuple[Tensor, ...]) -> None:
         self._parts.append((start, stop, part))
 
-    def take(self, start: int, stop: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
-        """What waits for the rows from start to stop, and waits no longer."""
-        taken, left = [], []
+    def pop(self, start: int, stop: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
+        """Remove and return the parts of the rows ``start:stop``, each with its rows."""
+        popped, left = [], []
         for a, b, part in self._parts:
             low, high = max(a, start), min(b, stop)
             if low >= high:
                 left.append((a, b, part))
                 continue
             if (low, high) == (a, b):
-                taken.append((a, b, part))
+                popped.append((a, b, part))
                 continue
-            taken.append((low, high, tuple(x[low - a : high - a] for x in part)))
+            popped.append((low, high, tuple(x[low - a : high - a] for x in part)))
             left += [(c, d, tuple(x[c - a : d - a] for x in part)) for c, d in ((a, low), (high, b)) if c < d]
         self._parts = left
-        return taken
+        return popped
