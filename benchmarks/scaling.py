@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 import ringspan as rs
-from ringspan.costs import Cost, cost, named_hardware
+from ringspan.costs import Cost, named_hardware
 from ringspan.costs.hardware import Hardware
+from ringspan.planner import cost
 from ringspan.planner.samples import sample
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"

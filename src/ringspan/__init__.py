@@ -50,11 +50,13 @@ from ringspan.frontends import (
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, window
-from ringspan.planner import best_on, plan
-from ringspan.plans import Plan, Shape
+from ringspan.planner import Plan, best_on, old_names, plan
+from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
 
 __version__ = "0.1.0"
+
+old_names.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import ringspan as rs
 from ringspan.bench.calibration import Probes
 from ringspan.bench.fit import TILES, Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
 from ringspan.costs import HARDWARE, Hardware, Speed
-from ringspan.costs.cost import task_seconds
+from ringspan.costs.plan_cost import task_seconds
 from ringspan.plans.data import PHASES
 
 SHAPE = rs.Shape(heads=4, kv_heads=4, head_dim=64, dtype="float32")

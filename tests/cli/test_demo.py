@@ -22,7 +22,7 @@ from ringspan.cli.demo_report import TOLERANCE, Outcome, as_json, parting, rank_
 from ringspan.cli.demo_text import BEGIN, VOCABULARY, Pack, library_documents, packs
 from ringspan.cli.demo_train import RankReport, Training, dense_mask, token_losses, train_alone
 from ringspan.errors import InputError
-from ringspan.plans import bytes_moved
+from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 
 WORLD, STEPS, LENGTH, SEED = 3, 3, 331, 5

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.costs import HARDWARE, Link, Speed, cost
+from ringspan.costs import HARDWARE, Link, Speed
+from ringspan.planner import cost
 from ringspan.plans.shape import bytes_moved
 from tests.plans.machines import SLOW
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import ringspan as rs
 from ringspan.engine import Call, backward, forward
 from ringspan.kernels import Gradients, Part, Partial, Saved, accumulators, wide
-from ringspan.plans import Plan, memory_bytes, peak_bytes
+from ringspan.planner import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import RankCoroutine
 from tests.plans.examples import MASKS, all_plans

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ringspan as rs
 from ringspan.engine import Call, Seat, attend_by_ticket, is_watched, operator, take_seat
 from ringspan.kernels import cpu
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 from ringspan.testing.assertions import assert_close
 from ringspan.transports import InProcessTransport
 from tests.engine.truth import EXACT, case

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.plans import bytes_moved
+from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.transports import InProcessTransport
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import EXACT, case, worst_error
-from tests.plans.dense_walk import assert_exactly_once
+from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import MASKS, all_plans
 
 DRIVERS = {

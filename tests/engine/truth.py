@@ -12,7 +12,7 @@ from ringspan.engine import Call, attend
 from ringspan.kernels import Partial, cpu
 from ringspan.kernels.reference import dense_attention
 from ringspan.masks import Mask
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 
 EXACT = 1e-12
 

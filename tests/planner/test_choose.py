@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import ringspan as rs
-from ringspan.costs import HARDWARE, Hardware, cost
+from ringspan.costs import HARDWARE, Hardware
 from ringspan.layouts import LAYOUTS
-from ringspan.planner import best_on
+from ringspan.planner import best_on, cost
 from ringspan.planner import choose as choosing
-from ringspan.planner.auto import plans_at, site_of
+from ringspan.planner.auto import plans_at, workload_of
 from ringspan.plans.shape import EXAMPLE
 from tests.plans.machines import LAPTOP
 
@@ -120,8 +120,8 @@ def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypa
     monkeypatch.setattr(choosing, "cost", lambda *_: taken)
     monkeypatch.setattr(choosing, "least_seconds", lambda *_: 0.98)
     layout = LAYOUTS["contiguous"](rs.causal(64), 2)
-    sites = [site_of(rs.causal(64), layout, layout, HARDWARE["h200"], SHAPE, 2)]
-    found = choosing.choose(sites, ["exchange(stages=1)", "ring"], plans_at)
+    workloads = [workload_of(rs.causal(64), layout, layout, HARDWARE["h200"], SHAPE, 2)]
+    found = choosing.choose(workloads, ["exchange(stages=1)", "ring"], plans_at)
     assert [c.rejected for c in found.candidates] == [None, None]
 
 

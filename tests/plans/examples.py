@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ringspan as rs
 from ringspan.masks import Mask
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 
 MASKS: dict[str, Mask] = {
     "full": rs.full(24),

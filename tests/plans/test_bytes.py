@@ -11,7 +11,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.layouts import LAYOUTS
-from ringspan.plans import Plan, bytes_moved, peak_bytes
+from ringspan.planner import Plan, bytes_moved, peak_bytes
 from ringspan.plans.data import PHASES, Phase
 from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 from tests.hypothesis_strategies import layouts, masks
 from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 import ringspan as rs
 from ringspan.bench.rank import MASKS
-from ringspan.plans import memory_bytes, peak_bytes
+from ringspan.costs import HARDWARE, plan_cost
+from ringspan.planner import memory_bytes, peak_bytes
+from ringspan.plans import explain, memory
+from ringspan.plans import shape as shapes
 from ringspan.plans.data import PHASES
 
 SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
@@ -58,3 +63,20 @@ def test_results_of_half_precision_wait_for_others(dtype: str, width: int) -> No
     plan = rs.plan(rs.full(64), world=2, rank=0, layout="contiguous", strategy="gather")
     kernel = 32 * 4 * (16 * shape.item + 4)
     assert memory_bytes(plan, shape, "forward") - peak_bytes(plan, shape, "forward") == kernel + 32 * 4 * width
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        lambda plan, shape: memory.memory_bytes(plan, shape, "forward"),
+        lambda plan, shape: shapes.bytes_moved(plan, shape, "forward"),
+        explain.explain,
+        lambda plan, shape: plan_cost.cost([plan, plan.at(1)], HARDWARE["h200"], shape),
+    ],
+    ids=["memory_bytes", "bytes_moved", "explain", "cost"],
+)
+def test_figures_of_other_numbers_of_heads_are_refused(figure: Callable[[rs.Plan, rs.Shape], object]) -> None:
+    plan = rs.plan(rs.causal(16), world=2, strategy="ulysses(heads=8, kv_heads=4)")
+    with pytest.raises(rs.PlanError, match=r"is for 8 query heads and 4 key heads, the shape has 6 and 2: use"):
+        figure(plan, rs.Shape(heads=6, kv_heads=2, head_dim=8))
+    figure(plan.for_heads(6, 2), rs.Shape(heads=6, kv_heads=2, head_dim=8))

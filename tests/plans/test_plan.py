@@ -11,9 +11,9 @@ import ringspan as rs
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
-from ringspan.planner import register_strategy
-from ringspan.plans import Plan, Program, Scene
-from ringspan.strategies import STRATEGIES, parse_strategy, plan_rank, strategy_for_heads
+from ringspan.planner import Plan, plan_rank, register_strategy
+from ringspan.plans import Problem, Program
+from ringspan.strategies import STRATEGIES, parse_strategy, strategy_for_heads
 from tests.plans.examples import MASKS, all_plans
 
 CAUSAL = rs.causal(16)
@@ -147,8 +147,8 @@ class Slow:
 
     stages: int = 7
 
-    def __call__(self, scene: Scene) -> Program:
-        return rs.Gather(stages=self.stages)(scene)
+    def __call__(self, problem: Problem) -> Program:
+        return rs.Gather(stages=self.stages)(problem)
 
 
 @pytest.fixture
@@ -171,14 +171,14 @@ def test_a_strategy_of_your_own() -> None:
 class Nothing:
     """A strategy that makes no program."""
 
-    def __call__(self, scene: Scene) -> None:
+    def __call__(self, problem: Problem) -> None:
         return None
 
 
 def test_a_strategy_that_makes_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "nothing", Nothing)
     with pytest.raises(
-        rs.PlanError, match=r"strategy nothing must make a ringspan.plans.Program of a Scene, and returned None"
+        rs.PlanError, match=r"strategy nothing must make a ringspan.plans.Program of a Problem, and returned None"
     ):
         rs.plan(CAUSAL, world=2, strategy="nothing")
 
@@ -197,7 +197,7 @@ def test_a_name_given_again_forgets_the_plans_of_the_first() -> None:
         ("auto", Slow, "a lower-case word other than auto, not 'auto'"),
         ("Slow", Slow, "a lower-case word other than auto, not 'Slow'"),
         ("my ring", Slow, "a lower-case word"),
-        ("mine", lambda scene: None, "a strategy is a frozen dataclass"),
+        ("mine", lambda problem: None, "a strategy is a frozen dataclass"),
     ],
 )
 def test_what_cannot_be_registered(name: str, strategy: type, message: str) -> None:

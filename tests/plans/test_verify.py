@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.masks import Band
-from ringspan.plans import Plan, Slot, Step, Task, Transfer, verify
+from ringspan.planner import Plan
+from ringspan.plans import Slot, Step, Task, Transfer, verify
 from ringspan.plans.data import PHASES, Phase
-from tests.plans.dense_walk import assert_exactly_once
+from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import all_plans
 
 # -- changing one thing ------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.costs import HARDWARE, Speed, cost, named_hardware
-from ringspan.costs.workload import Site
+from ringspan.costs import HARDWARE, Speed, named_hardware
+from ringspan.costs.workload import Workload
 from ringspan.layouts import LAYOUTS
-from ringspan.planner.auto import plans_at, site_of
+from ringspan.planner import cost
+from ringspan.planner.auto import plans_at, workload_of
 from ringspan.strategies import parse_strategy
 from ringspan.strategies.bound import least_seconds
 from tests.hypothesis_strategies import Drawn, masks
@@ -44,8 +45,8 @@ MASKS = {
 KNOWN = {"exchange": 0.92, "gather": 0.9, "ring": 0.55, "pass_q": 0.9, "ulysses": 0.7}
 
 
-def exact(site: Site, strategy: str) -> float:
-    return cost(plans_at(site, strategy), site.machine, site.shape).seconds
+def exact(workload: Workload, strategy: str) -> float:
+    return cost(plans_at(workload, strategy), workload.machine, workload.shape).seconds
 
 
 @pytest.mark.parametrize("machine", ["h200x8", "h200x4", "h200x2"])
@@ -54,8 +55,8 @@ def exact(site: Site, strategy: str) -> float:
 def test_no_plan_is_faster_and_most_are_hardly_slower(name: str, strategy: str, machine: str) -> None:
     for layout_name in ("contiguous", "zigzag", "balanced"):
         layout = LAYOUTS[layout_name](MASKS[name], 8)
-        site = site_of(MASKS[name], layout, layout, named_hardware(machine), LARGE, 8)
-        least, taken = least_seconds(parse_strategy(strategy), site), exact(site, strategy)
+        workload = workload_of(MASKS[name], layout, layout, named_hardware(machine), LARGE, 8)
+        least, taken = least_seconds(parse_strategy(strategy), workload), exact(workload, strategy)
         assert KNOWN.get(strategy.partition("(")[0], 0.0) * taken <= least <= 1.001 * taken, layout_name
 
 
@@ -78,8 +79,8 @@ ON = st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balance
 
 def check_bound(mask: rs.Mask, layout: str, strategy: str, machine: rs.Hardware) -> None:
     q_layout, kv_layout = LAYOUTS[layout](mask, 4), LAYOUTS[layout](mask.transposed, 4)
-    site = site_of(mask, q_layout, kv_layout, machine, SHAPE, 4)
-    assert least_seconds(parse_strategy(strategy), site) <= (1 + 1e-6) * exact(site, strategy)
+    workload = workload_of(mask, q_layout, kv_layout, machine, SHAPE, 4)
+    assert least_seconds(parse_strategy(strategy), workload) <= (1 + 1e-6) * exact(workload, strategy)
 
 
 @given(masks(40, leaves=3), ON, st.sampled_from(STRATEGIES), machines(RISING))
@@ -117,5 +118,5 @@ def test_a_rectangle_that_is_joined_to_a_triangle_counts_as_one(strategy: str) -
 
 def test_nothing_is_known_of_a_strategy_of_your_own() -> None:
     layout = LAYOUTS["zigzag"](MASKS["causal"], 4)
-    site = site_of(MASKS["causal"], layout, layout, HARDWARE["h200"], SHAPE, 4)
-    assert least_seconds(object(), site) == 0.0
+    workload = workload_of(MASKS["causal"], layout, layout, HARDWARE["h200"], SHAPE, 4)
+    assert least_seconds(object(), workload) == 0.0

@@ -24,9 +24,9 @@ def test_every_rank_is_on_one_node(world: int, per_node: int) -> None:
 def test_porters_are_there_and_share_the_work(world: int, per_node: int) -> None:
     nodes = Nodes(world, per_node)
     for node in range(nodes.count):
-        assert all(nodes.porter(rank, node) == rank for rank in nodes.ranks(node))
+        assert all(nodes.forwarder(rank, node) == rank for rank in nodes.ranks(node))
         for other in range(nodes.count):
-            load = np.bincount([nodes.porter(rank, node) - nodes.ranks(node).start for rank in nodes.ranks(other)])
+            load = np.bincount([nodes.forwarder(rank, node) - nodes.ranks(node).start for rank in nodes.ranks(other)])
             assert max(load) == -(-len(nodes.ranks(other)) // len(nodes.ranks(node)))
 
 

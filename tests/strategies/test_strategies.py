@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.strategies import STRATEGIES as STRATEGIES_THERE_ARE
 from tests.hypothesis_strategies import layouts, masks
-from tests.plans.dense_walk import assert_exactly_once
+from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import LAYOUTS, MASKS, STRATEGIES, all_plans, layouts_for
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.costs import Link, Speed
-from ringspan.costs.cost import flops_per_pair, tiled_area
+from ringspan.costs.plan_cost import flops_per_pair, tiled_area
 from ringspan.masks import Band
 from ringspan.plans import Shape
 from ringspan.plans.data import PHASES, Phase

@@ -29,7 +29,7 @@ from ringspan.errors import InputError
 from ringspan.frontends.attention import call_for
 from ringspan.frontends.validate import given_scale
 from ringspan.kernels import Saved, check_backend
-from ringspan.plans import peak_bytes
+from ringspan.planner import peak_bytes
 from ringspan.plans.data import PHASES
 from ringspan.strategies.registry import parse_strategy
 from ringspan.transports.null import NullTransport

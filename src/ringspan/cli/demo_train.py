@@ -12,8 +12,8 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.cli.demo_model import Config, Transformer, build
 from ringspan.cli.demo_text import Pack
+from ringspan.planner import bytes_moved
 from ringspan.planner import plan as make_plan
-from ringspan.plans import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.testing.workers import tell
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.layouts import Layout, areas
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 
 # Told apart by most eyes, on paper too (Paul Tol's bright scheme). More ranks than these take turns round the colour wheel.
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")

@@ -28,8 +28,8 @@ Seconds = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Rows of ranks and, beside each, the row of one that it exchanges messages with.
-Meeting = tuple[Ints, Ints]
-NOBODY: Meeting = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+Pairs = tuple[Ints, Ints]
+NO_PEERS: Pairs = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 class Loads(NamedTuple):
@@ -38,7 +38,7 @@ class Loads(NamedTuple):
     computing: Seconds
     wire: Seconds
     copying: Seconds
-    meets: Sequence[Meeting]
+    meets: Sequence[Pairs]
 
 
 class Timeline(NamedTuple):
@@ -59,7 +59,7 @@ class Timeline(NamedTuple):
         return waited
 
 
-def walk(loads: Loads, overlap: float) -> Timeline:
+def simulate(loads: Loads, overlap: float) -> Timeline:
     """All ranks through all steps."""
     longer = (1 - overlap) * np.minimum(loads.computing, loads.wire) + loads.copying
     begin, computed, end = (np.zeros_like(loads.computing) for _ in range(3))

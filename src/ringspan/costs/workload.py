@@ -14,14 +14,14 @@ from functools import cached_property
 
 import numpy as np
 
-from ringspan.costs.cost import flops_per_pair, of_kind
 from ringspan.costs.hardware import Hardware
+from ringspan.costs.plan_cost import flops_per_pair, of_kind
 from ringspan.costs.timeline import Seconds
 from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Mask
 from ringspan.masks.table import Table, area
 from ringspan.plans.data import PHASES, Phase
-from ringspan.plans.moving_side import KEYS, QUERIES, Traveller
+from ringspan.plans.moving_side import KEYS, QUERIES, MovingSide
 from ringspan.plans.problem import Ints, union, whole_tiles
 from ringspan.plans.shape import Shape
 
@@ -37,7 +37,7 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class Workload:
     """``ranks``, in order, are those that are looked at: all, or a sample."""
 
     mask: Mask
@@ -52,7 +52,7 @@ class Site:
         return self.q_layout.world
 
     @cached_property
-    def whole(self) -> Site:
+    def whole(self) -> Workload:
         """The same, with all ranks looked at."""
         return replace(self, ranks=tuple(range(self.world)))
 
@@ -66,9 +66,9 @@ class Site:
         """Ranks compute with their own keys."""
         return self._demand(QUERIES, self._seeing, self._seen, self._with_keys)
 
-    def busiest(self, traveller: Traveller) -> float:
+    def busiest(self, moving: MovingSide) -> float:
         """Seconds of the rank that computes most: nobody is done before it has."""
-        computing = self._for_queries if traveller is KEYS else self._with_keys
+        computing = self._for_queries if moving is KEYS else self._with_keys
         return sum(float(seconds.sum(axis=1).max(initial=0.0)) for seconds in computing.values())
 
     @cached_property
@@ -108,14 +108,14 @@ class Site:
         tiles, seconds = self._seeing, tile_seconds(self._seeing.bands, self.machine, self.shape)
         return {phase: self._matrix(tiles.k_rank, tiles.q_rank, seconds[phase]) for phase in PHASES}
 
-    def _demand(self, traveller: Traveller, computed: Tiles, elsewhere: Tiles, seconds: dict[Phase, Seconds]) -> Demand:
+    def _demand(self, moving: MovingSide, computed: Tiles, elsewhere: Tiles, seconds: dict[Phase, Seconds]) -> Demand:
         """``computed`` are the tiles of the ranks that are looked at, ``elsewhere`` what anybody computes with their rows."""
-        here, of = (computed.q_rank, computed.k_rank) if traveller is KEYS else (computed.k_rank, computed.q_rank)
-        owner, asker = (elsewhere.k_rank, elsewhere.q_rank) if traveller is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
+        here, of = (computed.q_rank, computed.k_rank) if moving is KEYS else (computed.k_rank, computed.q_rank)
+        owner, asker = (elsewhere.k_rank, elsewhere.q_rank) if moving is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
         return Demand(
             seconds=seconds,
-            incoming=self._rows(here, of, computed.bands[:, traveller.rows]),
-            outgoing=self._rows(owner, asker, elsewhere.bands[:, traveller.rows]),
+            incoming=self._rows(here, of, computed.bands[:, moving.rows]),
+            outgoing=self._rows(owner, asker, elsewhere.bands[:, moving.rows]),
         )
 
     def _rows(self, here: Ints, there: Ints, rows: Table) -> Ints:
@@ -131,7 +131,7 @@ class Site:
 
 
 def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, Seconds]:
-    """What the pairs of each band take at least, launches apart; see :func:`ringspan.costs.cost.tiled_area`.
+    """What the pairs of each band take at least, launches apart; see :func:`ringspan.costs.plan_cost.tiled_area`.
 
     What a layout has cut apart may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals stay, so
     that a tile becomes part of a band with as many cuts or more, and it counts at the best speed among those.

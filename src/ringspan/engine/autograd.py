@@ -17,7 +17,7 @@ from ringspan.engine.beside import beside
 from ringspan.engine.executor import Call, backward, forward
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial, Saved
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 
 # Drives the walks of the ranks this process has, to their results: ``transport.run``.
 Run = Callable[[Sequence[Any]], list[Any]]

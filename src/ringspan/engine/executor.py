@@ -20,7 +20,8 @@ from ringspan.engine.global_indices import placed
 from ringspan.engine.messages import routes
 from ringspan.engine.slots import Slots
 from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Partial, Saved, wide
-from ringspan.plans import Plan, Slot, Task
+from ringspan.planner import Plan
+from ringspan.plans import Slot, Task
 from ringspan.plans.data import Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import RankCoroutine, WaitExchange

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.kernels import Mods, PlacedMods
-from ringspan.plans import Plan, Task
+from ringspan.planner import Plan
+from ringspan.planner.slot_tokens import Contents, held
+from ringspan.plans import Task
 from ringspan.plans.data import Phase
-from ringspan.plans.slot_tokens import Contents, held
 
 
 def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: torch.device) -> PlacedMods:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from itertools import count
 from typing import NamedTuple
 
-from ringspan.plans import Plan, Step, Transfer
+from ringspan.planner import Plan
+from ringspan.plans import Step, Transfer
 from ringspan.plans.data import Phase
 from ringspan.plans.shape import is_packed
 

@@ -27,7 +27,7 @@ from ringspan.engine.beside import beside
 from ringspan.engine.executor import Call, backward
 from ringspan.errors import InputError, KernelError
 from ringspan.kernels import Partial, Saved, wide
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 from ringspan.torch_private.dispatch_keys import default_dispatch_keys
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
 from ringspan.torch_private.dynamo import dynamo_constant

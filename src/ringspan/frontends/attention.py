@@ -20,7 +20,7 @@ from ringspan.frontends.score_mods import check_heads
 from ringspan.frontends.validate import given_scale
 from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
 from ringspan.masks import Mask
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 from ringspan.transports import (
     ProcessGroupTransport,
     RankSignature,

@@ -24,8 +24,8 @@ from ringspan.frontends.validate import given_mask, given_parameters, given_weig
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
-from ringspan.planner import plan
-from ringspan.plans import Plan, Shape
+from ringspan.planner import Plan, plan
+from ringspan.plans import Shape
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.pytree import tree_map

@@ -21,7 +21,7 @@ from ringspan.frontends.score_mods import check_heads
 from ringspan.frontends.shards import BATCH, HEADS
 from ringspan.kernels import ScoreMod
 from ringspan.masks import Mask
-from ringspan.plans import Plan
+from ringspan.planner import Plan
 
 # Of batch and of heads: the first that a shard has, how many it has, and how many there are. Plain tuples, since compilers
 # hand these on as they are.

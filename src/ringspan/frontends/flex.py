@@ -17,8 +17,9 @@ from ringspan.frontends.attention import Group, attention
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.masks import Mask
 from ringspan.masks import block_mask as as_mask
+from ringspan.planner import Plan
 from ringspan.planner import plan as make_plan
-from ringspan.plans import Plan, Shape
+from ringspan.plans import Shape
 from ringspan.strategies import Strategy
 from ringspan.torch_private.tensor_version import tensor_version
 from ringspan.user_functions.captures import captured_by

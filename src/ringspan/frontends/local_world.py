@@ -19,8 +19,7 @@ from ringspan.frontends.validate import given_mask, given_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
-from ringspan.planner import plan
-from ringspan.plans import Plan
+from ringspan.planner import Plan, plan
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_disable
 from ringspan.torch_private.function_modes import disable_torch_function

@@ -7,15 +7,15 @@ from functools import partial
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, hardware
-from ringspan.costs.workload import Site
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
 from ringspan.planner.candidates import layouts_for, strategies_for
-from ringspan.planner.choose import Choice, Hear, choose
+from ringspan.planner.choose import Choice, OnProgress, choose
+from ringspan.planner.request import Request
 from ringspan.planner.samples import sample
-from ringspan.plans.data import Plan
+from ringspan.planner.user_plan import Plan, plan_rank
 from ringspan.plans.shape import EXAMPLE, Shape
-from ringspan.strategies.make import plan_rank
 
 ASSUMED = "h200x8"
 # So many ranks are planned to see what a candidate costs at least; all, if there are no more.
@@ -25,29 +25,27 @@ MOST_RANKS = 16
 def best(
     mask: Mask,
     world: int,
+    request: Request,
     *,
-    strategy: str | None,
-    layout: Layout | None,
-    kv_layout: Layout | None,
     machine: Hardware | None,
     shape: Shape | None,
-    hear: Hear | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Choice:
-    """The choice of what is None. Keys lie as queries do where ``kv_layout`` is None.
+    """Choose what the request leaves open.
 
-    A machine that nobody named must not refuse a plan for want of memory, and heads that nobody counted are not split. Whoever
-    hears how far it is has it found anew, for there is nothing to hear of what is looked up.
+    Without a machine one is assumed, and no plan is rejected for lack of memory. Without a shape heads are not split unless the
+    request names the strategy. The choice is cached, except with ``on_progress``: a look-up has no progress to report.
     """
-    find = _cached_find if hear is None else partial(_find, hear=hear)
+    find = _find_cached if on_progress is None else partial(_find, on_progress=on_progress)
     return find(
         mask,
         check_world(world),
-        strategy,
-        layout,
-        kv_layout,
+        request.strategy,
+        request.q_layout,
+        request.kv_layout,
         hardware(ASSUMED) if machine is None else machine,
         EXAMPLE if shape is None else shape,
-        shape is not None or strategy is not None,
+        shape is not None or request.strategy is not None,
         machine is not None,
     )
 
@@ -62,27 +60,30 @@ def _find(
     shape: Shape,
     may_split_heads: bool,
     must_fit: bool,
-    hear: Hear | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Choice:
     layouts = layouts_for(mask, world, machine, shape, kv_layout) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
-    sites = [site_of(mask, one, kv_layout or one, machine, shape, MOST_RANKS) for one in layouts]
-    return choose(sites, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, hear=hear)
+    workloads = [workload_of(mask, one, kv_layout or one, machine, shape, MOST_RANKS) for one in layouts]
+    return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
 
 
-_cached_find = cache_by_digest(256)(_find)
+_find_cached = cache_by_digest(256)(_find)
 
 
-def site_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Site:
+def workload_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Workload:
     ranks = sample(mask, q_layout, kv_layout, machine, most_ranks)
-    return Site(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
+    return Workload(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
 
 
-def plans_at(site: Site, strategy: str) -> Sequence[Plan]:
-    return [plan_rank(site.mask, site.q_layout, site.kv_layout, strategy, rank) for rank in site.ranks]
+def plans_at(workload: Workload, strategy: str) -> Sequence[Plan]:
+    """The plans of the workload's ranks, fitted to the heads of its tensors."""
+    mask, q_layout, kv_layout, shape = workload.mask, workload.q_layout, workload.kv_layout, workload.shape
+    plans = (plan_rank(mask, q_layout, kv_layout, strategy, rank) for rank in workload.ranks)
+    return [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
 
 
-def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[str]:
+def describe(choice: Choice, machine: Hardware | None, shape: Shape | None) -> tuple[str, ...]:
     """What a plan notes of its choice: what it is the best of, on what that stands, and the candidates as a table."""
     at, tensors = machine or hardware(ASSUMED), shape or EXAMPLE
     chosen, planned = choice.best, sum(candidate.cost is not None for candidate in choice.candidates)
@@ -96,4 +97,4 @@ def said(choice: Choice, machine: Hardware | None, shape: Shape | None) -> list[
         )
     assumed = {"hardware=": machine, "shape=": shape}
     name_them = " and ".join(name for name, given in assumed.items() if given is None)
-    return [*lines, *([f"assumed where not given: name yours with {name_them}"] if name_them else []), *choice.table()]
+    return (*lines, *([f"assumed where not given: name yours with {name_them}"] if name_them else []), *choice.table())

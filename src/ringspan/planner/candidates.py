@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringspan.costs.cost import rounded
 from ringspan.costs.hardware import Hardware
-from ringspan.costs.workload import Site
+from ringspan.costs.plan_cost import rounded
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, areas, balance, named_layout
 from ringspan.layouts.auto import GOOD_ENOUGH
 from ringspan.masks import Mask
@@ -59,8 +59,8 @@ def _has_slow_windows(mask: Mask, machine: Hardware) -> bool:
 def _seconds(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape) -> float:
     """Of computing, on the busiest rank."""
     ranks = tuple(range(q_layout.world))
-    site = Site(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
-    return rounded(site.busiest(KEYS))
+    workload = Workload(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
+    return rounded(workload.busiest(KEYS))
 
 
 def _by_work(mask: Mask, world: int) -> list[str]:

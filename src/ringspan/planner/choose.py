@@ -9,12 +9,12 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
-from ringspan.costs.cost import Cost, cost, rounded
-from ringspan.costs.workload import Site
+from ringspan.costs.plan_cost import Cost, cost, rounded
+from ringspan.costs.workload import Workload
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
-from ringspan.plans.data import Plan
-from ringspan.plans.moving_side import KEYS, QUERIES, Traveller
+from ringspan.plans.data import RankPlan
+from ringspan.plans.moving_side import KEYS, QUERIES, MovingSide
 from ringspan.strategies.bound import least_seconds
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather
@@ -30,7 +30,7 @@ WORTH_PLANNING = 0.02
 # Of so many ranks all are planned before a candidate is taken; of more, a sample.
 FEW_RANKS = 256
 # Who computes what follows from the layout alone: for a rank's own queries, or with its own keys.
-TRAVELLERS: dict[type, Traveller] = {Exchange: KEYS, Gather: KEYS, Ring: KEYS, Hierarchical: KEYS, PassQ: QUERIES}
+MOVING_SIDES: dict[type, MovingSide] = {Exchange: KEYS, Gather: KEYS, Ring: KEYS, Hierarchical: KEYS, PassQ: QUERIES}
 # They depend on how many heads there are.
 SPLIT_HEADS = (Ulysses, Hybrid)
 # It shares work by heads alone, so that the simplest layout is as good as any.
@@ -90,22 +90,22 @@ class Choice:
 
 
 # Hears how large a share of the candidates is decided, and which one is planned now.
-Hear = Callable[[float, str], None]
+OnProgress = Callable[[float, str], None]
 
 
 def choose(
-    sites: Sequence[Site],
+    workloads: Sequence[Workload],
     strategies: Sequence[str],
-    plans_of: Callable[[Site, str], Sequence[Plan]],
+    plans_of: Callable[[Workload, str], Sequence[RankPlan]],
     *,
     may_split_heads: bool = True,
     must_fit: bool = True,
-    hear: Hear | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Choice:
     """Cost every candidate that could be the fastest by more than a little; all ranks choose alike.
 
-    There is a site for each layout, the simpler first. ``plans_of`` makes the plans of the ranks that a site looks at. Where
-    nothing fits into memory it raises, or, if it need not fit, the candidate that takes the least comes first.
+    There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Where nothing
+    fits into memory it raises; if nothing has to fit, the candidate that takes the least memory comes first.
 
     What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are many, then
     all of them. So most candidates are never planned, and many are hardly looked at.
@@ -113,44 +113,44 @@ def choose(
     found: list[_Decided] = []
     fastest = float("inf")
     queue: list[_Open] = []
-    for order, (site, strategy) in enumerate(product(sites, strategies)):
+    for order, (workload, strategy) in enumerate(product(workloads, strategies)):
         planner = parse_strategy(strategy)
-        if isinstance(planner, ANY_LAYOUT) and site is not sites[0]:
+        if isinstance(planner, ANY_LAYOUT) and workload is not workloads[0]:
             continue
         if isinstance(planner, SPLIT_HEADS) and not may_split_heads:
             why = "how many heads there are was not said: give shape="
-            found.append(_Decided(float("inf"), order, _candidate(site, strategy, rejected=why)))
+            found.append(_Decided(float("inf"), order, _candidate(workload, strategy, rejected=why)))
         else:
-            glance = site.busiest(TRAVELLERS[type(planner)]) if type(planner) in TRAVELLERS else 0.0
-            heappush(queue, _Open(rounded(glance), order, Look.GLANCE, site, strategy))
+            glance = workload.busiest(MOVING_SIDES[type(planner)]) if type(planner) in MOVING_SIDES else 0.0
+            heappush(queue, _Open(rounded(glance), order, Estimate.GLANCE, workload, strategy))
     while queue:
-        least_s, order, look, site, strategy = heappop(queue)
+        least_s, order, look, workload, strategy = heappop(queue)
         if least_s > (1 - WORTH_PLANNING) * fastest:
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
-            found.append(_Decided(least_s, order, _candidate(site, strategy, rejected=why)))
-        elif look == Look.GLANCE:
-            closer = least_seconds(parse_strategy(strategy), site)
-            heappush(queue, _Open(rounded(closer), order, Look.BOUND, site, strategy))
+            found.append(_Decided(least_s, order, _candidate(workload, strategy, rejected=why)))
+        elif look == Estimate.GLANCE:
+            closer = least_seconds(parse_strategy(strategy), workload)
+            heappush(queue, _Open(rounded(closer), order, Estimate.BOUND, workload, strategy))
         else:
-            if hear is not None:
-                hear(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {site.q_layout.name}")
-            figures = cost(plans_of(site, strategy), site.machine, site.shape)
-            if not figures.is_exact and site.world <= FEW_RANKS:
+            if on_progress is not None:
+                on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
+            figures = cost(plans_of(workload, strategy), workload.machine, workload.shape)
+            if not figures.is_exact and workload.world <= FEW_RANKS:
                 # A rank that was not looked at can only make it slower.
-                heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Look.SAMPLE, site.whole, strategy))
+                heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))
                 continue
-            too_large = _too_large(figures, site)
+            too_large = _too_large(figures, workload)
             fastest = fastest if too_large else min(fastest, rounded(figures.seconds))
-            found.append(_Decided(least_s, order, _candidate(site, strategy, cost=figures, rejected=too_large)))
+            found.append(_Decided(least_s, order, _candidate(workload, strategy, cost=figures, rejected=too_large)))
     choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_place)))
     if must_fit and choice.best.rejected:
         why = "; ".join(map(str, choice.candidates))
-        raise PlanError(f"nothing fits {sites[0].machine.name}: {why}. Use more ranks, or a machine with more memory")
+        raise PlanError(f"nothing fits {workloads[0].machine.name}: {why}. Use more ranks, or a machine with more memory")
     return choice
 
 
-class Look(IntEnum):
+class Estimate(IntEnum):
     """How closely a candidate has been looked at."""
 
     GLANCE = 0
@@ -164,13 +164,13 @@ class _Open(NamedTuple):
 
     least_s: float
     order: int
-    look: Look
-    site: Site
+    look: Estimate
+    workload: Workload
     strategy: str
 
 
-def _candidate(site: Site, strategy: str, *, cost: Cost | None = None, rejected: str | None) -> Candidate:
-    return Candidate(layout=site.q_layout, kv_layout=site.kv_layout, strategy=strategy, cost=cost, rejected=rejected)
+def _candidate(workload: Workload, strategy: str, *, cost: Cost | None = None, rejected: str | None) -> Candidate:
+    return Candidate(layout=workload.q_layout, kv_layout=workload.kv_layout, strategy=strategy, cost=cost, rejected=rejected)
 
 
 class _Decided(NamedTuple):
@@ -192,10 +192,10 @@ def _place(decided: _Decided) -> tuple[float, ...]:
     return 0, rounded(figures.seconds), decided.order
 
 
-def _too_large(figures: Cost, site: Site) -> str | None:
-    if figures.memory_bytes <= site.machine.memory:
+def _too_large(figures: Cost, workload: Workload) -> str | None:
+    if figures.memory_bytes <= workload.machine.memory:
         return None
-    needed, there = figures.memory_bytes / 2**30, site.machine.memory / 2**30
+    needed, there = figures.memory_bytes / 2**30, workload.machine.memory / 2**30
     return f"needs {needed:,.1f} GiB for buffers and the kernel, and a device has {there:,.1f}"
 
 

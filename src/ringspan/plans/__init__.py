@@ -1,24 +1,20 @@
 """Plans: data that says what a rank sends, receives and computes."""
 
-from ringspan.plans.data import Plan, Program, Slot, Step, Task, Transfer
-from ringspan.plans.memory import memory_bytes, peak_bytes
-from ringspan.plans.problem import Scene, needed_rows
-from ringspan.plans.shape import Shape, bytes_moved, check_shape
+from ringspan.plans.data import Program, RankPlan, Slot, Step, Task, Transfer
+from ringspan.plans.problem import Problem, needed_rows
+from ringspan.plans.shape import Shape, check_shape
 from ringspan.plans.verify import verify
 
 __all__ = [
-    "Plan",
+    "Problem",
     "Program",
-    "Scene",
+    "RankPlan",
     "Shape",
     "Slot",
     "Step",
     "Task",
     "Transfer",
-    "bytes_moved",
     "check_shape",
-    "memory_bytes",
     "needed_rows",
-    "peak_bytes",
     "verify",
 ]

@@ -25,17 +25,12 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.torch_private.dynamo import dynamo_constant
-
-if TYPE_CHECKING:
-    from ringspan.costs.cost import Cost
-    from ringspan.costs.hardware import Hardware
-    from ringspan.plans.shape import Shape
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,10 +126,10 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One rank's program, with the mask, layouts and strategy it follows from.
+class RankPlan:
+    """One rank's program, and the mask, layouts and strategy it was made from: data only.
 
-    Make one with :func:`ringspan.plan`; no process group is needed. ``notes`` say what was chosen for you and why.
+    The methods that make and check plans are those of :class:`ringspan.Plan`, which is built on the layers above this one.
     """
 
     mask: Mask
@@ -146,10 +141,10 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.program, Program):  # a strategy may be a user's own
+        if not isinstance(self.program, Program):  # a user's own strategy may return anything
             raise PlanError(
-                f"strategy {self.strategy} must make a ringspan.plans.Program of a Scene, and returned {self.program!r}: see "
-                "plans/gather.py for one that does"
+                f"strategy {self.strategy} must make a ringspan.plans.Program of a Problem, and returned {self.program!r}: see "
+                "strategies/gather.py for one that does"
             )
 
     @property
@@ -168,8 +163,8 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits of what the plan follows from, equal on all ranks. That a program is the one that follows is for
-        :meth:`verify` to say."""
+        """Sixteen hex digits of mask, layouts and strategy: equal on all ranks. The program is not part of it, since it
+        follows from these; :meth:`ringspan.Plan.verify` proves that it does."""
         parts = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -177,11 +172,11 @@ class Plan:
     def _derived(self) -> dict[Hashable, Any]:
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:  # a plan is data, and may be sent to another process; what hangs on it is not
+    def __getstate__(self) -> dict[str, Any]:  # a plan may be sent to another process; what was derived from it stays here
         return {name: value for name, value in vars(self).items() if name != "_derived"}
 
-    def derived(self, maker: Callable[Concatenate[Plan, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``maker`` makes of the plan and of what else it is given: worked out once, and kept as long as the plan."""
+    def derived(self, maker: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """``maker(plan, *args, **kwargs)``, computed once and kept as long as the plan."""
         known, key = self._derived, (maker, args, *kwargs.items())
         try:
             result: T = known[key]
@@ -193,94 +188,38 @@ class Plan:
 
     @cached_property
     def area(self) -> int:
-        """How many (query, key) pairs this rank computes in the forward pass, be it for all heads or for some."""
+        """How many (query, key) pairs this rank computes in the forward pass, for all heads or for some."""
         return sum(step.area for step in self.program.forward)
 
     @cached_property
     def work(self) -> float:
-        """What this rank computes in the forward pass, over the mean of all ranks."""
+        """What this rank computes in the forward pass, divided by the mean of all ranks."""
         mean = self.mask.area / self.world
         heads, _ = self.program.heads or (1, 1)
         tasks = [task for step in self.program.forward for task in step.tasks]
         done = sum(task.area * (self.program.q_slots[task.q_slot].heads or heads) / heads for task in tasks)
         return done / mean if mean else 1.0
 
-    def for_heads(self, heads: int, kv_heads: int) -> Plan:
-        """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of them."""
-        from ringspan.strategies import plan_rank, strategy_for_heads
-
-        if self.program.heads in (None, (heads, kv_heads)):
-            return self
-        strategy = strategy_for_heads(self.strategy, heads, kv_heads)
-        notes = (*self.notes, f"strategy {strategy}: for the heads of the tensors")
-        return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes)
-
     @cached_property
     def is_ragged(self) -> bool:
-        """Whether the mask has windows, or more than a few bands: what some kernels serve in one call and some in many."""
+        """Whether the mask has windows or more than a few bands: some kernels serve these in one call, some in many."""
         return len(self.mask) > FEW or any(band.cut_below for band in self.mask)
 
     @dynamo_constant
-    def given_to(self, taker: Callable[Concatenate[Plan, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``taker`` makes of the plan: how a compiler that is not to look into plans gets at it. It can be told to take a
-        method's result as it is; to a function it cannot hand a plan for that, before torch 2.12."""
+    def given_to(self, taker: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """``taker(plan, *args, **kwargs)``, which torch.compile treats as a constant instead of tracing into the plan.
+
+        It is a method because before torch 2.12 a function marked in this way cannot be given a plan as an argument.
+        """
         return taker(self, *args, **kwargs)
 
     def transfers(self, phase: Phase, way: Literal["sends", "recvs"]) -> Iterator[Transfer]:
         for step in self.program.steps(phase):
             yield from step.sends if way == "sends" else step.recvs
 
-    def at(self, rank: int) -> Plan:
-        """The plan of another rank of the same world."""
-        from ringspan.strategies import plan_rank
-
-        if rank == self.rank:
-            return self
-        return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
-
-    def verify(self) -> Plan:
-        """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives, that
-        nothing is read before it is there or overwritten while in use, and that every partial result and gradient gets home.
-
-        Raises :class:`~ringspan.errors.PlanError` naming rank and step; returns the plan itself if all is well.
-        """
-        from ringspan.plans.verify import verify
-
-        verify([self.at(rank) for rank in range(self.world)])
-        return self
-
-    def explain(self, shape: Shape | None = None) -> str:
-        """What this rank does, step by step, with bytes for tensors of the given shape."""
-        from ringspan.plans.explain import explain
-
-        return explain(self, shape)
-
-    def cost(self, hardware: str | Hardware, shape: Shape | None = None) -> Cost:
-        """What the plans of all ranks take on a machine: seconds, exposed wire, memory, and who does what when."""
-        from ringspan.costs import named_hardware
-        from ringspan.costs.cost import cost
-        from ringspan.plans.shape import EXAMPLE, check_shape
-
-        shape = EXAMPLE if shape is None else check_shape(shape)
-        return cost([self.at(rank) for rank in range(self.world)], named_hardware(hardware), shape)
-
-    def to_json(self) -> str:
-        from ringspan.plans.files import to_json
-
-        return to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """A plan back from :meth:`to_json`.
-
-        A malformed one raises :class:`~ringspan.errors.PlanError` with the field's name.
-        """
-        from ringspan.plans.files import from_json
-
-        return from_json(text)
-
     def __repr__(self) -> str:
+        name = f"{type(self).__name__} {self.digest[:8]} {self.strategy} on {self.q_layout.name}"
         return (
-            f"<Plan {self.digest[:8]} {self.strategy} on {self.q_layout.name}: rank {self.rank} of {self.world}, "
+            f"<{name}: rank {self.rank} of {self.world}, "
             f"{self.q_rows} queries × {self.kv_rows} keys, area {self.area}, {len(self.program.forward)} steps>"
         )

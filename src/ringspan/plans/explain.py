@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ringspan.layouts import areas
-from ringspan.plans.data import PHASES, Phase, Plan, Step, Transfer
+from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Transfer
 from ringspan.plans.memory import buffer_bytes
-from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_shape
+from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_heads_fit, check_shape
 
 
-def explain(plan: Plan, shape: Shape | None = None) -> str:
+def explain(plan: RankPlan, shape: Shape | None = None) -> str:
     """The plan of one rank: what was chosen, how balanced it is, and each step's wire and work.
 
     Bytes depend on the tensors; without a shape they are those of 32 query heads, 8 key heads of 128 in bfloat16, and the text
@@ -16,7 +16,7 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     """
     example = " (an example; explain(shape) is about yours)" if shape is None else ""
     shape = EXAMPLE if shape is None else check_shape(shape)
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
+    check_heads_fit(plan, shape)
     per_rank = areas(plan.mask, plan.q_layout)
     even = per_rank.sum() / plan.world
     balance = per_rank.max() / even if even else 1.0
@@ -35,7 +35,7 @@ def explain(plan: Plan, shape: Shape | None = None) -> str:
     return "\n".join(lines)
 
 
-def _heads(plan: Plan) -> str:
+def _heads(plan: RankPlan) -> str:
     if plan.program.heads is None:
         return ""
     slots = {task.q_slot for step in plan.program.forward for task in step.tasks}
@@ -43,7 +43,7 @@ def _heads(plan: Plan) -> str:
     return f"; {here} of {plan.program.heads[0]} query heads here"
 
 
-def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
+def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
     header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}{'buffers':>16}   on the wire"
     lines = [header, "-" * len(header)]
     buffers = buffer_bytes(plan, shape, phase)
@@ -63,7 +63,7 @@ def _phase(plan: Plan, shape: Shape, phase: Phase) -> list[str]:
     return lines
 
 
-def _wire(plan: Plan, step: Step) -> str:
+def _wire(plan: RankPlan, step: Step) -> str:
     """What goes where; what a rank keeps for itself goes nowhere."""
     ways = [(arrow, [t for t in ts if t.peer != plan.rank]) for arrow, ts in (("→", step.sends), ("←", step.recvs))]
     return "; ".join(

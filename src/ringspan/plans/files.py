@@ -13,14 +13,15 @@ from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import Q0, Q1
-from ringspan.plans.data import VERSION, WHATS, Plan, Program, Slot, Step, Task, Transfer
+from ringspan.plans.data import VERSION, WHATS, Program, RankPlan, Slot, Step, Task, Transfer
 
 T = TypeVar("T")
+P = TypeVar("P", bound=RankPlan)
 
 MOST_HEADS = 2**16  # so that whatever a file says, its proof fits in memory
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: RankPlan) -> str:
     """The whole plan of one rank, with the mask and layouts it follows from."""
     if plan.mask.settler is not None:
         raise PlanError(
@@ -51,8 +52,8 @@ def to_json(plan: Plan) -> str:
     )
 
 
-def from_json(text: str) -> Plan:
-    """The plan back. What it says of itself is checked field by field; what it *means* is checked by ``plan.verify()``."""
+def from_json(text: str, kind: type[P]) -> P:
+    """The plan back, as an instance of ``kind``. Every field is checked here; ``plan.verify()`` proves the program right."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -68,7 +69,7 @@ def from_json(text: str) -> Plan:
     rank = top.get("rank").whole(0, q_layout.world - 1)
     if q_layout.world != kv_layout.world:
         raise PlanError(f"plan.kv_layout: has {kv_layout.world} ranks where q_layout has {q_layout.world}")
-    plan = Plan(
+    plan = kind(
         mask=mask,
         q_layout=q_layout,
         kv_layout=kv_layout,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from ringspan.plans.data import Phase, Plan, Program, Step, Task, What
-from ringspan.plans.shape import Shape, is_packed
+from ringspan.plans.data import Phase, Program, RankPlan, Step, Task, What
+from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
-def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
+def peak_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
     """The most memory a phase holds in buffers of its own, in any step."""
     return max(buffer_bytes(plan, shape, phase), default=0)
 
 
-def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
+def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     """What each step holds in buffers of its own: slots, accumulators, and messages packed or waiting to be added.
 
     The tensors that come in and the kernels' own scratch space are not counted.
     """
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
+    check_heads_fit(plan, shape)
     program = plan.program
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
     if program.moves_queries(phase):  # they travel from a copy that lies row by row
@@ -33,10 +33,9 @@ def buffer_bytes(plan: Plan, shape: Shape, phase: Phase) -> list[int]:
     return [held + messages(step) for step in program.steps(phase)]
 
 
-def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
+def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
     """The most memory a phase holds in any step, beside the tensors that come in and go out: its buffers, what the kernel
     takes, and results that wait to be merged."""
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
     steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
     taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
     return max(taken, default=0) + _waiting_bytes(plan.program, shape, phase)

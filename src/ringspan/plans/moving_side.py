@@ -11,10 +11,10 @@ from ringspan.layouts import Layout, Tiles
 from ringspan.masks import Band
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 from ringspan.plans.data import Phase, Task, What
-from ringspan.plans.problem import Ints, Scene, union
+from ringspan.plans.problem import Ints, Problem, union
 
 
-class Wanted(NamedTuple):
+class RowRanges(NamedTuple):
     """Rows that travel: those of rank ``of`` from start to stop, for rank ``by``. Sorted by both, then by rows."""
 
     of: Ints
@@ -24,7 +24,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traveller:
+class MovingSide:
     """What leaves home, what of it has to come back in each direction, and where a band speaks of it."""
 
     what: What
@@ -32,12 +32,12 @@ class Traveller:
     rows: tuple[int, int]  # the columns of a band with its first and last row
     slant: int  # what k - q becomes larger by when the rows lie one further on
 
-    def layout(self, scene: Scene) -> Layout:
-        return scene.kv_layout if self.what == "kv" else scene.q_layout
+    def layout(self, problem: Problem) -> Layout:
+        return problem.kv_layout if self.what == "kv" else problem.q_layout
 
-    def tiles(self, scene: Scene) -> Tiles:
+    def tiles(self, problem: Problem) -> Tiles:
         """What the rank computes: it stays at home, and all that it sees (or that sees it) comes."""
-        return scene.seen() if self.what == "kv" else scene.seeing()
+        return problem.seen() if self.what == "kv" else problem.seeing()
 
     def owner(self, tiles: Tiles) -> Ints:
         return tiles.k_rank if self.what == "kv" else tiles.q_rank
@@ -53,19 +53,19 @@ class Traveller:
         """Home meets what lies in the slot."""
         return Task(kv_slot=slot, bands=bands) if self.what == "kv" else Task(q_slot=slot, kv_slot=0, bands=bands)
 
-    def incoming(self, scene: Scene, tiles: Tiles) -> Wanted:
+    def incoming(self, problem: Problem, tiles: Tiles) -> RowRanges:
         """Just the rows of others that the rank's tiles need."""
         owner, start, stop = union(self.owner(tiles), *tiles.bands[:, self.rows].T)
-        away = owner != scene.rank
-        return Wanted(*(x[away] for x in (owner, np.full_like(owner, scene.rank), start, stop)))
+        away = owner != problem.rank
+        return RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
 
-    def outgoing(self, scene: Scene) -> Wanted:
+    def outgoing(self, problem: Problem) -> RowRanges:
         """Just the rank's own rows that the tiles of others need."""
-        theirs = scene.seeing() if self.what == "kv" else scene.seen()
+        theirs = problem.seeing() if self.what == "kv" else problem.seen()
         asker, start, stop = union(theirs.q_rank if self.what == "kv" else theirs.k_rank, *theirs.bands[:, self.rows].T)
-        others = asker != scene.rank
-        return Wanted(*(x[others] for x in (np.full_like(asker, scene.rank), asker, start, stop)))
+        others = asker != problem.rank
+        return RowRanges(*(x[others] for x in (np.full_like(asker, problem.rank), asker, start, stop)))
 
 
-KEYS = Traveller(what="kv", back={"forward": None, "backward": "dkv"}, rows=(K0, K1), slant=1)
-QUERIES = Traveller(what="q", back={"forward": "out", "backward": "dq"}, rows=(Q0, Q1), slant=-1)
+KEYS = MovingSide(what="kv", back={"forward": None, "backward": "dkv"}, rows=(K0, K1), slant=1)
+QUERIES = MovingSide(what="q", back={"forward": "out", "backward": "dq"}, rows=(Q0, Q1), slant=-1)

@@ -21,7 +21,7 @@ FEW_TILES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Problem:
     """A mask, who owns its queries and keys, and whose plan is to be made."""
 
     mask: Mask

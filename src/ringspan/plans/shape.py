@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringspan.errors import InputError, PlanError
-from ringspan.plans.data import Phase, Plan, Program, Slot, Transfer, What, side
+from ringspan.plans.data import Phase, Program, RankPlan, Slot, Transfer, What, side
 
 # What kernels ask of rows that they read where they lie.
 ROW_ALIGNMENT = 16
@@ -126,9 +126,19 @@ def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
     return used + -used % ROW_ALIGNMENT
 
 
-def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
-    """What this rank sends and what it receives in a phase."""
-    plan = plan.for_heads(shape.heads, shape.kv_heads)
+def check_heads_fit(plan: RankPlan, shape: Shape) -> None:
+    """Raise if the plan splits heads and was made for other numbers of them than the shape has."""
+    planned = plan.program.heads
+    if planned not in (None, (shape.heads, shape.kv_heads)):
+        raise PlanError(
+            f"the plan {plan.strategy} is for {planned[0]} query heads and {planned[1]} key heads, the shape has {shape.heads} "
+            f"and {shape.kv_heads}: use plan.for_heads({shape.heads}, {shape.kv_heads})"
+        )
+
+
+def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
+    """What this rank sends and what it receives in a phase. The plan must fit the heads of the shape."""
+    check_heads_fit(plan, shape)
     sends, recvs = ([t for t in plan.transfers(phase, way) if t.peer != plan.rank] for way in WAYS)
     return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
 

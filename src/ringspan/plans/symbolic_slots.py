@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.errors import PlanError
-from ringspan.plans.data import PHASES, Plan, Slot, Task, Transfer, side
+from ringspan.plans.data import PHASES, RankPlan, Slot, Task, Transfer, side
 
 Ints = NDArray[np.int64]
 NOTHING = -1
@@ -36,7 +36,7 @@ class Heads(NamedTuple):
         return self.q // self.kv
 
 
-def heads_of(plans: Sequence[Plan]) -> Heads:
+def heads_of(plans: Sequence[RankPlan]) -> Heads:
     """The heads that the plans of a world tell apart: one, if they have no need to know how many there are."""
     if len({p.program.heads for p in plans}) != 1:
         raise PlanError("the ranks' programs are for different numbers of heads")
@@ -54,7 +54,7 @@ def heads_of(plans: Sequence[Plan]) -> Heads:
     return Heads(q // unit, kv, unit)
 
 
-def _named_heads(plan: Plan) -> Iterator[tuple[str, int]]:
+def _named_heads(plan: RankPlan) -> Iterator[tuple[str, int]]:
     for of, slots in (("q", plan.program.q_slots), ("kv", plan.program.kv_slots)):
         yield from ((of, slot.heads) for slot in slots if slot.heads is not None)
     for phase in PHASES:
@@ -63,7 +63,7 @@ def _named_heads(plan: Plan) -> Iterator[tuple[str, int]]:
                 yield from ((side(t.what), n) for n in t.heads or ())
 
 
-def _ratios(plan: Plan, q: int, kv: int) -> Iterator[int]:
+def _ratios(plan: RankPlan, q: int, kv: int) -> Iterator[int]:
     """How many query heads go with a key head, in each pair of slots that meet."""
     q_slots, kv_slots = plan.program.q_slots, plan.program.kv_slots
     pairs = {(task.q_slot, task.kv_slot) for phase in PHASES for step in plan.program.steps(phase) for task in step.tasks}
@@ -73,10 +73,10 @@ def _ratios(plan: Plan, q: int, kv: int) -> Iterator[int]:
             yield (q if of_q is None else of_q) // max(1, kv if of_kv is None else of_kv)
 
 
-class Symbols:
+class SymbolicSlots:
     """One rank's slots."""
 
-    def __init__(self, plan: Plan, heads: Heads) -> None:
+    def __init__(self, plan: RankPlan, heads: Heads) -> None:
         self.plan, self.heads = plan, heads
         self.names = {
             "q": [self._empty(slot, heads.q, heads.unit) for slot in plan.program.q_slots],

@@ -21,8 +21,8 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import PHASES, Phase, Plan, Step, Task, side
-from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, Symbols, heads_of
+from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Task, side
+from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, heads_of
 
 
 class Cells(NamedTuple):
@@ -33,7 +33,7 @@ class Cells(NamedTuple):
     bands: Table
 
 
-def verify(plans: Sequence[Plan]) -> None:
+def verify(plans: Sequence[RankPlan]) -> None:
     """All ranks' plans of one world, in order. Raises :class:`PlanError` at the first thing that does not hold."""
     first = plans[0]
     if [p.rank for p in plans] != list(range(first.world)) or len({p.digest for p in plans}) != 1:
@@ -45,7 +45,7 @@ def verify(plans: Sequence[Plan]) -> None:
         _check_cells(first, heads, _walk(plans, heads, phase), phase)
 
 
-def _check_home(plan: Plan) -> None:
+def _check_home(plan: RankPlan) -> None:
     """Slot 0 is the rank's own tokens, all heads of them."""
     for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
         if not slots or slots[0].rows != rows or slots[0].heads is not None:
@@ -68,9 +68,9 @@ class _Owed:
         return self.total[first:last].reshape(self.heads, -1)
 
 
-def _walk(plans: Sequence[Plan], heads: Heads, phase: Phase) -> list[Cells]:
+def _walk(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> list[Cells]:
     """Run all ranks in step. Returns what they computed."""
-    ranks = [Symbols(plan, heads) for plan in plans]
+    ranks = [SymbolicSlots(plan, heads) for plan in plans]
     rng = np.random.default_rng(0)
     results = ("out",) if phase == "forward" else ("dq", "dkv")
     owed = {"q": _Owed([p.q_rows for p in plans], heads.q), "kv": _Owed([p.kv_rows for p in plans], heads.kv)}
@@ -119,7 +119,7 @@ def _size(shape: tuple[int, ...], heads: Heads) -> str:
     return f"{shape[1]} rows" if heads == (1, 1, 1) else f"{shape[1]} rows × {shape[0]} heads"
 
 
-def _check_races(r: Symbols, step: Step, where: str) -> None:
+def _check_races(r: SymbolicSlots, step: Step, where: str) -> None:
     busy = {("q", t.q_slot) for t in step.tasks} | {("kv", t.kv_slot) for t in step.tasks}
     written = {("out", t.q_slot) for t in step.tasks} | {("dq", t.q_slot) for t in step.tasks}
     written |= {("dkv", t.kv_slot) for t in step.tasks}
@@ -142,7 +142,7 @@ def _check_races(r: Symbols, step: Step, where: str) -> None:
             raise PlanError(f"{where}: receives two {of} into the same rows of slot {slot}")
 
 
-def _compute(r: Symbols, task: Task, where: str) -> list[Cells]:
+def _compute(r: SymbolicSlots, task: Task, where: str) -> list[Cells]:
     """A task's bands in the owners' rows, head by head."""
     q_HS, k_HS = r.met(task, where)
     bands = np.array(task.bands, dtype=np.int64).reshape(-1, 6)
@@ -182,7 +182,7 @@ def _runs(names: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return first, np.append(first[1:], len(names)), place, head & ((1 << ROW_BITS) - 1)
 
 
-def _weigh(r: Symbols, task: Task, results: Sequence[str], owed: dict[str, _Owed], rng: np.random.Generator) -> None:
+def _weigh(r: SymbolicSlots, task: Task, results: Sequence[str], owed: dict[str, _Owed], rng: np.random.Generator) -> None:
     """Give every head of every row that the task touches a weight, and note to whom it is owed."""
     for result in results:
         of = side(result)
@@ -196,7 +196,7 @@ def _weigh(r: Symbols, task: Task, results: Sequence[str], owed: dict[str, _Owed
                 owed[of].add(names, weight)
 
 
-def _check_cells(plan: Plan, heads: Heads, computed: list[Cells], phase: Phase) -> None:
+def _check_cells(plan: RankPlan, heads: Heads, computed: list[Cells], phase: Phase) -> None:
     """Computed = visible, for every query head: nothing twice, nothing else, nothing missing."""
     world = plan.world
     seen = cut(plan.mask, plan.q_layout.pieces, plan.kv_layout.pieces)
@@ -232,7 +232,7 @@ def _apart(q_rank: Ints, k_rank: Ints, q_head: Ints | int, bands: Table, world: 
     return out
 
 
-def _pair(plan: Plan, heads: Heads, band: Ints) -> str:
+def _pair(plan: RankPlan, heads: Heads, band: Ints) -> str:
     apart, row = divmod(int(band[Q0]), 1 << ROW_BITS)
     pair, head = divmod(apart, heads.q)
     q_rank, k_rank = divmod(pair, plan.world)

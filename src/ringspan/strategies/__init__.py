@@ -4,9 +4,9 @@ from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather
 from ringspan.strategies.hierarchical import Hierarchical
 from ringspan.strategies.hybrid import Hybrid
-from ringspan.strategies.make import plan_rank
+from ringspan.strategies.make import make_program
 from ringspan.strategies.pass_q import PassQ
-from ringspan.strategies.registry import STRATEGIES, Strategy, parse_strategy, register, spec, strategy_for_heads
+from ringspan.strategies.registry import STRATEGIES, Strategy, parse_strategy, register_strategy, spec, strategy_for_heads
 from ringspan.strategies.ring import Ring
 from ringspan.strategies.ulysses import Ulysses
 
@@ -20,9 +20,9 @@ __all__ = [
     "Ring",
     "Strategy",
     "Ulysses",
+    "make_program",
     "parse_strategy",
-    "plan_rank",
-    "register",
+    "register_strategy",
     "spec",
     "strategy_for_heads",
 ]

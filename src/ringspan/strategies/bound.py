@@ -14,9 +14,9 @@ from functools import singledispatch
 
 import numpy as np
 
-from ringspan.costs.cost import flops_per_pair
-from ringspan.costs.timeline import NOBODY, Loads, Seconds, walk, wire_seconds
-from ringspan.costs.workload import Site, tile_seconds
+from ringspan.costs.plan_cost import flops_per_pair
+from ringspan.costs.timeline import NO_PEERS, Loads, Seconds, simulate, wire_seconds
+from ringspan.costs.workload import Workload, tile_seconds
 from ringspan.layouts import areas
 from ringspan.plans.data import PHASES, Phase
 from ringspan.plans.moving_side import KEYS, QUERIES
@@ -32,76 +32,77 @@ from ringspan.strategies.ring import Ring
 from ringspan.strategies.ulysses import Ulysses
 
 
-def least_seconds(strategy: object, site: Site) -> float:
+def least_seconds(strategy: object, workload: Workload) -> float:
     """Forward and backward."""
-    return sum(walk(loads, site.machine.overlap).seconds for loads in _loads(strategy, site).values())
+    return sum(simulate(loads, workload.machine.overlap).seconds for loads in _loads(strategy, workload).values())
 
 
 @singledispatch
-def _loads(strategy: object, site: Site) -> dict[Phase, Loads]:
+def _loads(strategy: object, workload: Workload) -> dict[Phase, Loads]:
     """What the ranks have to do in each step at least: with a strategy that nobody here knows, nothing."""
-    return {phase: _alone(np.zeros((len(site.ranks), 1))) for phase in PHASES}
+    return {phase: _alone(np.zeros((len(workload.ranks), 1))) for phase in PHASES}
 
 
 @_loads.register
-def _(strategy: Exchange, site: Site) -> dict[Phase, Loads]:
-    return staged_loads(site, site.keys_travel, KEYS, strategy.stages)
+def _(strategy: Exchange, workload: Workload) -> dict[Phase, Loads]:
+    return staged_loads(workload, workload.keys_travel, KEYS, strategy.stages)
 
 
 @_loads.register
-def _(strategy: PassQ, site: Site) -> dict[Phase, Loads]:
-    return staged_loads(site, site.queries_travel, QUERIES, strategy.stages)
+def _(strategy: PassQ, workload: Workload) -> dict[Phase, Loads]:
+    return staged_loads(workload, workload.queries_travel, QUERIES, strategy.stages)
 
 
 @_loads.register
-def _(strategy: Gather, site: Site) -> dict[Phase, Loads]:
-    rows = np.array(site.kv_layout.counts)
-    size = len(site.ranks), site.world
+def _(strategy: Gather, workload: Workload) -> dict[Phase, Loads]:
+    rows = np.array(workload.kv_layout.counts)
+    size = len(workload.ranks), workload.world
     everything = replace(
-        site.keys_travel,
+        workload.keys_travel,
         incoming=np.broadcast_to(rows[None, :], size),
-        outgoing=np.broadcast_to(rows[list(site.ranks), None], size),
+        outgoing=np.broadcast_to(rows[list(workload.ranks), None], size),
     )
-    return staged_loads(site, everything, KEYS, strategy.stages)
+    return staged_loads(workload, everything, KEYS, strategy.stages)
 
 
 @_loads.register
-def _(strategy: Ring, site: Site) -> dict[Phase, Loads]:
-    return ring_loads(site)
+def _(strategy: Ring, workload: Workload) -> dict[Phase, Loads]:
+    return ring_loads(workload)
 
 
 @_loads.register
-def _(strategy: Hierarchical, site: Site) -> dict[Phase, Loads]:
+def _(strategy: Hierarchical, workload: Workload) -> dict[Phase, Loads]:
     """Which rows cross between nodes is not looked at."""
-    return {phase: _alone(site.keys_travel.seconds[phase].sum(axis=1, keepdims=True)) for phase in PHASES}
+    return {phase: _alone(workload.keys_travel.seconds[phase].sum(axis=1, keepdims=True)) for phase in PHASES}
 
 
 @_loads.register
-def _(strategy: Ulysses, site: Site) -> dict[Phase, Loads]:
-    whole = tile_seconds(site.mask.table, site.machine, site.shape)
-    return _head_split(site, site.world, {phase: float(whole[phase].sum()) for phase in PHASES})
+def _(strategy: Ulysses, workload: Workload) -> dict[Phase, Loads]:
+    whole = tile_seconds(workload.mask.table, workload.machine, workload.shape)
+    return _head_split(workload, workload.world, {phase: float(whole[phase].sum()) for phase in PHASES})
 
 
 @_loads.register
-def _(strategy: Hybrid, site: Site) -> dict[Phase, Loads]:
+def _(strategy: Hybrid, workload: Workload) -> dict[Phase, Loads]:
     """What travels between nodes is not looked at, and the busiest node computes at the best speed."""
-    per_node = min(strategy.per_node, site.world)
-    pairs = np.add.reduceat(areas(site.mask, site.q_layout), np.arange(0, site.world, per_node)).max()
-    speeds = {"forward": site.machine.forward.best, "backward": site.machine.backward.best}
-    work = {phase: float(pairs) * site.shape.heads * flops_per_pair(site.shape, phase) / speeds[phase] for phase in PHASES}
-    return _head_split(site, per_node, work)
+    per_node = min(strategy.per_node, workload.world)
+    pairs = np.add.reduceat(areas(workload.mask, workload.q_layout), np.arange(0, workload.world, per_node)).max()
+    shape, machine = workload.shape, workload.machine
+    speeds = {"forward": machine.forward.best, "backward": machine.backward.best}
+    work = {phase: float(pairs) * shape.heads * flops_per_pair(shape, phase) / speeds[phase] for phase in PHASES}
+    return _head_split(workload, per_node, work)
 
 
-def _head_split(site: Site, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
+def _head_split(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
     """Queries out, computing, results back. ``whole`` is what all heads of the tokens of the busiest group of ranks take.
 
     Nobody keeps more query heads than ⌈heads / ranks⌉, so all others of a rank's own tokens leave it; those that cannot stay on
     its node leave that, too. Keys are not looked at.
     """
-    shape, machine = site.shape, site.machine
+    shape, machine = workload.shape, workload.machine
     kept = -(-shape.heads // per_node)
     far = max(0, shape.heads - kept * min(per_node, machine.per_node))
-    rows = max(site.q_layout.counts[rank] for rank in site.ranks)
+    rows = max(workload.q_layout.counts[rank] for rank in workload.ranks)
     share = kept / shape.heads if shape.heads else 0.0
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
@@ -116,4 +117,4 @@ def _head_split(site: Site, per_node: int, whole: dict[Phase, float]) -> dict[Ph
 
 def _alone(computing: Seconds) -> Loads:
     """Steps without messages."""
-    return Loads(computing, np.zeros_like(computing), np.zeros_like(computing), [NOBODY] * computing.shape[1])
+    return Loads(computing, np.zeros_like(computing), np.zeros_like(computing), [NO_PEERS] * computing.shape[1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ringspan.plans.data import Program
 from ringspan.plans.moving_side import KEYS
-from ringspan.plans.problem import Scene
+from ringspan.plans.problem import Problem
 from ringspan.strategies.staged import check_stages, staged
 
 
@@ -19,6 +19,6 @@ class Exchange:
     def __post_init__(self) -> None:
         check_stages(self.stages)
 
-    def __call__(self, scene: Scene) -> Program:
-        tiles = KEYS.tiles(scene)
-        return staged(scene, KEYS, tiles, KEYS.incoming(scene, tiles), KEYS.outgoing(scene), self.stages)
+    def __call__(self, problem: Problem) -> Program:
+        tiles = KEYS.tiles(problem)
+        return staged(problem, KEYS, tiles, KEYS.incoming(problem, tiles), KEYS.outgoing(problem), self.stages)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringspan.plans.data import Program
-from ringspan.plans.moving_side import KEYS, Wanted
-from ringspan.plans.problem import Scene
+from ringspan.plans.moving_side import KEYS, RowRanges
+from ringspan.plans.problem import Problem
 from ringspan.strategies.staged import check_stages, staged
 
 
@@ -21,12 +21,12 @@ class Gather:
     def __post_init__(self) -> None:
         check_stages(self.stages)
 
-    def __call__(self, scene: Scene) -> Program:
-        ranks = np.arange(scene.world)
-        rows = np.array(scene.kv_layout.counts, dtype=np.int64)
-        others = ranks[(ranks != scene.rank) & (rows > 0)]
-        askers = ranks[(ranks != scene.rank) & (rows[scene.rank] > 0)]
-        here = np.full_like(ranks, scene.rank)
-        incoming = Wanted(others, here[others], np.zeros_like(others), rows[others])
-        outgoing = Wanted(here[askers], askers, np.zeros_like(askers), rows[here[askers]])
-        return staged(scene, KEYS, scene.seen(), incoming, outgoing, self.stages)
+    def __call__(self, problem: Problem) -> Program:
+        ranks = np.arange(problem.world)
+        rows = np.array(problem.kv_layout.counts, dtype=np.int64)
+        others = ranks[(ranks != problem.rank) & (rows > 0)]
+        askers = ranks[(ranks != problem.rank) & (rows[problem.rank] > 0)]
+        here = np.full_like(ranks, problem.rank)
+        incoming = RowRanges(others, here[others], np.zeros_like(others), rows[others])
+        outgoing = RowRanges(here[askers], askers, np.zeros_like(askers), rows[here[askers]])
+        return staged(problem, KEYS, problem.seen(), incoming, outgoing, self.stages)

@@ -19,7 +19,7 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
-from ringspan.plans.problem import Rows, Scene
+from ringspan.plans.problem import Problem, Rows
 from ringspan.strategies.heads import share_heads
 from ringspan.strategies.incoming_rows import by_peer
 from ringspan.strategies.nodes import Nodes, beside, by_node
@@ -27,22 +27,22 @@ from ringspan.strategies.nodes import Nodes, beside, by_node
 RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 
-def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Scene], Program]) -> Program:
+def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Problem], Program]) -> Program:
     """The program of a rank on nodes of one size. ``between`` plans for a world whose ranks are the nodes."""
     if nodes.per_node == 1:
-        return between(scene)
-    node = nodes.of(scene.rank)
+        return between(problem)
+    node = nodes.of(problem.rank)
     members = nodes.ranks(node)
-    place = scene.rank - members.start
+    place = problem.rank - members.start
     shares = share_heads(heads, kv_heads, nodes.per_node)
     runs = shares[place]
-    middle = _middle(scene.mask, scene.q_layout, scene.kv_layout, nodes, node, between)
-    here = {"q": scene.q_layout.pieces.of(scene.rank), "kv": scene.kv_layout.pieces.of(scene.rank)}
-    there = {"q": beside(scene.q_layout, members), "kv": beside(scene.kv_layout, members)}
+    middle = _middle(problem.mask, problem.q_layout, problem.kv_layout, nodes, node, between)
+    here = {"q": problem.q_layout.pieces.of(problem.rank), "kv": problem.kv_layout.pieces.of(problem.rank)}
+    there = {"q": beside(problem.q_layout, members), "kv": beside(problem.kv_layout, members)}
 
     def own(what: What) -> list[Transfer]:
         """The rank's own tokens, of each the heads that a member of the node works on."""
-        messages = _messages(here[side(what)]).get(scene.rank, ())
+        messages = _messages(here[side(what)]).get(problem.rank, ())
         return [
             Transfer(what=what, peer=peer, slot=0, rows=rows, heads=run.q if side(what) == "q" else run.kv)
             for peer, theirs in zip(members, shares, strict=True)
@@ -71,18 +71,18 @@ def split_heads(scene: Scene, nodes: Nodes, heads: int, kv_heads: int, between: 
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
-        q_slots=(Slot(rows=scene.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in middle.q_slots)),
-        kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in middle.kv_slots)),
+        q_slots=(Slot(rows=problem.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in middle.q_slots)),
+        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in middle.kv_slots)),
         heads=(heads, kv_heads),
     )
 
 
 @cache_by_digest(64)
 def _middle(
-    mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Scene], Program]
+    mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Problem], Program]
 ) -> Program:
     """The same for all ranks of a node."""
-    return between(Scene(mask=mask, q_layout=by_node(q_layout, nodes), kv_layout=by_node(kv_layout, nodes), rank=node))
+    return between(Problem(mask=mask, q_layout=by_node(q_layout, nodes), kv_layout=by_node(kv_layout, nodes), rank=node))
 
 
 def _for_each_run(step: Step, middle: Program, runs: int, rank_on: Callable[[int], int]) -> Step:

@@ -16,8 +16,8 @@
     step 3    dk: 3 → 2, where it is added to that of rank 2
     step 4    dk: 2 → 0, across, once for the node
 
-On each other node a rank has a *porter*, the one that has its place there, so that every rank of a node has its own way out.
-The porter receives what anybody on its node sees, hands it on, and holds it for the gradients that come back.
+On each other node a rank has a *forwarder*, the one that has its place there, so that every rank of a node has its own way out.
+The forwarder receives what anybody on its node sees, hands it on, and holds it for the gradients that come back.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import numpy as np
 from ringspan.layouts import Tiles, cut
 from ringspan.masks.table import K0, K1
 from ringspan.plans.data import Program, Slot, Step, Task, Transfer, What
-from ringspan.plans.moving_side import KEYS, Wanted
-from ringspan.plans.problem import Rows, Scene, union
+from ringspan.plans.moving_side import KEYS, RowRanges
+from ringspan.plans.problem import Problem, Rows, union
 from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.incoming_rows import HOME, Visitors, bands_by_stage, by_peer, by_token, lay_out
+from ringspan.strategies.incoming_rows import HOME, IncomingRows, bands_by_stage, by_peer, by_token, lay_out
 from ringspan.strategies.nodes import Nodes, check_per_node
 
 FIRST_HAND, SECOND_HAND = 0, 1
@@ -53,30 +53,30 @@ class Hierarchical:
     def __post_init__(self) -> None:
         check_per_node(self.per_node)
 
-    def __call__(self, scene: Scene) -> Program:
-        nodes = Nodes(scene.world, self.per_node)
-        return _fan_out(scene, nodes) if nodes.count > 1 and nodes.per_node > 1 else Exchange(stages=1)(scene)
+    def __call__(self, problem: Problem) -> Program:
+        nodes = Nodes(problem.world, self.per_node)
+        return _fan_out(problem, nodes) if nodes.count > 1 and nodes.per_node > 1 else Exchange(stages=1)(problem)
 
 
-def _fan_out(scene: Scene, nodes: Nodes) -> Program:
-    rank, world, node = scene.rank, scene.world, nodes.of(scene.rank)
-    porter_of = [nodes.porter(owner, node) for owner in range(world)]  # owners on this node have none but themselves
+def _fan_out(problem: Problem, nodes: Nodes) -> Program:
+    rank, world, node = problem.rank, problem.world, nodes.of(problem.rank)
+    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # owners on this node have none but themselves
     near = [peer for peer in nodes.ranks(node) if peer != rank]
-    porters = [nodes.porter(rank, other) for other in range(nodes.count) if other != node]
-    carried = [owner for owner in range(world) if nodes.of(owner) != node and porter_of[owner] == rank]
-    handed = [owner for owner in range(world) if nodes.of(owner) != node and porter_of[owner] != rank]
+    forwarders = [nodes.forwarder(rank, other) for other in range(nodes.count) if other != node]
+    carried = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
+    handed = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
 
-    tiles = scene.seen()
-    node_tiles = _of_node(scene, nodes, carried)
-    visitors = _visitors(scene, tiles, node_tiles, second_hand=handed)
-    bands = bands_by_stage(KEYS, tiles, visitors, rank)
-    away = by_peer(visitors.owner, visitors.at, visitors.at + visitors.size)
-    home = _own_rows(scene, nodes)
-    passed_on = _passed_on(scene, node_tiles, visitors)
+    tiles = problem.seen()
+    node_tiles = _of_node(problem, nodes, carried)
+    placed = _incoming_rows(problem, tiles, node_tiles, second_hand=handed)
+    bands = bands_by_stage(KEYS, tiles, placed, rank)
+    away = by_peer(placed.owner, placed.at, placed.at + placed.size)
+    home = _own_rows(problem, nodes)
+    passed_on = _passed_on(problem, node_tiles, placed)
 
     def guests(what: What, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
         """The keys of these owners (or their gradients) that this rank holds, from wherever it has them."""
-        held = [(porter_of[o] if stage == SECOND_HAND else o, rows) for o in owners for rows in away.get(o, ())]
+        held = [(forwarder_of[o] if stage == SECOND_HAND else o, rows) for o in owners for rows in away.get(o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[stage], rows=rows) for peer, rows in held)
 
     def own(what: What, peers: Sequence[int]) -> tuple[Transfer, ...]:
@@ -92,60 +92,59 @@ def _fan_out(scene: Scene, nodes: Nodes) -> Program:
         return (KEYS.task(SLOT[stage], bands[stage]),) if stage in bands else ()
 
     across = Step(
-        sends=own("kv", [*near, *porters]),
+        sends=own("kv", [*near, *forwarders]),
         recvs=guests("kv", [*near, *carried], FIRST_HAND),
         tasks=tasks(HOME),
     )
     fan_out = Step(sends=others("kv"), recvs=guests("kv", handed, SECOND_HAND), tasks=tasks(FIRST_HAND))
     near_back = Step(sends=guests("dkv", near, FIRST_HAND), recvs=own("dkv", near), tasks=tasks(SECOND_HAND))
     fan_in = Step(sends=guests("dkv", handed, SECOND_HAND), recvs=others("dkv"))
-    back_across = Step(sends=guests("dkv", carried, FIRST_HAND), recvs=own("dkv", porters))
+    back_across = Step(sends=guests("dkv", carried, FIRST_HAND), recvs=own("dkv", forwarders))
     return Program(
         forward=(across, fan_out, Step(tasks=tasks(SECOND_HAND))),
         backward=(across, fan_out, near_back, fan_in, back_across),
-        q_slots=(Slot(rows=scene.q_rows),),
-        kv_slots=(Slot(rows=scene.kv_rows), *(Slot(rows=visitors.rows(stage)) for stage in (FIRST_HAND, SECOND_HAND))),
+        q_slots=(Slot(rows=problem.q_rows),),
+        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in (FIRST_HAND, SECOND_HAND))),
     )
 
 
-def _of_node(scene: Scene, nodes: Nodes, owners: Sequence[int]) -> Tiles:
+def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
     """What the ranks of this node see of the keys of these owners."""
-    members = nodes.ranks(nodes.of(scene.rank))
-    return cut(scene.mask, scene.q_layout.pieces.of(*members), scene.kv_layout.pieces.of(*owners))
+    members = nodes.ranks(nodes.of(problem.rank))
+    return cut(problem.mask, problem.q_layout.pieces.of(*members), problem.kv_layout.pieces.of(*owners))
 
 
-def _visitors(scene: Scene, tiles: Tiles, node_tiles: Tiles, second_hand: Sequence[int]) -> Visitors:
+def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, second_hand: Sequence[int]) -> IncomingRows:
     """All rows that this rank will hold: those it sees, and those that its node sees of the owners for whom it carries."""
     owner = np.concatenate([tiles.k_rank, node_tiles.k_rank])
     bands = np.concatenate([tiles.bands, node_tiles.bands])
     owner, start, stop = union(owner, bands[:, K0], bands[:, K1])
-    away = owner != scene.rank
-    rows = Wanted(*(x[away] for x in (owner, np.full_like(owner, scene.rank), start, stop)))
-    arriving, token = by_token(scene.kv_layout, rows)
+    away = owner != problem.rank
+    rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
+    arriving, token = by_token(problem.kv_layout, rows)
     return lay_out(arriving, token, np.where(np.isin(arriving.of, second_hand), SECOND_HAND, FIRST_HAND))
 
 
-def _own_rows(scene: Scene, nodes: Nodes) -> dict[int, list[Rows]]:
-    """The messages with this rank's own keys: to each peer on its node what that one sees, and to each of its porters what
-    anybody on the porter's node sees."""
-    tiles = scene.seeing()
-    receiver = np.array(
-        [q if nodes.of(q) == nodes.of(scene.rank) else nodes.porter(scene.rank, nodes.of(q)) for q in range(scene.world)]
-    )
+def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
+    """The messages with this rank's own keys: to each peer on its node what that one sees, and to each of its forwarders what
+    anybody on the forwarder's node sees."""
+    tiles = problem.seeing()
+    rank, node = problem.rank, nodes.of(problem.rank)
+    receiver = np.array([q if nodes.of(q) == node else nodes.forwarder(rank, nodes.of(q)) for q in range(problem.world)])
     by, start, stop = union(receiver[tiles.q_rank], tiles.bands[:, K0], tiles.bands[:, K1])
-    away = by != scene.rank
-    rows = Wanted(*(x[away] for x in (np.full_like(by, scene.rank), by, start, stop)))
-    leaving, _ = by_token(scene.kv_layout, rows)
+    away = by != problem.rank
+    rows = RowRanges(*(x[away] for x in (np.full_like(by, problem.rank), by, start, stop)))
+    leaving, _ = by_token(problem.kv_layout, rows)
     return by_peer(leaving.by, leaving.start, leaving.stop)
 
 
-def _passed_on(scene: Scene, node_tiles: Tiles, visitors: Visitors) -> dict[int, list[Rows]]:
+def _passed_on(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dict[int, list[Rows]]:
     """The messages that hand on what was carried, in the rows of the slot where it lies, by ``peer * world + owner``."""
     pair, start, stop = union(
-        node_tiles.q_rank * scene.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
+        node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )
-    by, of = np.divmod(pair, scene.world)
-    rows, _ = by_token(scene.kv_layout, Wanted(of, by, start, stop))
-    hit = visitors.find(rows.of, rows.start)
-    at = rows.start + (visitors.at - visitors.start)[hit]
-    return by_peer(rows.by * scene.world + rows.of, at, at + rows.stop - rows.start)
+    by, of = np.divmod(pair, problem.world)
+    rows, _ = by_token(problem.kv_layout, RowRanges(of, by, start, stop))
+    hit = placed.find(rows.of, rows.start)
+    at = rows.start + (placed.at - placed.start)[hit]
+    return by_peer(rows.by * problem.world + rows.of, at, at + rows.stop - rows.start)

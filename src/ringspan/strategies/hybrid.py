@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 from ringspan.errors import PlanError
 from ringspan.plans.data import Program
-from ringspan.plans.problem import Scene
+from ringspan.plans.problem import Problem
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.head_split import split_heads
 from ringspan.strategies.heads import check_heads
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.ring import Ring
 
-BETWEEN: dict[str, Callable[[Scene], Program]] = {"exchange": Exchange(), "ring": Ring()}
+BETWEEN: dict[str, Callable[[Problem], Program]] = {"exchange": Exchange(), "ring": Ring()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Hybrid:
         if self.between not in BETWEEN:
             raise PlanError(f"between must be one of {', '.join(BETWEEN)}; got {self.between!r}")
 
-    def __call__(self, scene: Scene) -> Program:
-        nodes = Nodes(scene.world, min(self.per_node, scene.world))
+    def __call__(self, problem: Problem) -> Program:
+        nodes = Nodes(problem.world, min(self.per_node, problem.world))
         if nodes.world % nodes.per_node:
             fitting = [n for n in range(1, nodes.world + 1) if nodes.world % n == 0]
             raise PlanError(
                 f"hybrid needs nodes of one size, but {nodes.world} ranks are not a multiple of per_node={self.per_node}: give "
                 f"per_node= one of {', '.join(map(str, fitting))}, or take hierarchical, whose last node may be smaller"
             )
-        return split_heads(scene, nodes, self.heads, self.kv_heads, between=BETWEEN[self.between])
+        return split_heads(problem, nodes, self.heads, self.kv_heads, between=BETWEEN[self.between])

@@ -9,7 +9,7 @@ import numpy as np
 from ringspan.layouts import Layout, Tiles
 from ringspan.masks import Band
 from ringspan.masks import table as tables
-from ringspan.plans.moving_side import Traveller, Wanted
+from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, Rows, bands_by_group
 
 # Up to so many ranges of rows travel as messages of their own.
@@ -18,7 +18,7 @@ APART = 2
 HOME = -1
 
 
-class Visitors(NamedTuple):
+class IncomingRows(NamedTuple):
     """Rows of other ranks, in the order of their owners' rows, and where they lie: from row ``at`` of their stage's slot."""
 
     owner: Ints
@@ -36,13 +36,13 @@ class Visitors(NamedTuple):
         return int(self.size[self.stage == stage].sum())
 
     def find(self, owner: Ints, row: Ints) -> Ints:
-        """The visitors among which these rows of these owners are."""
+        """The placed among which these rows of these owners are."""
         key = (self.owner << 32) + self.start
         order = np.argsort(key)
         return order[np.searchsorted(key[order], (owner << 32) + row, side="right") - 1]
 
 
-def lay_out(rows: Wanted, token: Ints, stage: Ints) -> Visitors:
+def lay_out(rows: RowRanges, token: Ints, stage: Ints) -> IncomingRows:
     """A place for everything that comes: stage by stage, and there in the order of the whole sequence, so that bands which a
     layout has cut apart join again."""
     order = np.lexsort((token, stage))
@@ -51,10 +51,10 @@ def lay_out(rows: Wanted, token: Ints, stage: Ints) -> Visitors:
     first = np.searchsorted(stage[order], stage[order], side="left")
     at = np.empty_like(before)
     at[order] = before - before[first] if len(before) else before
-    return Visitors(rows.of, rows.start, rows.stop, stage, at)
+    return IncomingRows(rows.of, rows.start, rows.stop, stage, at)
 
 
-def by_token(layout: Layout, rows: Wanted) -> tuple[Wanted, Ints]:
+def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints]:
     """The rows cut where their owner's tokens stop being neighbours, and the first token of each."""
     p = layout.pieces
     of, at = rows.of << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
@@ -62,7 +62,7 @@ def by_token(layout: Layout, rows: Wanted) -> tuple[Wanted, Ints]:
     start = np.maximum(rows.start[i], p.at[j])
     stop = np.minimum(rows.stop[i], p.at[j] + p.size[j])
     order = np.lexsort((start, rows.by[i], rows.of[i]))
-    cut = Wanted(*(column[order] for column in (rows.of[i], rows.by[i], start, stop)))
+    cut = RowRanges(*(column[order] for column in (rows.of[i], rows.by[i], start, stop)))
     return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order]
 
 
@@ -75,10 +75,10 @@ def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = APART) -> dict[
     return {p: [(span,) for span in spans] if len(spans) <= apart else [tuple(spans)] for p, spans in ranges.items()}
 
 
-def bands_by_stage(traveller: Traveller, tiles: Tiles, visitors: Visitors, rank: int) -> dict[int, tuple[Band, ...]]:
+def bands_by_stage(moving: MovingSide, tiles: Tiles, placed: IncomingRows, rank: int) -> dict[int, tuple[Band, ...]]:
     """The tiles moved from their owners' rows to the rows of the slots, joined; those at home under stage ``HOME``."""
     home = np.array([rank]), np.array([0]), np.array([0]), np.array([HOME]), np.array([0])
-    everybody = Visitors(*(np.append(column, own) for column, own in zip(visitors, home, strict=True)))
-    hit = everybody.find(traveller.owner(tiles), tiles.bands[:, traveller.rows[0]])
+    everybody = IncomingRows(*(np.append(column, own) for column, own in zip(placed, home, strict=True)))
+    hit = everybody.find(moving.owner(tiles), tiles.bands[:, moving.rows[0]])
     shift = (everybody.at - everybody.start)[hit]
-    return bands_by_group(traveller.shifted(tiles.bands, shift), everybody.stage[hit])
+    return bands_by_group(moving.shifted(tiles.bands, shift), everybody.stage[hit])

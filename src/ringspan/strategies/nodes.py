@@ -30,8 +30,8 @@ class Nodes:
     def of(self, rank: int) -> int:
         return rank // self.per_node
 
-    def porter(self, rank: int, node: int) -> int:
-        """The rank that has the same place on that node; on a smaller node several ranks have one porter."""
+    def forwarder(self, rank: int, node: int) -> int:
+        """The rank that has the same place on that node; on a smaller node several ranks have one forwarder."""
         there = self.ranks(node)
         return there[rank % self.per_node % len(there)]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ringspan.plans.data import Program
 from ringspan.plans.moving_side import QUERIES
-from ringspan.plans.problem import Scene
+from ringspan.plans.problem import Problem
 from ringspan.strategies.staged import check_stages, staged
 
 
@@ -31,6 +31,6 @@ class PassQ:
     def __post_init__(self) -> None:
         check_stages(self.stages)
 
-    def __call__(self, scene: Scene) -> Program:
-        tiles = QUERIES.tiles(scene)
-        return staged(scene, QUERIES, tiles, QUERIES.incoming(scene, tiles), QUERIES.outgoing(scene), self.stages)
+    def __call__(self, problem: Problem) -> Program:
+        tiles = QUERIES.tiles(problem)
+        return staged(problem, QUERIES, tiles, QUERIES.incoming(problem, tiles), QUERIES.outgoing(problem), self.stages)

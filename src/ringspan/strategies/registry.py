@@ -7,10 +7,10 @@ import re
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
 
-from ringspan.caching.by_digest import cache_by_digest
+from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
 from ringspan.errors import PlanError, no_such
 from ringspan.plans.data import Program
-from ringspan.plans.problem import Scene
+from ringspan.plans.problem import Problem
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather
 from ringspan.strategies.hierarchical import Hierarchical
@@ -21,9 +21,9 @@ from ringspan.strategies.ulysses import Ulysses
 
 
 class Strategy(Protocol):
-    """A planner: a frozen dataclass that is called with a scene."""
+    """A planner: a frozen dataclass that is called with a problem."""
 
-    def __call__(self, scene: Scene, /) -> Program: ...
+    def __call__(self, problem: Problem, /) -> Program: ...
 
 
 STRATEGIES: dict[str, type[Any]] = {
@@ -37,13 +37,14 @@ STRATEGIES: dict[str, type[Any]] = {
 }
 
 
-def register(name: str, strategy: type[Any]) -> None:
+def register_strategy(name: str, strategy: type[Any]) -> None:
+    """Register a strategy of your own under a name: a frozen dataclass whose instances make a Program of a Problem."""
     if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
         raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
     if not is_dataclass(strategy):
         raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is none")
     STRATEGIES[name] = strategy
-    parse_strategy.cache_clear()
+    clear_digest_caches()  # plans and choices made before may be of another strategy of this name
 
 
 @cache_by_digest(256, plain=True)
@@ -96,4 +97,4 @@ def spec(strategy: str | Strategy) -> str:
         if type(strategy) is kind:
             options = ", ".join(f"{f.name}={getattr(strategy, f.name)!r}" for f in fields(strategy))  # type: ignore[arg-type]
             return f"{name}({options})" if options else name
-    raise PlanError(f"{strategy!r} is not a registered strategy; make it known with ringspan.plans.register_strategy")
+    raise PlanError(f"{strategy!r} is not a registered strategy; make it known with ringspan.planner.register_strategy")

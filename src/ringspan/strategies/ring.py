@@ -22,18 +22,18 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import Program, Slot, Step, Task, Transfer
-from ringspan.plans.problem import Scene, bands_by_group, seen_ranks
+from ringspan.plans.problem import Problem, bands_by_group, seen_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Neighbour to neighbour."""
 
-    def __call__(self, scene: Scene) -> Program:
-        world, rank = scene.world, scene.rank
-        rows = scene.kv_layout.counts
-        reach = block_reach(scene.mask, scene.q_layout, scene.kv_layout)
-        tiles = scene.seen()
+    def __call__(self, problem: Problem) -> Program:
+        world, rank = problem.world, problem.rank
+        rows = problem.kv_layout.counts
+        reach = block_reach(problem.mask, problem.q_layout, problem.kv_layout)
+        tiles = problem.seen()
         bands = bands_by_group(tiles.bands, tiles.k_rank)
         hops = max(reach)
 
@@ -80,7 +80,7 @@ class Ring:
         return Program(
             forward=forward,
             backward=backward,
-            q_slots=(Slot(rows=scene.q_rows),),
+            q_slots=(Slot(rows=problem.q_rows),),
             kv_slots=tuple(Slot(rows=n) for n in slots),
         )
 

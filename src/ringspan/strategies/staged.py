@@ -20,28 +20,30 @@ import numpy as np
 from ringspan.errors import PlanError
 from ringspan.layouts import Tiles
 from ringspan.plans.data import Phase, Program, Slot, Step, Transfer, What
-from ringspan.plans.moving_side import Traveller, Wanted
-from ringspan.plans.problem import Scene
+from ringspan.plans.moving_side import MovingSide, RowRanges
+from ringspan.plans.problem import Problem
 from ringspan.strategies.incoming_rows import HOME, bands_by_stage, by_peer, by_token, lay_out
 
 
-def staged(scene: Scene, traveller: Traveller, tiles: Tiles, incoming: Wanted, outgoing: Wanted, stages: int) -> Program:
+def staged(
+    problem: Problem, moving: MovingSide, tiles: Tiles, incoming: RowRanges, outgoing: RowRanges, stages: int
+) -> Program:
     """The program in which a rank gets the incoming rows from their owners and gives the outgoing ones away, in stages.
 
     ``tiles`` are what this rank computes, in the owners' rows.
     """
-    world, rank = scene.world, scene.rank
+    world, rank = problem.world, problem.rank
     stages = min(stages, world - 1)
     stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
-    arriving, token = by_token(traveller.layout(scene), incoming)
-    visitors = lay_out(arriving, token, stage_of[(rank - arriving.of) % world])
-    leaving, _ = by_token(traveller.layout(scene), outgoing)
-    bands = bands_by_stage(traveller, tiles, visitors, rank)
+    arriving, token = by_token(moving.layout(problem), incoming)
+    placed = lay_out(arriving, token, stage_of[(rank - arriving.of) % world])
+    leaving, _ = by_token(moving.layout(problem), outgoing)
+    bands = bands_by_stage(moving, tiles, placed, rank)
 
     def slot(stage: int) -> int:
         return 1 + stage % 2
 
-    away = by_peer(visitors.owner, visitors.at, visitors.at + visitors.size)
+    away = by_peer(placed.owner, placed.at, placed.at + placed.size)
     home = by_peer(leaving.by, leaving.start, leaving.stop)
     distances: list[list[int]] = [[] for _ in range(stages)]
     for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
@@ -58,25 +60,25 @@ def staged(scene: Scene, traveller: Traveller, tiles: Tiles, incoming: Wanted, o
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
 
     def step(n: int, back: What | None) -> Step:
-        sends, recvs = (own(traveller.what, n), guests(traveller.what, n)) if n < stages else ((), ())
+        sends, recvs = (own(moving.what, n), guests(moving.what, n)) if n < stages else ((), ())
         if back and n >= 2:
             sends += guests(back, n - 2)
             recvs += own(back, n - 2)
         computed = bands.get(HOME if n == 0 else n - 1, ())
-        tasks = (traveller.task(0 if n == 0 else slot(n - 1), computed),) if computed else ()
+        tasks = (moving.task(0 if n == 0 else slot(n - 1), computed),) if computed else ()
         return Step(sends=sends, recvs=recvs, tasks=tasks)
 
     def steps(phase: Phase) -> tuple[Step, ...]:
-        back = traveller.back[phase]
+        back = moving.back[phase]
         return tuple(step(n, back) for n in range(stages + (2 if back and stages else 1)))
 
-    filled = [visitors.rows(stage) for stage in range(stages)]
+    filled = [placed.rows(stage) for stage in range(stages)]
     visiting = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
-        q_slots=(Slot(rows=scene.q_rows), *(visiting if traveller.what == "q" else ())),
-        kv_slots=(Slot(rows=scene.kv_rows), *(visiting if traveller.what == "kv" else ())),
+        q_slots=(Slot(rows=problem.q_rows), *(visiting if moving.what == "q" else ())),
+        kv_slots=(Slot(rows=problem.kv_rows), *(visiting if moving.what == "kv" else ())),
     )
 
 

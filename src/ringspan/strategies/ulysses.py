@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringspan.plans.data import Program
-from ringspan.plans.problem import Scene
+from ringspan.plans.problem import Problem
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.head_split import split_heads
 from ringspan.strategies.heads import check_heads
@@ -27,5 +27,5 @@ class Ulysses:
     def __post_init__(self) -> None:
         check_heads(self.heads, self.kv_heads)
 
-    def __call__(self, scene: Scene) -> Program:
-        return split_heads(scene, Nodes(scene.world, per_node=scene.world), self.heads, self.kv_heads, between=Exchange())
+    def __call__(self, problem: Problem) -> Program:
+        return split_heads(problem, Nodes(problem.world, per_node=problem.world), self.heads, self.kv_heads, between=Exchange())

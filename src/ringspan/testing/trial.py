@@ -21,7 +21,7 @@ import ringspan as rs
 from ringspan.cli.mask_text import mask_of
 from ringspan.kernels import wide
 from ringspan.kernels.reference import dense_attention
-from ringspan.plans import bytes_moved
+from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.testing.fuzz import Case
 from ringspan.transports import ProcessGroupTransport, Traffic

@@ -15,9 +15,8 @@ from ringspan.cli.plan import drawings, png
 from ringspan.cli.plan.study import Question, Study, study
 from ringspan.costs import HARDWARE
 from ringspan.layouts import LAYOUTS, named_layout
-from ringspan.planner import best_on
+from ringspan.planner import best_on, bytes_moved
 from ringspan.planner.candidates import MANY_RANKS
-from ringspan.plans import bytes_moved
 from ringspan.plans.data import PHASES
 from tests.cli.plan import browser
 

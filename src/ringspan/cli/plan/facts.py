@@ -11,8 +11,7 @@ import numpy as np
 import ringspan as rs
 from ringspan.cli.plan.study import Study
 from ringspan.layouts import balance
-from ringspan.planner import Candidate
-from ringspan.plans import bytes_moved, peak_bytes
+from ringspan.planner import Candidate, bytes_moved, peak_bytes
 from ringspan.plans.data import PHASES
 
 

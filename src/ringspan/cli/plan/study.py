@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import ringspan as rs
 from ringspan.cli.progress import Progress
-from ringspan.costs import Cost, Hardware, cost
+from ringspan.costs import Cost, Hardware
 from ringspan.errors import PlanError
 from ringspan.layouts import check_world
-from ringspan.planner import Candidate, Choice, best_on
-from ringspan.planner.auto import MOST_RANKS, site_of
+from ringspan.planner import Candidate, Choice, Plan, best_on, cost, plan_rank
+from ringspan.planner.auto import MOST_RANKS, workload_of
 from ringspan.planner.candidates import MANY_RANKS
-from ringspan.plans import Plan, Shape
-from ringspan.strategies import parse_strategy, plan_rank
+from ringspan.plans import Shape
+from ringspan.strategies import parse_strategy
 
 # A rank may have a message for every other. All ranks are walked while that makes no more messages than this.
 MOST_MESSAGES = 2**16
@@ -72,14 +72,14 @@ def study(question: Question) -> Study:
             shape=question.shape,
             strategy=question.strategy,
             layout=question.layout,
-            hear=lambda share, what: bar.update(round(share * WHOLE), what),
+            on_progress=lambda share, what: bar.update(round(share * WHOLE), what),
         )
         best, machine, shape = choice.best, question.machine, question.shape
-        site = site_of(question.mask, best.layout, best.kv_layout, machine, shape, question.costed)
+        workload = workload_of(question.mask, best.layout, best.kv_layout, machine, shape, question.costed)
         plans: list[Plan] = []
-        for rank in site.ranks:
-            bar.update(WHOLE + WHOLE * len(plans) // len(site.ranks), f"{best.strategy} on {best.layout.name}: rank {rank}")
-            plan = plan_rank(site.mask, site.q_layout, site.kv_layout, best.strategy, rank)
+        for rank in workload.ranks:
+            bar.update(WHOLE + WHOLE * len(plans) // len(workload.ranks), f"{best.strategy} on {best.layout.name}: rank {rank}")
+            plan = plan_rank(workload.mask, workload.q_layout, workload.kv_layout, best.strategy, rank)
             plans.append(plan.for_heads(shape.heads, shape.kv_heads))
         walked = cost(plans, machine, shape)
         bar.update(2 * WHOLE, f"{len(choice.candidates)} candidates")

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.plans import Plan, Step, Task, Transfer
+from ringspan.planner import Plan
+from ringspan.plans import Step, Task, Transfer
 from ringspan.plans.data import Phase
 from tests import truth
 
@@ -69,7 +70,7 @@ def _heads(t: Transfer) -> slice:
     return slice(None) if t.heads is None else slice(*t.heads)
 
 
-def walk(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
+def simulate(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
     """All ranks in step; every message sent is received."""
     ranks = [Rank(plan) for plan in plans]
     programs = [plan.program.steps(phase) for plan in plans]
@@ -96,8 +97,8 @@ def assert_exactly_once(plans: Sequence[Plan]) -> None:
     q_heads, k_heads = plans[0].program.heads or (1, 1)
     shares = np.arange(q_heads)[:, None] * k_heads // q_heads == np.arange(k_heads)
     everything = np.kron(shares, plans[0].mask.dense()).astype(np.int64)  # all queries of all heads × all keys of all heads
-    for rank in walk(plans, "forward"):
+    for rank in simulate(plans, "forward"):
         assert np.array_equal(rank.out[0], everything[rank.q[0]])
-    for rank in walk(plans, "backward"):
+    for rank in simulate(plans, "backward"):
         assert np.array_equal(rank.dq[0], everything[rank.q[0]])
         assert np.array_equal(rank.dkv[0], everything.T[rank.kv[0]])

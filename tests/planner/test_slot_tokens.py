@@ -7,8 +7,8 @@ import pytest
 
 import ringspan as rs
 from ringspan.masks import Mask
+from ringspan.planner.slot_tokens import held
 from ringspan.plans.data import PHASES
-from ringspan.plans.slot_tokens import held
 from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
 from tests.truth import bands as dense_bands
 

@@ -18,8 +18,9 @@ import numpy as np
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
-from ringspan.plans.data import PHASES, Phase, Plan, Side, Step
-from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Ints, Symbols, heads_of
+from ringspan.planner.user_plan import Plan, plan_rank
+from ringspan.plans.data import PHASES, Phase, Side, Step
+from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Ints, SymbolicSlots, heads_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,15 +49,13 @@ def held(plan: Plan, phase: Phase) -> Held:
 @cache_by_digest(32)
 def slot_contents(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> dict[Phase, Held]:
     """:func:`held` of both phases, of what a plan follows from."""
-    from ringspan.strategies import plan_rank
-
     plans = [plan_rank(mask, q_layout, kv_layout, strategy, r) for r in range(q_layout.world)]
     return {phase: _walk(plans, rank, phase) for phase in PHASES}
 
 
 def _walk(plans: list[Plan], rank: int, phase: Phase) -> Held:
     heads = heads_of(plans)
-    ranks = [Symbols(plan, heads) for plan in plans]
+    ranks = [SymbolicSlots(plan, heads) for plan in plans]
     found = []
     for n in range(len(plans[rank].program.steps(phase))):
         steps = [p.program.steps(phase)[n] if n < len(p.program.steps(phase)) else Step() for p in plans]
@@ -73,12 +72,12 @@ def _walk(plans: list[Plan], rank: int, phase: Phase) -> Held:
     return tuple(found)
 
 
-def _read_by_tasks(r: Symbols, step: Step) -> dict[tuple[Side, int], Contents]:
+def _read_by_tasks(r: SymbolicSlots, step: Step) -> dict[tuple[Side, int], Contents]:
     slots: set[tuple[Side, int]] = {("q", task.q_slot) for task in step.tasks} | {("kv", task.kv_slot) for task in step.tasks}
     return {(of, slot): _contents(r, of, slot) for of, slot in sorted(slots)}
 
 
-def _contents(r: Symbols, of: Side, slot: int) -> Contents:
+def _contents(r: SymbolicSlots, of: Side, slot: int) -> Contents:
     """Names as tokens and heads. All heads of a slot hold the same tokens, and are neighbours: that is how heads travel."""
     layout, count, unit = (r.plan.q_layout, r.heads.q, r.heads.unit) if of == "q" else (r.plan.kv_layout, r.heads.kv, 1)
     names_HS = r.names[of][slot]

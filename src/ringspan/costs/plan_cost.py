@@ -9,11 +9,11 @@ import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, Speed
-from ringspan.costs.timeline import Loads, Timeline, nearest, walk, wire_seconds
+from ringspan.costs.timeline import Loads, Timeline, nearest, simulate, wire_seconds
 from ringspan.masks import Band
-from ringspan.plans.data import PHASES, Phase, Plan, Step, Task
+from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Task
 from ringspan.plans.memory import memory_bytes, peak_bytes
-from ringspan.plans.shape import Shape, is_packed
+from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +45,17 @@ class Cost:
         return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
 
 
-def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> Cost:
+def cost(plans: Sequence[RankPlan], machine: Hardware, shape: Shape) -> Cost:
     """What the plans of all ranks cost together, or what those of some ranks, in order, tell about it."""
-    fitted = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
-    forward, backward = (walk(_loads(fitted, machine, shape, phase), machine.overlap) for phase in PHASES)
-    peak, memory = (max(of(plan, shape, phase) for plan in fitted for phase in PHASES) for of in (peak_bytes, memory_bytes))
-    ranks = tuple(plan.rank for plan in fitted)
-    return Cost(forward=forward, backward=backward, peak_bytes=peak, memory_bytes=memory, ranks=ranks, world=fitted[0].world)
+    for plan in plans:
+        check_heads_fit(plan, shape)
+    forward, backward = (simulate(_loads(plans, machine, shape, phase), machine.overlap) for phase in PHASES)
+    peak, memory = (max(of(plan, shape, phase) for plan in plans for phase in PHASES) for of in (peak_bytes, memory_bytes))
+    ranks = tuple(plan.rank for plan in plans)
+    return Cost(forward=forward, backward=backward, peak_bytes=peak, memory_bytes=memory, ranks=ranks, world=plans[0].world)
 
 
-def _loads(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase) -> Loads:
+def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Phase) -> Loads:
     size = len(plans), max(len(plan.program.steps(phase)) for plan in plans)
     computing, copied = np.zeros(size), np.zeros(size)
     sent, received = (np.zeros((2, *size), dtype=np.int64) for _ in range(2))
@@ -80,20 +81,20 @@ def _loads(plans: Sequence[Plan], machine: Hardware, shape: Shape, phase: Phase)
     return Loads(computing, wire_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, meets)
 
 
-def _copied_bytes(plan: Plan, step: Step, shape: Shape, phase: Phase) -> int:
+def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:
     """Of messages that are packed, and of gradients, which are added to what is there."""
     packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
     added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
     return shape.total_bytes(packed + added, phase, plan.program)
 
 
-def _merged_bytes(task: Task, plan: Plan, shape: Shape, phase: Phase) -> int:
+def _merged_bytes(task: Task, plan: RankPlan, shape: Shape, phase: Phase) -> int:
     """Of results that are merged with those that their queries have already, or of gradients that are added to them."""
     rows = max((b.q1 for b in task.bands), default=0) - min((b.q0 for b in task.bands), default=0)
     return rows * shape.row_bytes("out" if phase == "forward" else "dq", phase, plan.program.q_slots[task.q_slot].heads)
 
 
-def task_seconds(task: Task, plan: Plan, machine: Hardware, shape: Shape, phase: Phase) -> float:
+def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, phase: Phase) -> float:
     """How long the kernel takes: a launch for each kind of band there is, and what the pairs take at its speed."""
     speed = machine.forward if phase == "forward" else machine.backward
     kinds = tiled_area(task.bands, machine.tile)

@@ -1,0 +1,40 @@
+"""``ringspan.best_on``: all candidates on a machine, with what they cost."""
+
+from __future__ import annotations
+
+import warnings
+
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.hardware import hardware as named_hardware
+from ringspan.layouts import LayoutLike
+from ringspan.masks import Mask
+from ringspan.planner import auto
+from ringspan.planner.choose import Choice, OnProgress
+from ringspan.planner.request import check_request
+from ringspan.plans.shape import Shape, check_shape
+from ringspan.strategies.registry import Strategy
+
+
+def best_on(
+    mask: Mask,
+    *,
+    world: int,
+    hardware: str | Hardware,
+    shape: Shape | None = None,
+    strategy: str | Strategy = "auto",
+    layout: LayoutLike = "auto",
+    kv_layout: LayoutLike | None = None,
+    on_progress: OnProgress | None = None,
+    hear: OnProgress | None = None,
+) -> Choice:
+    """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given.
+
+    The best is what :func:`plan` makes of the same arguments. ``on_progress`` is called with the share of candidates that are
+    decided and the name of the one that is planned next. ``hear`` is its deprecated name.
+    """
+    if hear is not None:
+        warnings.warn("best_on(hear=...) is now best_on(on_progress=...)", DeprecationWarning, stacklevel=2)
+        on_progress = on_progress or hear
+    request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout)
+    shape = None if shape is None else check_shape(shape)
+    return auto.best(mask, world, request, machine=named_hardware(hardware), shape=shape, on_progress=on_progress)

@@ -1,0 +1,62 @@
+"""``ringspan.plan``: the plan of one rank, with whatever was not given chosen for the machine."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.hardware import hardware as named_hardware
+from ringspan.errors import PlanError
+from ringspan.layouts import LayoutLike
+from ringspan.masks import Mask
+from ringspan.planner import auto
+from ringspan.planner.request import check_request
+from ringspan.planner.user_plan import Plan, plan_rank
+from ringspan.plans.shape import Shape, check_shape
+from ringspan.strategies.registry import Strategy
+
+
+def plan(
+    mask: Mask,
+    *,
+    world: int,
+    rank: int = 0,
+    strategy: str | Strategy = "auto",
+    layout: LayoutLike = "auto",
+    kv_layout: LayoutLike | None = None,
+    hardware: str | Hardware | None = None,
+    shape: Shape | None = None,
+) -> Plan:
+    """The plan of one rank. Pure and deterministic: every rank computes its own, and they fit together.
+
+    ``layout`` is that of the queries. The keys have the same one unless their number differs or ``kv_layout`` is given. What is
+    ``"auto"`` is chosen to be the fastest on ``hardware`` (a name as ``"h200x8"``, or a :class:`Hardware`) for tensors of a
+    ``shape``. Where these are not given they are assumed, and :meth:`Plan.explain` says so. Without a shape no strategy is
+    chosen that splits heads, because their number is not known.
+
+    >>> from ringspan import causal
+    >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")
+    <Plan ... ring on zigzag: rank 1 of 4, 4 queries × 4 keys, area 34, 4 steps>
+    """
+    if not isinstance(mask, Mask):
+        raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
+    request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout)
+    text, q_layout, k_layout, notes = request
+    if text is None or q_layout is None:
+        machine = None if hardware is None else named_hardware(hardware)
+        shape = None if shape is None else check_shape(shape)
+        choice = auto.best(mask, world, request, machine=machine, shape=shape)
+        text, q_layout = choice.best.strategy, choice.best.layout
+        notes += auto.describe(choice, machine, shape)
+    return plan_rank(mask, q_layout, k_layout or q_layout, text, _check_rank(rank, q_layout.world), notes)
+
+
+def _check_rank(rank: Any, world: int) -> int:
+    try:
+        checked = operator.index(rank)
+    except TypeError:
+        checked = -1
+    if not 0 <= checked < world:
+        raise PlanError(f"rank must be one of 0 … {world - 1}, not {rank!r}")
+    return checked

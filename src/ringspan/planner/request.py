@@ -1,0 +1,38 @@
+"""What a caller of ``plan`` or ``best_on`` has asked for, checked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ringspan.layouts import Layout, LayoutLike, make_layout
+from ringspan.masks import Mask
+from ringspan.strategies.registry import Strategy, spec
+
+
+class Request(NamedTuple):
+    """The strategy and layouts that were given. None means: to be chosen. A ``kv_layout`` of None is that of the queries."""
+
+    strategy: str | None
+    q_layout: Layout | None
+    kv_layout: Layout | None
+    notes: tuple[str, ...]
+
+
+def check_request(
+    mask: Mask, world: int, *, strategy: str | Strategy, layout: LayoutLike, kv_layout: LayoutLike | None
+) -> Request:
+    """The arguments of a user as a request, with a note for each thing that was given."""
+    text, q_layout, k_layout = None, None, None
+    notes = []
+    is_named = isinstance(layout, str) and layout != "auto"
+    if is_named or not isinstance(layout, str):
+        q_layout, note = make_layout(layout, mask, world)
+        notes.append(note)
+    if kv_layout is not None or mask.lengths[0] != mask.lengths[1]:
+        of_keys = kv_layout if kv_layout is not None else layout if is_named else "contiguous"
+        k_layout, note = make_layout(of_keys, mask.transposed, world)
+        notes.append(f"kv {note}")
+    if strategy != "auto":
+        text = spec(strategy)
+        notes.append(f"strategy {text}: as asked")
+    return Request(text, q_layout, k_layout, tuple(notes))

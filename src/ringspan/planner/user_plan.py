@@ -1,0 +1,92 @@
+"""The plan that users hold: one rank's data, with the methods that make, check, cost and save plans."""
+
+from __future__ import annotations
+
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.costs.hardware import Hardware, hardware
+from ringspan.costs.plan_cost import Cost, cost
+from ringspan.layouts import Layout
+from ringspan.masks import Mask
+from ringspan.plans.data import RankPlan
+from ringspan.plans.explain import explain
+from ringspan.plans.files import from_json, to_json
+from ringspan.plans.shape import EXAMPLE, Shape, check_shape
+from ringspan.plans.verify import verify
+from ringspan.strategies.make import make_program
+from ringspan.strategies.registry import strategy_for_heads
+
+Machine = str | Hardware  # ``hardware`` is also the name of an argument below
+
+
+class Plan(RankPlan):
+    """One rank's program, and the mask, layouts and strategy it was made from.
+
+    Make one with :func:`ringspan.plan`; no process group is needed. ``notes`` say what was chosen for you and why.
+    """
+
+    def at(self, rank: int) -> Plan:
+        """The plan of another rank of the same world."""
+        if rank == self.rank:
+            return self
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
+
+    def for_heads(self, heads: int, kv_heads: int) -> Plan:
+        """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of them."""
+        if self.program.heads in (None, (heads, kv_heads)):
+            return self
+        strategy = strategy_for_heads(self.strategy, heads, kv_heads)
+        notes = (*self.notes, f"strategy {strategy}: for the heads of the tensors")
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes)
+
+    def verify(self) -> Plan:
+        """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives, that
+        no row is read before it has arrived or overwritten while in use, and that every partial result and gradient reaches
+        the rank that owns it.
+
+        Raises :class:`~ringspan.errors.PlanError` naming rank and step; returns the plan itself if all is well.
+        """
+        verify([self.at(rank) for rank in range(self.world)])
+        return self
+
+    def explain(self, shape: Shape | None = None) -> str:
+        """What this rank does, step by step, with bytes for tensors of the given shape."""
+        for_shape = EXAMPLE if shape is None else check_shape(shape)
+        return explain(self.for_heads(for_shape.heads, for_shape.kv_heads), shape)
+
+    def cost(self, hardware: Machine, shape: Shape | None = None) -> Cost:
+        """What the plans of all ranks cost on a machine: seconds, exposed communication, memory, a timeline of each rank."""
+        return _cost(self, hardware, EXAMPLE if shape is None else check_shape(shape))
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """A plan back from :meth:`to_json`.
+
+        A malformed one raises :class:`~ringspan.errors.PlanError` with the field's name.
+        """
+        return from_json(text, Plan)
+
+
+def _cost(plan: Plan, machine: Machine, shape: Shape) -> Cost:
+    fitted = plan.for_heads(shape.heads, shape.kv_heads)
+    return cost([fitted.at(rank) for rank in range(plan.world)], hardware(machine), shape)
+
+
+def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
+    """The plan of one rank, with layouts and strategy chosen. A repeated call is a dictionary look-up.
+
+    A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a GPU. So
+    the plan of such a mask is not cached, only its program.
+    """
+    make = _make_cached if mask.settler is None else _make
+    return make(mask, q_layout, kv_layout, strategy, rank, notes)
+
+
+def _make(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...]) -> Plan:
+    program = make_program(mask, q_layout, kv_layout, strategy, rank)
+    return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
+
+
+_make_cached = cache_by_digest(512)(_make)
