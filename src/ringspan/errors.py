@@ -54,13 +54,13 @@ class PeerTimeout(TransportError):
     """A rank of the group did not answer in time."""
 
 
-def no_such(kind: str, name: object, known: Sequence[str]) -> str:
+def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:
     """
-    >>> no_such("mask", "casual", ["full", "causal", "window"])
+    >>> unknown_name("mask", "casual", ["full", "causal", "window"])
     "no mask is called 'casual' (did you mean causal?); there are full, causal and window"
-    >>> no_such("mask", 3, ["full", "causal"])
+    >>> unknown_name("mask", 3, ["full", "causal"])
     'no mask is called 3; there are full and causal'
-    >>> no_such("kernel", "FA4", ["fa4"])
+    >>> unknown_name("kernel", "FA4", ["fa4"])
     "no kernel is called 'FA4' (did you mean fa4?); there is fa4"
     """
     by_lower = {x.lower(): x for x in known}

@@ -92,7 +92,7 @@ def test_a_mask_that_a_function_settles(backend: str) -> None:
     torch.manual_seed(0)
     block = Block().double()
     mask = rs.mask_mod(lambda b, h, q, k: (q * 3 + k * k) % 7 < 4, N)
-    assert mask.settler is not None
+    assert mask.predicate is not None
     x = torch.randn(2, N, 16, dtype=torch.float64, requires_grad=True)
     with rs.ContextParallel(None, mask):
         compiled = torch.compile(block, backend=backend, fullgraph=True)

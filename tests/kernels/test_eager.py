@@ -16,7 +16,7 @@ import ringspan as rs
 from ringspan.kernels import Inputs, Mods, PlacedMods, Saved, eager, mods_of, pick
 from ringspan.kernels.eager import MOST_ROWS
 from ringspan.kernels.reference import dense_attention
-from ringspan.user_functions.captures import captured_by
+from ringspan.user_functions.captures import captured_tensors
 from tests.flex_truth import dense_flex, pairs
 from tests.hypothesis_strategies import Drawn, masks
 
@@ -190,8 +190,8 @@ def test_a_function_that_ignores_the_score() -> None:
 
 def test_captured_are_neither_given_nor_made() -> None:
     given_, held = torch.ones(3), torch.arange(3.0)
-    assert [id(x) for x in captured_by(lambda x: (x + held).sum() + (x * 2)[held.long()], given_)] == [id(held)]
-    assert captured_by(lambda x: x * 2 + 1, given_) == ()
+    assert [id(x) for x in captured_tensors(lambda x: (x + held).sum() + (x * 2)[held.long()], given_)] == [id(held)]
+    assert captured_tensors(lambda x: x * 2 + 1, given_) == ()
 
 
 def test_it_is_chosen_for_functions_and_for_nothing_else() -> None:

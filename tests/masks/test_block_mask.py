@@ -24,7 +24,7 @@ def test_blocks_of_any_size(size: Any) -> None:
     q, k = np.ogrid[:N, :M]
     mask = rs.block_mask(create_block_mask(ragged, None, None, N, M, device="cpu", BLOCK_SIZE=size))
     assert mask.lengths == (N, M)
-    assert mask.settler is not None
+    assert mask.predicate is not None
     assert (mask.dense() == ((q * 3 + k * k) % 11 < 4)).all()
 
 
@@ -32,7 +32,7 @@ def test_documents_become_bands() -> None:
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 50, 7, 143]))
     made = create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, N, N, device="cpu")
     assert rs.block_mask(made) == rs.documents([100, 50, 7, 143])
-    assert rs.block_mask(made).settler is None
+    assert rs.block_mask(made).predicate is None
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(2, None), (None, 3), (2, 3), (1, None)])
@@ -49,8 +49,8 @@ def test_per_batch_and_per_head(batch: int | None, heads: int | None) -> None:
             want = truth.causal(N, N) & (np.arange(N) >= shift[b, h].item())[:, None]
             assert (mask.dense(b=b, h=h) == want).all()
     if (batch or 1) * (heads or 1) > 1:
-        assert mask.settler is not None
-        assert (mask.settler.batch, mask.settler.heads) == (batch, heads)
+        assert mask.predicate is not None
+        assert (mask.predicate.batch, mask.predicate.heads) == (batch, heads)
         assert not truth.bands(mask.bands, N, N)[: shift.min() // 32 * 32].any(), "rows that nobody sees from are not planned"
 
 

@@ -30,7 +30,7 @@ def test_a_function_that_says_bands_is_bands_or_settles_to_them(drawn: Drawn) ->
         return
     mask = rs.mask_mod(of_table(drawn.truth), q_len, k_len, block=4)
     assert (mask.dense() == drawn.truth).all()
-    if mask.settler is None:
+    if mask.predicate is None:
         assert (truth.times_covered(mask.bands, q_len, k_len) == drawn.truth).all()
         assert mask == drawn.mask
 
@@ -62,7 +62,7 @@ RECOGNISED = {
 @pytest.mark.parametrize(("function", "mask"), RECOGNISED.values(), ids=RECOGNISED)
 def test_bands_are_recognised(function: Callable[..., Any], mask: rs.Mask) -> None:
     found = rs.mask_mod(function, 300)
-    assert found.settler is None
+    assert found.predicate is None
     assert found == mask
     assert len(found) == len(mask)
 
@@ -70,7 +70,7 @@ def test_bands_are_recognised(function: Callable[..., Any], mask: rs.Mask) -> No
 def test_a_thousand_documents_are_a_thousand_bands() -> None:
     ids = torch.repeat_interleave(torch.arange(200), torch.randint(1, 20, (200,)))
     found = rs.mask_mod(lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), len(ids), block=8)
-    assert found.settler is None
+    assert found.predicate is None
     assert found == rs.documents(ids=ids)
 
 
@@ -95,8 +95,8 @@ def test_rows_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 def test_members_of_a_batch_differ_and_are_planned_together() -> None:
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
     mask = rs.mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k], 8, batch=2, block=1)
-    assert mask.settler is not None
-    assert (mask.settler.batch, mask.settler.heads) == (2, None)
+    assert mask.predicate is not None
+    assert (mask.predicate.batch, mask.predicate.heads) == (2, None)
     each = [truth.by_ids(ids[b].tolist(), causally=False) for b in range(2)]
     assert (truth.bands(mask.bands, 8, 8) == each[0] | each[1]).all()
     assert (mask.dense() == each[0]).all()
@@ -105,11 +105,11 @@ def test_members_of_a_batch_differ_and_are_planned_together() -> None:
 
 def test_heads_that_are_alike_are_not_told_apart() -> None:
     reach = torch.tensor([3, 3])
-    assert rs.mask_mod(lambda b, h, q, k: (q - k).abs() <= reach[h], 9, heads=2).settler is None
+    assert rs.mask_mod(lambda b, h, q, k: (q - k).abs() <= reach[h], 9, heads=2).predicate is None
     reach = torch.tensor([3, 2])
     mask = rs.mask_mod(lambda b, h, q, k: (q - k).abs() <= reach[h], 9, heads=2)
-    assert mask.settler is not None
-    assert mask.settler.heads == 2
+    assert mask.predicate is not None
+    assert mask.predicate.heads == 2
     assert (mask.dense(h=1) == truth.window(9, 9, 2, 2)).all()
 
 
@@ -145,7 +145,7 @@ def test_digests_follow_what_functions_say() -> None:
     same = rs.mask_mod(lambda b, h, q, k: ~((q * q + k) % 3 == 0), 40, block=8)
     other = rs.mask_mod(lambda b, h, q, k: odd(b, h, q, k) & ((q != 17) | (k != 19)), 40, block=8)
     mask = rs.mask_mod(odd, 40, block=8)
-    assert mask.settler is not None
+    assert mask.predicate is not None
     assert mask.bands == other.bands
     assert mask.digest == same.digest
     assert mask == same

@@ -113,7 +113,7 @@ def disagree(rank: int, how: str) -> str:
     q, k, v, _ = inputs(4 if differs and how == "heads" else 2, torch.float32 if differs and how == "dtype" else torch.float64)
     if how == "one cell":
         mask = rs.mask_mod(lambda b, h, q, k: ((q * k) % 5 < 3) & ((q != 20) | (k != 20) | differs), N)
-        assert mask.settler is not None
+        assert mask.predicate is not None
     cp = rs.ContextParallel(None, mask, strategy=strategy, layout="zigzag")
     q, k, v = cp.shard(q, k, v, dim=2)
     if differs and how == "length":

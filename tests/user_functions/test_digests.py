@@ -150,7 +150,7 @@ def test_the_same_twice_and_nothing_else(name: str) -> None:
 
 
 def test_other_processes_find_the_same() -> None:
-    script = """from tests.test_function_digest import MAKERS, function_digest
+    script = """from tests.user_functions.test_digests import MAKERS, function_digest
 print(*(function_digest(make()) for make in MAKERS.values()))"""
     paths = os.pathsep.join(sys.path)
     found = [

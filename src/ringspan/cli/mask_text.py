@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ringspan as rs
-from ringspan.errors import MaskError, no_such
+from ringspan.errors import MaskError, unknown_name
+from ringspan.masks import MAX_LENGTH
 from ringspan.masks import table as tables
-from ringspan.masks.mask import MAX_LENGTH
 
 
 class Meant(NamedTuple):
@@ -79,7 +79,7 @@ def _built(node: ast.expr, text: str) -> rs.Mask:
         case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
             return _called(name, node)
         case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name) if name not in _CALLS:
-            raise MaskError(no_such("mask", name, [*_CALLS]))
+            raise MaskError(unknown_name("mask", name, [*_CALLS]))
         case ast.Name(id=name):
             raise MaskError(f"a mask is written with brackets: {name}(), or {name}(…) with what it takes")
     part = ast.unparse(node)

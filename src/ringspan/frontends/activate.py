@@ -13,7 +13,7 @@ from typing import cast
 
 from torch.library import Library
 
-from ringspan.errors import UnknownKernel, no_such
+from ringspan.errors import UnknownKernel, unknown_name
 from ringspan.frontends.flash_operators import Flash, FlashOperators
 
 # name -> the module that is a Flash, imported when it is first asked about. Another implementation is another line.
@@ -65,5 +65,5 @@ def missing() -> dict[str, str]:
 
 def _load(name: str) -> Flash:
     if name not in IMPLEMENTATIONS:
-        raise UnknownKernel(no_such("flash attention", name, [*IMPLEMENTATIONS]))
+        raise UnknownKernel(unknown_name("flash attention", name, [*IMPLEMENTATIONS]))
     return cast(Flash, importlib.import_module(IMPLEMENTATIONS[name]))

@@ -92,7 +92,7 @@ def attention(
     DTensors give DTensors; ``frontends/shards.py`` says how they must be placed.
     """
     parts = None
-    if is_dtensor(q) and (score_mod is not None or plan.mask.settler is not None):
+    if is_dtensor(q) and (score_mod is not None or plan.mask.predicate is not None):
         from ringspan.frontends.corners import parts_of, score_mod_at
 
         parts = parts_of(q)
@@ -213,25 +213,25 @@ def _call(plan: Plan, q: Tensor, inputs: Inputs, scale: float, backend: str, sco
 
 def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
     """The function that settles the mask, once it surely is about these tensors."""
-    settler = mask.settler
-    if settler is None:
+    predicate = mask.predicate
+    if predicate is None:
         return None
     check_members(mask, q_BHSD.shape[0], q_BHSD.shape[1])
-    if settler.is_stale:
+    if predicate.is_stale:
         raise InputError(
             f"a tensor that the function of {mask.name} uses was changed in place after the mask was made, so that what was "
             "planned may not be what it says now: make the mask again"
         )
-    for x, _ in settler.captured:
+    for x, _ in predicate.captured:
         if x.device != q_BHSD.device and x.ndim:
             raise InputError(f"the function of {mask.name} uses a tensor on {x.device}, but q is on {q_BHSD.device}: move it")
-    return settler.mask_mod
+    return predicate.mask_mod
 
 
 def check_members(mask: Mask, batch: int, heads: int) -> None:
     """Whether a mask that tells members of the batch or heads apart is about as many as there are."""
-    if mask.settler is None:
+    if mask.predicate is None:
         return
-    for what, planned, given in (("batch", mask.settler.batch, batch), ("heads", mask.settler.heads, heads)):
+    for what, planned, given in (("batch", mask.predicate.batch, batch), ("heads", mask.predicate.heads, heads)):
         if planned not in (None, given):
             raise InputError(f"the mask {mask.name} is for {what}={planned}, but q has {given}: make it for these tensors")

@@ -57,22 +57,22 @@ def score_mod_at(parts: Parts, score_mod: ScoreMod) -> ScoreMod:
 
 def plan_at(parts: Parts, plan: Plan) -> Plan:
     """A plan of the whole as that of a shard: its mask may be settled by a function."""
-    settler = plan.mask.settler
-    if settler is None:
+    predicate = plan.mask.predicate
+    if predicate is None:
         return plan
     (first_b, batch, whole_batch), (first_h, heads, whole_heads) = parts
     check_members(plan.mask, whole_batch, whole_heads)
-    function = settler.mask_mod
+    function = predicate.mask_mod
 
     def moved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return function(b + first_b, h + first_h, q, k)
 
     of_shard = replace(
-        settler,
+        predicate,
         functions=(moved,),
         # Ranks that split one sequence have the same part of batch and heads, and so still the same digest.
-        fingerprint=f"{settler.fingerprint} {parts}",
-        batch=None if settler.batch is None else batch,
-        heads=None if settler.heads is None else heads,
+        fingerprint=f"{predicate.fingerprint} {parts}",
+        batch=None if predicate.batch is None else batch,
+        heads=None if predicate.heads is None else heads,
     )
-    return replace(plan, mask=Mask(plan.mask.table, *plan.mask.lengths, name=plan.mask.name, settler=of_shard))
+    return replace(plan, mask=Mask(plan.mask.table, *plan.mask.lengths, name=plan.mask.name, predicate=of_shard))

@@ -22,7 +22,7 @@ from ringspan.planner import plan as make_plan
 from ringspan.plans import Shape
 from ringspan.strategies import Strategy
 from ringspan.torch_private.tensor_version import tensor_version
-from ringspan.user_functions.captures import captured_by
+from ringspan.user_functions.captures import captured_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
@@ -153,5 +153,5 @@ def _state(given: BlockMask) -> list[tuple[int, int]]:
     """Which tensors it is made of, and how often each was changed in place."""
     zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
     blocks = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
-    tensors = [*(x for x in blocks if x is not None), *captured_by(given.mask_mod, zero, zero, zero, zero)]
+    tensors = [*(x for x in blocks if x is not None), *captured_tensors(given.mask_mod, zero, zero, zero, zero)]
     return [(id(x), 0 if x.is_inference() else tensor_version(x)) for x in tensors]

@@ -108,7 +108,7 @@ class AttentionMode(AttentionCatcher):
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
-        self._mask, self._mask_name, self._is_settled = mask, mask.name, mask.settler is not None
+        self._mask, self._mask_name, self._is_settled = mask, mask.name, mask.predicate is not None
         # A function is asked only when a call wants to know: it takes a look at every pair.
         self._mask_is_causal = None if self._is_settled else mask.is_causal
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from ringspan.caching.by_digest import cache_by_digest
-from ringspan.errors import KernelError, UnknownKernel, no_such
+from ringspan.errors import KernelError, UnknownKernel, unknown_name
 from ringspan.kernels.accumulators import GradientAccumulator, OutputAccumulator
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, Part, Saved, wide
 from ringspan.kernels.mods import MaskMod, Mods, PlacedMods, ScoreMod, mods_of
@@ -26,7 +26,7 @@ ONLY_IF_ASKED = {"reference"}
 def check_backend(backend: str) -> None:
     """A name that no kernel has, before there is any tensor that it could be asked about."""
     if not isinstance(backend, str) or backend not in (*KERNELS, "auto"):
-        raise UnknownKernel(no_such("kernel", backend, [*KERNELS, "auto"]))
+        raise UnknownKernel(unknown_name("kernel", backend, [*KERNELS, "auto"]))
 
 
 def pick(backend: str, inputs: Inputs) -> Kernel:

@@ -24,7 +24,7 @@ from ringspan.kernels.recompute import gradients
 from ringspan.masks import MAX_LENGTH, Band
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1, Table
-from ringspan.user_functions.captures import Swapped, seen_by
+from ringspan.user_functions.captures import SubstituteTensors, enable_function_mode
 
 # Scores that are held at a time, and rows: fewer rows meet fewer keys that they do not see.
 MOST_SCORES = 2**22
@@ -105,7 +105,7 @@ def _attend(
     seen = _seen(block, q.device)
     if mods is not None:
         mods = mods.of(block.rows, block.keys)
-        with seen_by(Swapped(mods.mods.learned[: len(learned)], learned)):
+        with enable_function_mode(SubstituteTensors(mods.mods.learned[: len(learned)], learned)):
             score_BHST = mods.scores(score_BHST)
         shown = mods.seen(*score_BHST.shape[:2])
         seen = seen if shown is None else seen & shown

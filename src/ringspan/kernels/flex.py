@@ -34,8 +34,8 @@ from ringspan.masks import Band
 from ringspan.torch_private.dynamo import dynamo_config
 from ringspan.torch_private.function_modes import enable_torch_function, without_modes
 from ringspan.torch_private.symbolic_shapes import check_size, distinct_sizes
-from ringspan.user_functions.captures import captured_by
-from ringspan.user_functions.rebinding import rebound
+from ringspan.user_functions.captures import captured_tensors
+from ringspan.user_functions.rebinding import rebind_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -191,9 +191,9 @@ class Functions(NamedTuple):
 def _functions(mods: PlacedMods, learned: Sequence[Tensor], count: int, by: BackEnd) -> Functions:
     score_mod, old = mods.mods.score_mod, mods.mods.learned[: len(learned)]
     if score_mod is not None and old:
-        score_mod = rebound(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
+        score_mod = rebind_tensors(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
         score, index = torch.zeros((), device=learned[0].device), torch.zeros((), dtype=torch.int64, device=learned[0].device)
-        if {id(x) for x in captured_by(score_mod, score, *[index] * 4)} & {id(x) for x in old}:
+        if {id(x) for x in captured_tensors(score_mod, score, *[index] * 4)} & {id(x) for x in old}:
             raise KernelError(
                 'backend="flex" cannot tell how this score_mod holds a tensor that needs a gradient: hold it in a closure, a '
                 'functools.partial or a module, or use backend="eager"'

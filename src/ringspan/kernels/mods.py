@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import InputError
-from ringspan.user_functions.captures import captured_by
+from ringspan.user_functions.captures import captured_tensors
 
 # (score, b, h, q, k) -> score, and (b, h, q, k) -> bool; of one pair each
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -81,7 +81,7 @@ def mods_of(score_mod: ScoreMod | None, mask_mod: MaskMod | None, like: Tensor) 
     score = torch.zeros((), dtype=like.dtype, device=like.device)
     b, h, q, k = torch.zeros(4, dtype=torch.int64, device=like.device).unbind()
     found = [] if score_mod is None else [*_captured_by_score_mod(score_mod, score, b, h, q, k)]
-    found += [] if mask_mod is None else captured_by(mask_mod, b, h, q, k)
+    found += [] if mask_mod is None else captured_tensors(mask_mod, b, h, q, k)
     once = {id(x): x for x in found}
     return Mods(score_mod=score_mod, mask_mod=mask_mod, captured=tuple(once.values()))
 
@@ -97,7 +97,7 @@ def _captured_by_score_mod(score_mod: ScoreMod, *example: Tensor) -> tuple[Tenso
         return score
 
     try:
-        return captured_by(checked, *example)
+        return captured_tensors(checked, *example)
     except TypeError as error:
         if _takes(score_mod, len(example)):
             raise  # it went wrong inside, and knows best itself

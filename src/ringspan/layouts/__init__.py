@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from ringspan.caching.by_digest import cache_by_digest
-from ringspan.errors import LayoutError, no_such
+from ringspan.errors import LayoutError, unknown_name
 from ringspan.layouts.auto import auto
 from ringspan.layouts.balanced import balanced
 from ringspan.layouts.contiguous import contiguous
@@ -54,7 +54,7 @@ def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
     if name == "auto":
         return auto(mask, world)
     if name not in LAYOUTS:
-        raise LayoutError(f"{no_such('layout', name, [*LAYOUTS, 'auto'])}, or give a list of spans")
+        raise LayoutError(f"{unknown_name('layout', name, [*LAYOUTS, 'auto'])}, or give a list of spans")
     return LAYOUTS[name](mask, world), f"layout {name}: as asked"
 
 

@@ -6,17 +6,18 @@ from ringspan.masks.causal import causal
 from ringspan.masks.chunked import chunked
 from ringspan.masks.documents import documents
 from ringspan.masks.full import full
-from ringspan.masks.mask import MAX_LENGTH, Mask
+from ringspan.masks.mask import Mask
 from ringspan.masks.mask_mod import mask_mod
-from ringspan.masks.predicate import Settler
+from ringspan.masks.predicate import Predicate
 from ringspan.masks.prefix import prefix
+from ringspan.masks.table import MAX_LENGTH
 from ringspan.masks.window import window
 
 __all__ = [
     "MAX_LENGTH",
     "Band",
     "Mask",
-    "Settler",
+    "Predicate",
     "block_mask",
     "causal",
     "chunked",

@@ -32,7 +32,7 @@ def block_mask(mask: BlockMask) -> Mask:
     except (AttributeError, TypeError, ValueError):
         raise MaskError(f"expected a BlockMask of FlexAttention, got {type(mask).__name__}") from None
     function = _sees(mask, batch, heads)
-    looks_at = cells.reads(function)
+    looks_at = cells.inputs_read(function)
     made = mask_mod(
         function,
         q_len,
@@ -43,7 +43,7 @@ def block_mask(mask: BlockMask) -> Mask:
         block=(q_block, k_block),
     )
     name = f"block_mask({getattr(mask.mask_mod, '__name__', 'mask_mod')})"
-    return Mask(made.table, q_len, k_len, name=name, settler=made.settler)
+    return Mask(made.table, q_len, k_len, name=name, predicate=made.predicate)
 
 
 def _sees(mask: BlockMask, batch: int, heads: int) -> MaskMod:

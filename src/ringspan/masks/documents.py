@@ -9,8 +9,9 @@ import numpy as np
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.causal import Align, diagonal
-from ringspan.masks.mask import MAX_LENGTH, Mask, length
+from ringspan.masks.mask import Mask, length
 from ringspan.masks.mask import lengths as as_lengths
+from ringspan.masks.table import MAX_LENGTH
 
 
 def documents(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ringspan.masks import table as tables
-from ringspan.masks.mask import MAX_LENGTH, Mask, length
+from ringspan.masks.mask import Mask, length
+from ringspan.masks.table import MAX_LENGTH
 
 
 def full(q_len: int, k_len: int | None = None) -> Mask:

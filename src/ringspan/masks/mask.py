@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import Any, NoReturn
@@ -14,11 +15,8 @@ from numpy.typing import NDArray
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.band import Band
-from ringspan.masks.predicate import Settler
-from ringspan.masks.table import HI, K0, K1, Q0, Q1, Table
-
-# The longest sequence: the area of a mask of this many queries and keys still fits int64, with room for the sums over it.
-MAX_LENGTH = 2**31 - 1
+from ringspan.masks.predicate import Predicate
+from ringspan.masks.table import HI, K0, K1, MAX_LENGTH, Q0, Q1, Table
 
 
 class Mask:
@@ -40,25 +38,31 @@ class Mask:
     . . . x x x
     """
 
-    __slots__ = ("__weakref__", "_area", "_digest", "k_len", "name", "q_len", "settler", "table")
+    __slots__ = ("__weakref__", "_area", "_digest", "k_len", "name", "predicate", "q_len", "table")
 
     q_len: int | None
     k_len: int | None
     table: Table
     name: str
-    settler: Settler | None
+    predicate: Predicate | None
     """Functions that have the last word on the pairs of the bands; None, if the bands are the whole mask."""
     _area: int
     _digest: str
 
     def __init__(
-        self, table: Table, q_len: int | None, k_len: int | None, *, name: str, settler: Settler | None = None
+        self, table: Table, q_len: int | None, k_len: int | None, *, name: str, predicate: Predicate | None = None
     ) -> None:
         """Internal: ``table`` must be tight and disjoint. Use :meth:`from_bands` for bands of your own."""
         table.setflags(write=False)
-        fields = {"table": table, "q_len": q_len, "k_len": k_len, "name": name, "settler": settler}
+        fields = {"table": table, "q_len": q_len, "k_len": k_len, "name": name, "predicate": predicate}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
+
+    @property
+    def settler(self) -> Predicate | None:
+        """Deprecated: the former name of ``predicate``."""
+        warnings.warn("Mask.settler is now Mask.predicate", DeprecationWarning, stacklevel=2)
+        return self.predicate
 
     def __setattr__(self, field: str, value: object) -> NoReturn:
         raise AttributeError(f"a mask is immutable; {field!r} cannot be set. Combine masks with & | ~ instead")
@@ -67,7 +71,7 @@ class Mask:
         raise AttributeError(f"a mask is immutable; {field!r} cannot be deleted")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.table, self.q_len, self.k_len, self.name, self.settler)
+        return _rebuilt, (self.table, self.q_len, self.k_len, self.name, self.predicate)
 
     @classmethod
     def from_bands(cls, bands: Iterable[tuple[int, int, int, int, int, int]], q_len: int, k_len: int | None = None) -> Mask:
@@ -105,7 +109,7 @@ class Mask:
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs are visible; with a settler, how many may be."""
+        """How many (query, key) pairs are visible; with a predicate, how many may be."""
         try:
             return self._area
         except AttributeError:
@@ -117,12 +121,12 @@ class Mask:
     def digest(self) -> str:
         """Sixteen hex digits that are equal exactly for equal tables of bands of equal lengths, on every machine.
 
-        With a settler, for those whose functions also say the same of every pair that they were asked about: of all of them.
+        With a predicate, for those whose functions also say the same of every pair that they were asked about: of all of them.
         """
         try:
             return self._digest
         except AttributeError:
-            settled = "" if self.settler is None else self.settler.fingerprint
+            settled = "" if self.predicate is None else self.predicate.fingerprint
             head = f"{self.q_len},{self.k_len};{settled}".encode()
             body = np.ascontiguousarray(self.table, dtype="<i8").tobytes()
             object.__setattr__(self, "_digest", hashlib.sha256(head + body).hexdigest()[:16])
@@ -148,7 +152,7 @@ class Mask:
             return NotImplemented
         if self is other or self.digest == other.digest:
             return True
-        if (self.q_len, self.k_len) != (other.q_len, other.k_len) or self.settler or other.settler:
+        if (self.q_len, self.k_len) != (other.q_len, other.k_len) or self.predicate or other.predicate:
             return False
         return len((self - other).table) == 0 and len((other - self).table) == 0
 
@@ -157,7 +161,7 @@ class Mask:
 
     def __repr__(self) -> str:
         name = self.name if len(self.name) <= 60 else self.name[:57] + "..."
-        at_most = "" if self.settler is None else "at most "
+        at_most = "" if self.predicate is None else "at most "
         size = "any length" if self.is_relation else f"{self.q_len} × {self.k_len}, area {at_most}{self.area}"
         return f"<Mask {name}: {size}, {len(self)} band{'s' * (len(self) != 1)}>"
 
@@ -167,14 +171,14 @@ class Mask:
         """Pairs visible in both."""
         q_len, k_len = _common_lengths(self, other, "&")
         both = tables.intersect(self.table, other.table)
-        settlers = [mask.settler for mask in (self, other) if mask.settler is not None]
-        settler = reduce(Settler.both, settlers) if settlers else None
-        return Mask(both, q_len, k_len, name=_join(self, "&", other), settler=settler)
+        predicates = [mask.predicate for mask in (self, other) if mask.predicate is not None]
+        predicate = reduce(Predicate.both, predicates) if predicates else None
+        return Mask(both, q_len, k_len, name=_join(self, "&", other), predicate=predicate)
 
     def __or__(self, other: Mask) -> Mask:
         """Pairs visible in either."""
         q_len, k_len = _common_lengths(self, other, "|")
-        _refuse_settled("|", self, other)
+        _refuse_predicate("|", self, other)
         a, b = _clip(self.table, q_len, k_len), _clip(other.table, q_len, k_len)
         either = np.concatenate([a, tables.subtract(b, a)])
         return Mask(tables.coalesce(either), q_len, k_len, name=_join(self, "|", other))
@@ -182,9 +186,9 @@ class Mask:
     def __sub__(self, other: Mask) -> Mask:
         """Pairs visible in this one and not in the other."""
         q_len, k_len = _common_lengths(self, other, "-")
-        _refuse_settled("-", other)
+        _refuse_predicate("-", other)
         left = tables.subtract(_clip(self.table, q_len, k_len), other.table)
-        return Mask(tables.coalesce(left), q_len, k_len, name=_join(self, "-", other), settler=self.settler)
+        return Mask(tables.coalesce(left), q_len, k_len, name=_join(self, "-", other), predicate=self.predicate)
 
     def __invert__(self) -> Mask:
         """Pairs that are not visible.
@@ -195,7 +199,7 @@ class Mask:
         . . x
         . . .
         """
-        _refuse_settled("~", self)
+        _refuse_predicate("~", self)
         whole = _clip(_everything(), self.q_len, self.k_len)
         rest = tables.subtract(whole, self.table)
         return Mask(tables.coalesce(rest), self.q_len, self.k_len, name=f"~{_bracketed(self)}")
@@ -205,8 +209,8 @@ class Mask:
         """The mask with the parts of queries and keys exchanged."""
         q0, q1, k0, k1, lo, hi = self.table.T
         turned = np.stack([k0, k1, q0, q1, -hi, -lo], axis=1)
-        settler = None if self.settler is None else self.settler.transposed
-        return Mask(turned, self.k_len, self.q_len, name=f"{_bracketed(self)}.transposed", settler=settler)
+        predicate = None if self.predicate is None else self.predicate.transposed
+        return Mask(turned, self.k_len, self.q_len, name=f"{_bracketed(self)}.transposed", predicate=predicate)
 
     # -- what planners ask ---------------------------------------------------------------------------------------------
 
@@ -259,20 +263,20 @@ class Mask:
         Of a mask that differs over the batch or the heads, that of member ``b`` and head ``h``.
         """
         in_bands = tables.dense(self.table, *self.lengths)
-        if self.settler is None:
+        if self.predicate is None:
             return in_bands
-        from ringspan.masks.survey import settled
+        from ringspan.masks.survey import evaluate
 
-        return in_bands & settled(self.settler, self.lengths, b, h)
+        return in_bands & evaluate(self.predicate, self.lengths, b, h)
 
     @property
     def is_causal(self) -> bool:
         """No query sees a later key."""
         # Bands are tight: there is a pair on the last diagonal of each.
-        if self.settler is None or (self.table[:, HI] <= 0).all():
+        if self.predicate is None or (self.table[:, HI] <= 0).all():
             return bool((self.table[:, HI] <= 0).all())
         # The bands may reach further than what is seen in them.
-        members = [(b, h) for b in range(self.settler.batch or 1) for h in range(self.settler.heads or 1)]
+        members = [(b, h) for b in range(self.predicate.batch or 1) for h in range(self.predicate.heads or 1)]
         return not any(np.triu(self.dense(b=b, h=h), k=1).any() for b, h in members)
 
     def ascii(self) -> str:
@@ -283,8 +287,8 @@ class Mask:
         return "\n".join(" ".join("x" if seen else "." for seen in row) for row in self.dense())
 
 
-def _rebuilt(table: Table, q_len: int | None, k_len: int | None, name: str, settler: Settler | None) -> Mask:
-    return Mask(table, q_len, k_len, name=name, settler=settler)
+def _rebuilt(table: Table, q_len: int | None, k_len: int | None, name: str, predicate: Predicate | None) -> Mask:
+    return Mask(table, q_len, k_len, name=name, predicate=predicate)
 
 
 def length(what: str, value: Any) -> int:
@@ -319,10 +323,10 @@ def _band(given: Any) -> Band:
         raise MaskError(f"a band is six whole numbers (q0, q1, k0, k1, lo, hi), not {given!r}") from None
 
 
-def _refuse_settled(sign: str, *masks: Mask) -> None:
+def _refuse_predicate(sign: str, *masks: Mask) -> None:
     """What bands cannot say of a function, another function can."""
     for mask in masks:
-        if mask.settler is not None:
+        if mask.predicate is not None:
             raise MaskError(
                 f"{mask.name} is settled by a function, and {sign} of it is no such mask again: write the function of the "
                 "result, as in rs.mask_mod(lambda b, h, q, k: ~hidden(b, h, q, k), q_len). & works with any mask"

@@ -9,10 +9,10 @@ import numpy as np
 
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
-from ringspan.masks.mask import MAX_LENGTH, Mask, length
-from ringspan.masks.predicate import MaskMod, Settler
-from ringspan.masks.runs_to_bands import bands_of
-from ringspan.masks.table import Table
+from ringspan.masks.mask import Mask, length
+from ringspan.masks.predicate import MaskMod, Predicate
+from ringspan.masks.runs_to_bands import bands_of_runs
+from ringspan.masks.table import MAX_LENGTH, Table
 from ringspan.torch_private.tensor_version import tensor_version
 
 BLOCK = 128
@@ -47,24 +47,24 @@ def mask_mod(
 
     lengths = (length("q_len", q_len), length("q_len" if kv_len is None else "kv_len", q_len if kv_len is None else kv_len))
     blocks = _block(block)
-    looks_at = cells.reads(function)
+    looks_at = cells.inputs_read(function)
     batch = _count("batch", batch) if looks_at.batch else None
     heads = _count("heads", heads) if looks_at.heads else None
     members = (1 if batch is None else batch, 1 if heads is None else heads)
     found = cells.survey(function, lengths, *members, blocks, looks_at.device)
     name = f"mask_mod({getattr(function, '__name__', type(function).__name__)})"
     around = _bands_of_blocks(found.touched_QK, blocks, lengths)
-    exact = None if found.runs is None else bands_of(found.runs)
+    exact = None if found.runs is None else bands_of_runs(found.runs)
     if exact is not None and len(exact) <= max(FEW, len(around)):
         return Mask(exact, *lengths, name=name)
-    settler = Settler(
+    predicate = Predicate(
         functions=(function,),
         fingerprint=found.fingerprint,
         batch=batch,
         heads=heads,
         captured=tuple((x, tensor_version(x)) for x in looks_at.captured if not x.is_inference()),
     )
-    return Mask(around, *lengths, name=name, settler=settler)
+    return Mask(around, *lengths, name=name, predicate=predicate)
 
 
 def _count(what: str, given: int | None) -> int:

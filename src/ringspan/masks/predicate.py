@@ -1,4 +1,4 @@
-"""A settler: functions that say, pair by pair, what is seen within the bands of a mask.
+"""A predicate: functions that say, pair by pair, what is seen within the bands of a mask.
 
 A mask that is no small set of bands (per batch, per head, or ragged everywhere) keeps bands around its blocks, by which it is
 planned: what they do not hold is never computed or exchanged. Within them kernels call the functions, with global indices::
@@ -25,7 +25,7 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Settler:
+class Predicate:
     """A pair is seen if all functions say so. ``batch`` and ``heads`` are how many they tell apart, None if they do not.
 
     ``fingerprint`` follows from what they say of every pair, and so is the same on all ranks. ``captured`` are the tensors
@@ -54,13 +54,13 @@ class Settler:
         return all_of_them
 
     @property
-    def transposed(self) -> Settler:
+    def transposed(self) -> Predicate:
         function = self.mask_mod
         return replace(self, functions=(lambda b, h, q, k: function(b, h, k, q),), fingerprint=f"{self.fingerprint}.T")
 
-    def both(self, other: Settler) -> Settler:
+    def both(self, other: Predicate) -> Predicate:
         """What this one and the other show."""
-        return Settler(
+        return Predicate(
             functions=(*self.functions, *other.functions),
             fingerprint=hashlib.sha256(f"{self.fingerprint} & {other.fingerprint}".encode()).hexdigest(),
             batch=_common("batch", self.batch, other.batch),

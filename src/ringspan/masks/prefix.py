@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
-from ringspan.masks.mask import MAX_LENGTH, Mask, length
+from ringspan.masks.mask import Mask, length
+from ringspan.masks.table import MAX_LENGTH
 
 
 def prefix(n: int, prefix: int) -> Mask:

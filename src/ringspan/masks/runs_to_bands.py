@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ringspan.masks import table as tables
-from ringspan.masks.mask import MAX_LENGTH
-from ringspan.masks.table import Ints, Table
+from ringspan.masks.table import MAX_LENGTH, Ints, Table
 
 
-class Runs(NamedTuple):
+class RowRuns(NamedTuple):
     """Query ``q`` sees the keys from start to stop; ordered by query, then start."""
 
     q: Ints
@@ -28,10 +27,10 @@ class Runs(NamedTuple):
     stop: Ints
 
 
-def bands_of(runs: Runs) -> Table:
+def bands_of_runs(runs: RowRuns) -> Table:
     """The runs as bands, joined into few.
 
-    >>> bands_of(Runs(np.arange(4), np.array([0, 0, 0, 1]), np.arange(4) + 1)).tolist()
+    >>> bands_of_runs(RowRuns(np.arange(4), np.array([0, 0, 0, 1]), np.arange(4) + 1)).tolist()
     [[0, 4, 0, 4, -2, 0]]
     """
     if not len(runs.q):

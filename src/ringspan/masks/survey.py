@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.errors import MaskError
-from ringspan.masks.predicate import MaskMod, Settler
-from ringspan.masks.runs_to_bands import Runs
+from ringspan.masks.predicate import MaskMod, Predicate
+from ringspan.masks.runs_to_bands import RowRuns
 from ringspan.torch_private.function_modes import disable_subclass_torch_function
 from ringspan.torch_private.pytree import tree_leaves
-from ringspan.user_functions.captures import captured_by
+from ringspan.user_functions.captures import captured_tensors
 
 # Cells that are looked at together.
 MOST_CELLS = 2**24
-# Runs of seen keys, for each row on average, beyond which a mask is not looked upon as one of bands.
+# RowRuns of seen keys, for each row on average, beyond which a mask is not looked upon as one of bands.
 MOST_RUNS = 16
 
 # What can be asked of an index without asking for its value.
@@ -37,7 +37,7 @@ class Survey(NamedTuple):
     not the same for the whole batch and all heads), and a number that follows from every cell."""
 
     touched_QK: NDArray[np.bool_]
-    runs: Runs | None
+    runs: RowRuns | None
     fingerprint: str
 
 
@@ -46,7 +46,7 @@ def survey(
 ) -> Survey:
     (q_len, k_len), (q_block, k_block) = lengths, block
     touched_QK = np.zeros((-(-q_len // q_block), -(-k_len // k_block)), dtype=np.bool_)
-    found = [Runs(*np.zeros((3, 0), dtype=np.int64))]
+    found = [RowRuns(*np.zeros((3, 0), dtype=np.int64))]
     prints: list[str] = []
     for b in range(batch):
         for h in range(heads):
@@ -60,7 +60,7 @@ def survey(
             prints.append(hashed.hexdigest())
     few = sum(len(runs.q) for runs in found) <= MOST_RUNS * q_len
     alike = len(set(prints)) == 1
-    together = Runs(*map(np.concatenate, zip(*found, strict=True)))
+    together = RowRuns(*map(np.concatenate, zip(*found, strict=True)))
     whole = hashlib.sha256(repr((lengths, prints)).encode()).hexdigest()
     return Survey(touched_QK, together if few and alike else None, whole)
 
@@ -81,10 +81,10 @@ def strips(
         yield start, cells_RT.cpu().numpy()
 
 
-def settled(settler: Settler, lengths: tuple[int, int], b: int, h: int) -> NDArray[np.bool_]:
+def evaluate(predicate: Predicate, lengths: tuple[int, int], b: int, h: int) -> NDArray[np.bool_]:
     """All cells of one member of the batch and one head, as the functions have them now."""
-    device = reads(settler.mask_mod).device
-    rows = [cells_RT for _, cells_RT in strips(settler.mask_mod, lengths, b, h, 1, device)]
+    device = inputs_read(predicate.mask_mod).device
+    rows = [cells_RT for _, cells_RT in strips(predicate.mask_mod, lengths, b, h, 1, device)]
     return np.concatenate(rows) if rows else np.zeros(lengths, dtype=np.bool_)
 
 
@@ -96,13 +96,13 @@ def _by_blocks(cells_RT: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[n
     return np.logical_or.reduce(padded.reshape(rows, block[0], cols, block[1]), axis=(1, 3))
 
 
-def _runs(first: int, cells_RT: NDArray[np.bool_]) -> Runs:
+def _runs(first: int, cells_RT: NDArray[np.bool_]) -> RowRuns:
     edges = np.diff(np.pad(cells_RT, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     q, start = np.nonzero(edges == 1)
-    return Runs(q + first, start, np.nonzero(edges == -1)[1])
+    return RowRuns(q + first, start, np.nonzero(edges == -1)[1])
 
 
-class Reads(NamedTuple):
+class InputsRead(NamedTuple):
     """What a function looks at, beside queries and keys."""
 
     batch: bool
@@ -115,15 +115,15 @@ class Reads(NamedTuple):
         return next((x.device for x in self.captured if x.device.type != "cpu"), torch.device("cpu"))
 
 
-def reads(function: MaskMod) -> Reads:
+def inputs_read(function: MaskMod) -> InputsRead:
     """Call the function once, and see what it looks at."""
     b, h = (torch.tensor(0).as_subclass(_Told) for _ in range(2))
     q, k = torch.zeros(2, dtype=torch.int64).unbind()
     try:
-        captured = captured_by(function, b, h, q, k)
+        captured = captured_tensors(function, b, h, q, k)
     except TypeError as error:
         raise MaskError(f"a mask_mod takes (b, h, q, k), the indices of a pair; {function!r} does not: {error}") from None
-    return Reads(b.is_read, h.is_read, captured)
+    return InputsRead(b.is_read, h.is_read, captured)
 
 
 class _Told(Tensor):

@@ -14,6 +14,9 @@ Ints = NDArray[np.int64]
 
 Q0, Q1, K0, K1, LO, HI = range(6)
 
+# The longest sequence: the area of a mask of this many queries and keys fits int64, and so do sums of such areas.
+MAX_LENGTH = 2**31 - 1
+
 EMPTY: Table = np.zeros((0, 6), dtype=np.int64)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
-from ringspan.masks.mask import MAX_LENGTH, Mask, length
+from ringspan.masks.mask import Mask, length
+from ringspan.masks.table import MAX_LENGTH
 
 
 def window(left: int | None = None, right: int | None = None) -> Mask:

@@ -23,7 +23,7 @@ MOST_HEADS = 2**16  # so that whatever a file says, its proof fits in memory
 
 def to_json(plan: RankPlan) -> str:
     """The whole plan of one rank, with the mask and layouts it follows from."""
-    if plan.mask.settler is not None:
+    if plan.mask.predicate is not None:
         raise PlanError(
             f"{plan.mask.name} is settled by a function, and functions are not put into files: "
             "save the plan of a mask of bands, or plan anew from the function"

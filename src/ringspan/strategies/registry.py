@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
 
 from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
-from ringspan.errors import PlanError, no_such
+from ringspan.errors import PlanError, unknown_name
 from ringspan.plans.data import Program
 from ringspan.plans.problem import Problem
 from ringspan.strategies.exchange import Exchange
@@ -56,7 +56,7 @@ def parse_strategy(text: str) -> Strategy:
     """
     match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", text)
     if not match or match[1] not in STRATEGIES:
-        raise PlanError(no_such("strategy", text, [*STRATEGIES, "auto"]))
+        raise PlanError(unknown_name("strategy", text, [*STRATEGIES, "auto"]))
     kind = STRATEGIES[match[1]]
     try:
         call = ast.parse(f"f{match[2] or '()'}", mode="eval").body

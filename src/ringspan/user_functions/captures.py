@@ -19,21 +19,21 @@ from ringspan.torch_private.function_modes import enable_torch_function
 from ringspan.torch_private.pytree import tree_leaves, tree_map_only
 
 
-def captured_by(function: Callable[..., Any], *example: Tensor) -> tuple[Tensor, ...]:
+def captured_tensors(function: Callable[..., Any], *example: Tensor) -> tuple[Tensor, ...]:
     """The tensors that ``function(*example)`` uses and neither gets as an argument nor makes.
 
     >>> slopes = torch.tensor([0.5, 0.25])
-    >>> captured_by(lambda h, q, k: slopes[h] * (k - q), *torch.zeros(3, dtype=torch.int64).unbind())
+    >>> captured_tensors(lambda h, q, k: slopes[h] * (k - q), *torch.zeros(3, dtype=torch.int64).unbind())
     (tensor([0.5000, 0.2500]),)
     """
     watch = _Watch(example)
-    with torch.no_grad(), seen_by(watch):
+    with torch.no_grad(), enable_function_mode(watch):
         function(*example)
     return tuple(watch.found.values())
 
 
 @contextmanager
-def seen_by(mode: TorchFunctionMode) -> Iterator[None]:
+def enable_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
     """The mode is on, even where modes were turned off: a kernel's own calls are nobody's business but the mode's."""
     with enable_torch_function(), mode:
         yield
@@ -56,7 +56,7 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-class Swapped(TorchFunctionMode):
+class SubstituteTensors(TorchFunctionMode):
     """Where this is seen by, ``old[i]`` means ``new[i]`` to every function: how one is differentiated in what it captured.
 
     New ones are leaves of a graph of their own. The old ones may have a history, in which one is made of the other.
