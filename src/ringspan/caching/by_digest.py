@@ -38,7 +38,9 @@ class DigestCache(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        key: Hashable = tuple([_key(x) for x in args])
+        given: tuple[Any, ...] = args
+        # As in _key, but without a call for each argument: this runs in every step of an attention with a score_mod.
+        key: Hashable = tuple([(x.digest, x.name) if hasattr(x, "digest") else x for x in given])
         if kwargs:
             key = key, tuple([(name, _key(x)) for name, x in kwargs.items()])
         with self._lock:

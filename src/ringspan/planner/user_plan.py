@@ -80,7 +80,7 @@ def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, ra
     A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a GPU. So
     the plan of such a mask is not cached, only its program.
     """
-    make = _make_cached if mask.settler is None else _make
+    make = _make_cached if mask.predicate is None else _make
     return make(mask, q_layout, kv_layout, strategy, rank, notes)
 
 
