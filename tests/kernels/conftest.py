@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringspan.cli.check import one_thread
+from ringspan.testing.threads import one_thread
 
 
 @pytest.fixture(autouse=True, scope="package")

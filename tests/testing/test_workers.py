@@ -1,4 +1,4 @@
-"""The pool of workers: results in order, messages, and failures that are told."""
+"""The pool of workers: results in order, messages and failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringspan.testing.workers import Pool, WorkerFailed, tell
+from ringspan.testing.workers import Pool, WorkerFailed, send_message
 from tests.conftest import Pools
 
 
@@ -19,17 +19,17 @@ def add_up(rank: int, x: float) -> tuple[int, float]:
     return rank, total.item()
 
 
-def chat(rank: int) -> None:
+def send_two_messages(rank: int) -> None:
     for n in range(2):
-        tell((rank, n))
+        send_message((rank, n))
 
 
-def stumble(rank: int) -> None:
+def raise_on_rank_1(rank: int) -> None:
     if rank == 1:
-        raise ValueError("a stone in the way")
+        raise ValueError("deliberate")
 
 
-def vanish(rank: int) -> None:
+def exit_on_rank_0(rank: int) -> None:
     if rank == 0:
         os._exit(3)
     dist.barrier()
@@ -41,15 +41,15 @@ def test_results_come_in_the_order_of_the_ranks(pools: Pools) -> None:
 
 
 def test_messages(pools: Pools) -> None:
-    heard: list[Any] = []
-    pools(3).run(chat, on_message=lambda rank, message: heard.append((rank, message)))
-    assert sorted(heard) == [(r, (r, n)) for r in range(3) for n in range(2)]
+    received: list[Any] = []
+    pools(3).run(send_two_messages, on_message=lambda rank, message: received.append((rank, message)))
+    assert sorted(received) == [(r, (r, n)) for r in range(3) for n in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("job", "message"), [(stumble, "worker 1: (.|\n)*a stone in the way"), (vanish, r"worker 0: went away \(exit code 3\)")]
+    ("job", "message"), [(raise_on_rank_1, "worker 1: (.|\n)*deliberate"), (exit_on_rank_0, r"worker 0: ended \(exit code 3\)")]
 )
-def test_failures_are_told_and_close_the_pool(job: Any, message: str) -> None:
+def test_a_failure_raises_and_closes_the_pool(job: Any, message: str) -> None:
     with Pool(2) as pool:
         with pytest.raises(WorkerFailed, match=message):
             pool.run(job)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import largest_difference
-from ringspan.testing.workers import Pool, tell
+from ringspan.testing.workers import Pool, send_message
 from ringspan.transports import PostExchange, ProcessGroupTransport, WaitExchange
 from tests.conftest import Pools
 
@@ -307,13 +307,13 @@ def attend_until_rank_1_dies(rank: int) -> None:
     cp.attention(q, k, v)
     if rank == 1:
         os._exit(1)
-    tell(report_of(lambda: [cp.attention(q, k, v) for _ in range(1000)]))
+    send_message(report_of(lambda: [cp.attention(q, k, v) for _ in range(1000)]))
 
 
 def test_a_dead_peer_is_named_on_every_survivor() -> None:
     reports: dict[int, Report] = {}
 
-    with Pool(3) as pool, pytest.raises(rs.RingspanError, match="worker 1: went away"):
+    with Pool(3) as pool, pytest.raises(rs.RingspanError, match="worker 1: ended"):
         pool.run(attend_until_rank_1_dies, on_message=lambda rank, message: reports.__setitem__(rank, message))
     assert set(reports) == {0, 2}
     for kind, message in reports.values():

@@ -16,8 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +24,8 @@ import torch
 from ringspan import __version__
 from ringspan.cli.progress import Progress
 from ringspan.errors import InputError
+from ringspan.testing.check import CaseResult, run_in_processes, run_in_this_process
 from ringspan.testing.fuzz import Case, draw
-from ringspan.testing.trial import Outcome, run_local, run_rank
-from ringspan.testing.workers import Pool, WorkerFailed, tell
-from ringspan.transports import as_transport
-
-# Cases that the workers run before they report.
-BATCH = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +43,17 @@ def run(args: argparse.Namespace) -> int:
     if args.only is not None or args.case is not None:
         print(f"{cases[0]}\n{cases[0].to_json()}")
     start = time.monotonic()
-    outcomes: list[Outcome] = []
+    results: list[CaseResult] = []
     with Progress(len(cases)) as bar:
-        for outcome in _in_processes(cases, args.world) if args.processes else _in_this_process(cases):
-            outcomes.append(outcome)
-            bar.update(len(outcomes), f"{len(outcomes)} of {len(cases)} cases")
-            if outcome.problems:
-                print(f"FAILED {outcome.case}")
-                for problem in outcome.problems:
+        for result in run_in_processes(cases, args.world) if args.processes else run_in_this_process(cases):
+            results.append(result)
+            bar.update(len(results), f"{len(results)} of {len(cases)} cases")
+            if result.problems:
+                print(f"FAILED {result.case}")
+                for problem in result.problems:
                     print(f"  {problem}")
-                print(f"  again: {_again(outcome.case, args)}")
-    summary = summarise(outcomes, cases)
+                print(f"  again: {_again(result.case, args)}")
+    summary = summarise(results, cases)
     print(_in_words(summary, args, time.monotonic() - start))
     if args.json:
         told = {"seed": args.seed, "world": args.world, "processes": args.processes, "seconds": time.monotonic() - start}
@@ -67,20 +61,20 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["failed"] else 0
 
 
-def summarise(outcomes: Sequence[Outcome], cases: Sequence[Case]) -> dict[str, Any]:
+def summarise(results: Sequence[CaseResult], cases: Sequence[Case]) -> dict[str, Any]:
     """The figures of a run. A case that was never finished has failed."""
-    finished = {outcome.case.index for outcome in outcomes}
-    failures = [outcome.case.index for outcome in outcomes if outcome.problems]
+    finished = {result.case.index for result in results}
+    failures = [result.case.index for result in results if result.problems]
     failures += [case.index for case in cases if case.index not in finished]
     worst: dict[str, float] = {}
-    for outcome in outcomes:
-        worst[outcome.case.dtype] = max(worst.get(outcome.case.dtype, 0.0), outcome.worst)
+    for result in results:
+        worst[result.case.dtype] = max(worst.get(result.case.dtype, 0.0), result.worst)
     return {
         "cases": len(cases),
         "worst_error": worst.get("float64", 0.0),
         "failed": len(failures),
         "worst_error_by_dtype": worst,
-        "cases_by_dtype": {dtype: sum(o.case.dtype == dtype for o in outcomes) for dtype in worst},
+        "cases_by_dtype": {dtype: sum(r.case.dtype == dtype for r in results) for dtype in worst},
         "failures": failures,
     }
 
@@ -100,66 +94,6 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     if args.processes and cases[0].world != args.world:
         raise InputError(f"this case is for {cases[0].world} ranks: run it with --world {cases[0].world}")
     return cases
-
-
-# -- running -----------------------------------------------------------------------------------------------------------
-
-
-def _in_this_process(cases: Sequence[Case]) -> Iterator[Outcome]:
-    with one_thread():
-        for case in cases:
-            try:
-                yield run_local(case)
-            except Exception as error:  # whatever it is, it is this case's failure, and the others still count
-                yield _raised(case, f"{type(error).__name__}: {error}")
-
-
-def _in_processes(cases: Sequence[Case], world: int) -> Iterator[Outcome]:
-    """The cases on a pool of workers. Of each case the worst of all ranks is told."""
-    with Pool(world) as pool:
-        for first in range(0, len(cases), BATCH):
-            batch = cases[first : first + BATCH]
-            begun = dict.fromkeys(range(world), 0)
-            try:
-                by_rank = pool.run(_on_worker, batch, on_message=begun.__setitem__)
-            except WorkerFailed as error:
-                # A rank that raised has left the others waiting, in the same case: no rank can be a case ahead of all others.
-                yield _raised(batch[min(begun.values())], str(error))
-                return
-            yield from map(_worst_of_ranks, zip(*by_rank, strict=True))
-
-
-def _on_worker(rank: int, cases: Sequence[Case]) -> list[Outcome]:
-    group = as_transport(None)
-    outcomes = []
-    for nth, case in enumerate(cases):
-        tell(nth)
-        outcomes.append(run_rank(case, group))
-    return outcomes
-
-
-def _worst_of_ranks(of_ranks: Sequence[Outcome]) -> Outcome:
-    figures = {name: max(o.figures[name] for o in of_ranks) for name in of_ranks[0].figures}
-    problems = tuple(f"rank {rank}: {problem}" for rank, o in enumerate(of_ranks) for problem in o.problems)
-    return Outcome(case=of_ranks[0].case, figures=figures, problems=problems)
-
-
-def _raised(case: Case, text: str) -> Outcome:
-    return Outcome(case=case, figures={}, problems=(f"raised {text}",))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors as small as these are computed ten times faster by one thread than by several that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# -- telling -----------------------------------------------------------------------------------------------------------
 
 
 def _again(case: Case, args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ from ringspan.cli.demo_text import Pack
 from ringspan.planner import bytes_moved
 from ringspan.planner import plan as make_plan
 from ringspan.plans.data import PHASES
-from ringspan.testing.workers import tell
+from ringspan.testing.workers import send_message
 
 # How far --sabotage moves a rank's tokens from their place.
 SHIFT = 3
@@ -68,7 +68,7 @@ def train_split(rank: int, training: Training) -> RankReport:
         losses.append(loss.item())
         plans.append(cp.plan)
         if rank == 0:
-            tell((n, losses[-1]))
+            send_message((n, losses[-1]))
     return RankReport(
         losses=tuple(losses),
         tokens=sum(plan.q_rows for plan in plans),

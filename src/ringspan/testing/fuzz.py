@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ringspan.cli.mask_text import mask_of
 from ringspan.errors import InputError
+from ringspan.masks.expressions import parse_mask
 
 MAX_LENGTH = 300
 MAX_WORLD = 8
@@ -140,7 +140,7 @@ class _Dice:
 
 def _mask(d: _Dice, q: int, k: int) -> str:
     text = _tree(d, q, k, depth=d.one_of((0, 0, 0, 1, 1, 1, 2, 2, 3)))
-    return f"full({q}, {k}) & ({text})" if mask_of(text).is_relation else text
+    return f"full({q}, {k}) & ({text})" if parse_mask(text).is_relation else text
 
 
 def _tree(d: _Dice, q: int, k: int, depth: int) -> str:

@@ -1,4 +1,4 @@
-"""A pool of worker processes on this machine, joined by gloo: for the demo, the checks, the benchmarks and the tests."""
+"""A pool of worker processes on this machine, in one gloo group. The demo, the checks, the benchmarks and the tests use it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ import torch.distributed as dist
 
 from ringspan.errors import RingspanError
 
-# How long the other workers may go on after one has failed, before they are ended.
+# How long the other workers may run on after one has failed, before they are terminated.
 GRACE_SECONDS = 10.0
-
-Tell = Callable[[Any], None]
 
 
 class WorkerFailed(RingspanError, RuntimeError):
-    """A worker raised, or went away. The text has its traceback."""
+    """A worker raised, or its process ended. The message has its traceback."""
 
 
 class Pool:
-    """``world`` processes in one gloo group, started once and used for as many jobs as you like.
+    """``world`` processes in one gloo group, started once and used for any number of jobs.
 
-    A job is a function of the module level, called on every worker as ``job(rank, *args)`` inside an initialised
-    ``torch.distributed``. Its results come back in the order of the ranks.
+    A job is a function defined at module level. Every worker calls it as ``job(rank, *args)`` with ``torch.distributed``
+    initialised. The results come back in the order of the ranks.
     """
 
     def __init__(self, world: int, *, threads: int = 1, timeout: float = 300.0) -> None:
@@ -44,7 +42,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._workers: list[tuple[Any, Connection]] = []
-        with _deaf_to_interrupts():
+        with _ignore_interrupts():
             for rank in range(world):
                 here, there = context.Pipe()
                 worker = context.Process(target=_serve, args=(there, rank, world, port, threads, timeout), daemon=True)
@@ -53,9 +51,9 @@ class Pool:
                 self._workers.append((worker, here))
 
     def run(self, job: Callable[..., Any], *args: Any, on_message: Callable[[int, Any], None] | None = None) -> list[Any]:
-        """Run the job on all workers. ``on_message(rank, message)`` gets what a job says through :func:`tell` meanwhile."""
+        """Run the job on all workers. ``on_message(rank, message)`` is called for each :func:`send_message` of a job."""
         if not self._workers:
-            raise WorkerFailed("this pool is closed: a job failed, or its block was left")
+            raise WorkerFailed("this pool is closed: a job failed, or the `with` block has ended")
         for _, pipe in self._workers:
             pipe.send((job, args))
         results: dict[int, Any] = {}
@@ -66,7 +64,9 @@ class Pool:
             ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in pipes.values():
-                    failures.setdefault(rank, "did not finish in time" if not failures else "was ended after another failed")
+                    failures.setdefault(
+                        rank, "did not finish in time" if not failures else "was terminated after another failed"
+                    )
                 break
             for pipe in [pipe for pipe in pipes if pipe in ready]:
                 rank = pipes[pipe]
@@ -93,7 +93,7 @@ class Pool:
         except (EOFError, ConnectionError):
             worker = self._workers[rank][0]
             worker.join(timeout=1)
-            return "failure", f"went away (exit code {worker.exitcode})"
+            return "failure", f"ended (exit code {worker.exitcode})"
 
     @property
     def is_closed(self) -> bool:
@@ -117,8 +117,8 @@ class Pool:
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started in here inherit it: ctrl-C is for the parent, which ends them; they need not all cry out."""
+def _ignore_interrupts() -> Iterator[None]:
+    """Processes started in the block ignore ctrl-C. The parent handles it and terminates them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,12 +129,12 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# In a worker: the way to the pool. Empty everywhere else.
+# In a worker: the pipe to the pool. Empty in every other process.
 _parent: list[Connection] = []
 
 
-def tell(message: Any) -> None:
-    """From inside a job: send something to the ``on_message`` of the pool."""
+def send_message(message: Any) -> None:
+    """Called by a job: send a message to ``on_message`` of the pool."""
     for pipe in _parent:
         pipe.send(("message", message))
 
@@ -154,7 +154,7 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, tim
             pipe.send(("result", job(rank, *args)))
         except BaseException:
             pipe.send(("failure", traceback.format_exc()))
-    # The parent is done with us; a tidy goodbye to the group could wait for peers that are already gone.
+    # Without destroy_process_group: it could wait for peers whose processes have ended.
     sys.stdout.flush()
     os._exit(0)
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ringspan.cli.mask_text import mask_at
+from ringspan.cli.mask_argument import mask_at
 from ringspan.cli.plan.facts import facts
 from ringspan.cli.plan.page import page
 from ringspan.cli.plan.png import check_drawable, draw

@@ -1,4 +1,4 @@
-"""Masks as text: that they mean what the same words mean in Python, and that nothing else is run."""
+"""Masks as text: an expression means what it means in Python, and nothing else is evaluated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ringspan as rs
-from ringspan.cli.mask_text import lengths_in, mask_at, mask_of
+from ringspan.masks.expressions import parse_mask, read_lengths
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ from ringspan.cli.mask_text import lengths_in, mask_at, mask_of
     ],
 )
 def test_an_expression_means_what_it_means_in_python(text: str, meant: rs.Mask) -> None:
-    assert mask_of(text) == meant
+    assert parse_mask(text) == meant
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "causal(", "3", "nosuch(3)", "rs.causal(3)", "causal(3) and full(3)", "causal(*x)", "causal(open('x'))", "full(-1)"],
 )
-def test_what_is_not_a_mask(text: str) -> None:
+def test_other_expressions_are_rejected(text: str) -> None:
     with pytest.raises(rs.MaskError):
-        mask_of(text)
+        parse_mask(text)
 
 
 @pytest.mark.parametrize(
@@ -54,43 +54,20 @@ def test_what_is_not_a_mask(text: str) -> None:
     ],
     ids=lambda x: x[:20],
 )
-def test_what_is_said_of_it(text: str, said: str) -> None:
+def test_messages(text: str, said: str) -> None:
     with pytest.raises(rs.MaskError) as raised:
-        mask_of(text)
+        parse_mask(text)
     assert str(raised.value).startswith(said)
     assert "line 1" not in str(raised.value), "Python's parser speaks of lines"
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [("causal()", rs.causal(8)), ("full()", rs.full(8)), ("causal() & window(3)", rs.causal(8) & rs.window(3))],
-)
-def test_a_mask_without_a_length_takes_the_one_it_is_given(text: str, meant: rs.Mask) -> None:
-    assert mask_at(text, 8) == (meant, ())
-    with pytest.raises(rs.MaskError, match="say at which with --seq-len"):
-        mask_at(text, None)
-
-
-def test_a_window_alone_is_told_to_hide_nothing_that_comes_later() -> None:
-    mask, notes = mask_at("window(3)", 8)
-    assert mask == rs.full(8) & rs.window(left=3)
-    assert notes == ("window(left=3) hides no later key; a causal window is `causal() & window(3)`",)
-    assert mask_at("window(3, 0)", 8).notes == ()
-
-
-def test_two_lengths_are_one_too_many() -> None:
-    assert mask_at("causal(8)", 8).mask == mask_at("causal(8)", None).mask == rs.causal(8)
-    with pytest.raises(rs.MaskError, match=r"a mask of 8 tokens, and --seq-len says 9"):
-        mask_at("causal(8)", 9)
-
-
 @pytest.mark.parametrize("quote", ["", "'", '"'])
-def test_lengths_come_from_a_file(quote: str, tmp_path: Path) -> None:
+def test_lengths_from_a_file(quote: str, tmp_path: Path) -> None:
     path = tmp_path / "lengths-1.txt"
     path.write_text("# three documents\n3 1\n\n4, 2  # and a fourth\n")
-    assert lengths_in(str(path)) == [3, 1, 4, 2]
-    assert mask_of(f"documents(file={quote}{path}{quote}) & window(2)") == rs.documents([3, 1, 4, 2]) & rs.window(left=2)
-    assert mask_of(f"documents(file={quote}{path}{quote}, causal=False)") == rs.documents([3, 1, 4, 2], causal=False)
+    assert read_lengths(str(path)) == [3, 1, 4, 2]
+    assert parse_mask(f"documents(file={quote}{path}{quote}) & window(2)") == rs.documents([3, 1, 4, 2]) & rs.window(left=2)
+    assert parse_mask(f"documents(file={quote}{path}{quote}, causal=False)") == rs.documents([3, 1, 4, 2], causal=False)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +76,13 @@ def test_lengths_come_from_a_file(quote: str, tmp_path: Path) -> None:
         (b"3\n4.5\n", r"line 2: a length is a whole number of tokens, not '4.5'"),
         (b"-1", "not '-1'"),
         (b"# nothing", "holds no length"),
-        (b"\xff\xfe", "is no text file"),
+        (b"\xff\xfe", "is not a text file"),
         (None, "cannot read the lengths in .*No such file"),
     ],
 )
-def test_a_file_that_holds_no_lengths_says_where(text: bytes | None, said: str, tmp_path: Path) -> None:
+def test_files_without_lengths(text: bytes | None, said: str, tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     if text is not None:
         path.write_bytes(text)
     with pytest.raises(rs.MaskError, match=said):
-        mask_of(f"documents(file={path})")
+        parse_mask(f"documents(file={path})")

@@ -1,6 +1,7 @@
 """Random cases against dense float64 attention: two thousand in this process, a hundred on real ones; and that they can fail.
 
-What is drawn is in ringspan/cli/fuzz.py, what is compared in ringspan/cli/trial.py. A red chunk prints how to run a case again.
+Cases are drawn in ringspan/testing/fuzz.py and compared in ringspan/testing/comparison.py. A failing chunk prints how to run a
+case again.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 import ringspan as rs
 from ringspan import planner, plans
 from ringspan.cli import check
-from ringspan.cli.mask_text import mask_of
 from ringspan.engine import slots
 from ringspan.kernels import accumulators, cpu
+from ringspan.masks.expressions import parse_mask
 from ringspan.strategies import STRATEGIES
 from ringspan.testing import fuzz
-from ringspan.testing.trial import EXACT, Figure, Outcome, Results, compare, run_local, tensors, torch_alone
+from ringspan.testing.check import CaseResult, run_local
+from ringspan.testing.comparison import EXACT, Figure, Results, compare, tensors, torch_alone
+from ringspan.testing.threads import one_thread
 from ringspan.transports import in_process
 
 SEED = 2026
@@ -43,7 +46,7 @@ def ringspan_check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
 def test_cases(first: int) -> None:
-    with check.one_thread():
+    with one_thread():
         outcomes = [run_local(fuzz.draw(SEED, index)) for index in range(first, first + CHUNK)]
     failed = [
         f"{o.case}: {'; '.join(o.problems)} (ringspan check --seed {SEED} --only {o.case.index})"
@@ -99,7 +102,7 @@ def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
 
 
 def test_the_corners_are_among_them(cases: list[fuzz.Case]) -> None:
-    masks = [mask_of(case.mask) for case in cases]
+    masks = [parse_mask(case.mask) for case in cases]
     lengths = [n for mask in masks for n in mask.lengths]
     assert min(lengths) == 1
     assert 290 < max(lengths) <= 300
@@ -181,7 +184,7 @@ def test_how_far_off(is_: list[float], should: list[float], error: float) -> Non
 
 def test_torch_alone_has_no_nan_where_a_query_sees_nothing() -> None:
     case = dataclasses.replace(fuzz.draw(SEED, 0), mask="from_bands([(2, 4, 0, 3, -9, 9)], 6, 5)", dtype="bfloat16", lse=True)
-    mask = mask_of(case.mask)
+    mask = parse_mask(case.mask)
     alone = torch_alone(tensors(case, mask), torch.from_numpy(mask.dense()), case.scale)
     assert not any(x.isnan().any() for x in alone)
     assert alone.lse.isneginf()[0, 0].tolist() == [True, True, False, False, True, True]
@@ -264,7 +267,7 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (wrong_merge, "out is "),
         (wrong_scale, "out is "),
         (lost_gradient, "dk is "),
-        (wrong_empty_rows, "lse is inf off"),
+        (wrong_empty_rows, "lse is off by inf"),
         (hidden_traffic, "its plan says "),
         (out_of_memory, "raised MemoryError: there is none left"),
     ],
@@ -296,5 +299,5 @@ def test_a_case_that_raises_has_failed(capsys: pytest.CaptureFixture[str], where
 
 def test_a_case_that_was_never_finished_has_failed() -> None:
     done, lost = fuzz.draw(7, 0), fuzz.draw(7, 1)
-    summary = check.summarise([Outcome(case=done, figures={"out": Figure(1e-15, EXACT)}, problems=())], [done, lost])
+    summary = check.summarise([CaseResult(case=done, figures={"out": Figure(1e-15, EXACT)}, problems=())], [done, lost])
     assert (summary["cases"], summary["failed"], summary["failures"]) == (2, 1, [1])
