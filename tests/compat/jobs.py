@@ -1,4 +1,4 @@
-"""What jobs on workers share: the mesh of all of them, sequences that are alike everywhere, one process's attention."""
+"""Helpers for jobs on workers: a mesh of all of them, the same random tensors on every rank, single-process attention."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def qkv(tokens: int, *, batch: int = 2, heads: int = 4, dim: int = 8, keys: int 
     return [torch.randn(batch, heads, n, dim, generator=generator) for n in (tokens, keys or tokens, keys or tokens)]
 
 
-def alone(
+def single_process(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """One process's out in float64, and its gradients of the sum of squares."""
+    """Attention of the whole sequence in float64, and the gradients of the sum of squares of its output."""
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*wide, is_causal=is_causal)
     grads = torch.autograd.grad(out.square().sum(), wide)
     return out.detach(), grads
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """As near as torch's own tests ask of float32."""
-    torch.testing.assert_close(got.double(), want, **FORWARD)
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """With the tolerances of torch's own tests for float32."""
+    torch.testing.assert_close(actual.double(), expected, **FORWARD)
 
 
 @contextmanager
 def options(*, balance: bool = True, rotation: str = "allgather") -> Iterator[None]:
-    """Settings for a while: workers live on."""
+    """Change the process-wide settings for a block. Workers run many jobs, so they must be restored."""
     before = dict(vars(_cp_options))
     _cp_options.enable_load_balance = balance
     set_rotate_method(rotation)

@@ -1,4 +1,4 @@
-"""Attention in the block of ``context_parallel``, over real processes: exact, or refused."""
+"""Attention in a ``context_parallel`` block, over gloo processes: exact, or refused."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringspan as rs
-from ringspan.compat import _context_parallel_shard, _ContextParallel, context_parallel, context_parallel_unshard, contexts
-from tests.compat.jobs import alone, assert_near, mesh_of_all, options, qkv
+from ringspan.compat import _context_parallel_shard, _ContextParallel, context_cache, context_parallel, context_parallel_unshard
+from tests.compat.jobs import assert_near, mesh_of_all, options, qkv, single_process
 from tests.conftest import Pools
 
 sdpa = F.scaled_dot_product_attention
 
 
 def in_a_block(rank: int, tokens: int, is_causal: bool, balance: bool, rotation: str, backend: str) -> None:
-    """Forward and backward as torch's own test has it: buffers in place, gradients in the block, unsharding after it."""
+    """The sequence of torch's own test: buffers sharded in place, backward inside the block, unsharding after it."""
     mesh, whole = mesh_of_all(), qkv(tokens)
-    want, want_grads = alone(*whole, is_causal=is_causal)
+    expected, expected_grads = single_process(*whole, is_causal=is_causal)
     q, k, v = (x.clone() for x in whole)
     with options(balance=balance, rotation=rotation):
         with context_parallel(mesh, buffers=(q, k, v), buffer_seq_dims=(2, 2, 2)), sdpa_kernel(getattr(SDPBackend, backend)):
@@ -40,9 +40,9 @@ def in_a_block(rank: int, tokens: int, is_causal: bool, balance: bool, rotation:
         assert all(torch.equal(x, was) for x, was in zip((q, k, v), whole, strict=True))
         (got,) = context_parallel_unshard(mesh, [out], [2])
         got_grads = context_parallel_unshard(mesh, grads, [2, 2, -2])
-    assert_near(got, want)
-    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
-        assert_near(got_grad, want_grad)
+    assert_near(got, expected)
+    for got_grad, expected_grad in zip(got_grads, expected_grads, strict=True):
+        assert_near(got_grad, expected_grad)
 
 
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
@@ -50,12 +50,12 @@ def in_a_block(rank: int, tokens: int, is_causal: bool, balance: bool, rotation:
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("world", "tokens"), [(2, 64), (4, 64), (2, 37), (4, 37), (4, 3)])
 def test_attention_in_a_block(pools: Pools, world: int, tokens: int, is_causal: bool, balance: bool, rotation: str) -> None:
-    """Lengths that divide nothing, and ranks without a token, included."""
+    """Includes lengths that the world size does not divide, and ranks without tokens."""
     pools(world).run(in_a_block, tokens, is_causal, balance, rotation, "MATH")
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
-def test_which_back_end_is_asked_for_does_not_matter(pools: Pools, backend: str) -> None:
+def test_any_sdpa_backend_can_be_requested(pools: Pools, backend: str) -> None:
     pools(2).run(in_a_block, 16, True, True, "allgather", backend)
 
 
@@ -63,19 +63,19 @@ def test_which_back_end_is_asked_for_does_not_matter(pools: Pools, backend: str)
 
 
 def no_buffers(rank: int) -> None:
-    """Tokens that nobody rearranged lie in order, in shares of any size."""
+    """Tokens that were not sharded by this module are contiguous, in shards of any size."""
     mesh, whole = mesh_of_all(), qkv(9)
     for is_causal in (True, False):
         q, k, v = (x.tensor_split([1 + 2 * r for r in range(mesh.size() - 1)], dim=2)[rank] for x in whole)
         with context_parallel(mesh):
             out = sdpa(q, k, v, is_causal=is_causal)
-        assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*whole, is_causal=is_causal)[0])
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=is_causal)[0])
 
 
 def two_lengths(rank: int) -> None:
-    """Cross-attention in a block that has both sequences; on some ranks the two shares are of one size."""
+    """Cross-attention between two buffers of a block. On some ranks the two shards have the same size."""
     mesh, (q, k, v) = mesh_of_all(), qkv(9, keys=10)
-    want = [alone(q, k, v, is_causal=is_causal)[0] for is_causal in (True, False)]
+    want = [single_process(q, k, v, is_causal=is_causal)[0] for is_causal in (True, False)]
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         crossed = [sdpa(q, k, v, is_causal=is_causal) for is_causal in (True, False)]
     for got, expected in zip(context_parallel_unshard(mesh, crossed, [2, 2]), want, strict=True):
@@ -84,7 +84,7 @@ def two_lengths(rank: int) -> None:
 
 def nested(rank: int) -> None:
     mesh, (q, k, v), (a, b, c) = mesh_of_all(), qkv(12), qkv(7)
-    want = alone(q, k, v, is_causal=True)[0], alone(a, b, c, is_causal=False)[0]
+    want = single_process(q, k, v, is_causal=True)[0], single_process(a, b, c, is_causal=False)[0]
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
         first = sdpa(q, k, v, is_causal=True)
         with options(balance=False), context_parallel(mesh, buffers=[a, b, c], buffer_seq_dims=[2] * 3):
@@ -110,13 +110,15 @@ def grouped_heads_and_scale(rank: int) -> None:
     assert_near(context_parallel_unshard(mesh, [out], [2])[0], want)
 
 
-def made_once(rank: int) -> None:
-    """The first call in a block or a module makes what it needs; the others find it."""
+def contexts_are_made_once(rank: int) -> None:
+    """Only the first call in a block or a module makes a ContextParallel."""
     mesh, made, (q, k, v) = mesh_of_all(), [], qkv(12)
     module = parallelize_module(Attends(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.SDPA))
     shards = _context_parallel_shard(mesh, qkv(12), [2] * 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contexts, "ContextParallel", lambda *args, **how: made.append(args) or rs.ContextParallel(*args, **how))
+        patch.setattr(
+            context_cache, "ContextParallel", lambda *args, **how: made.append(args) or rs.ContextParallel(*args, **how)
+        )
         for _ in range(3):
             module(*shards)
         assert len(made) == 1
@@ -132,7 +134,7 @@ class Attends(nn.Module):
 
 
 JOBS = [
-    made_once,
+    contexts_are_made_once,
     no_buffers,
     two_lengths,
     nested,
@@ -147,13 +149,13 @@ def test_attention(pools: Pools, job: Callable[..., None], world: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    """In one graph, forward and backward, where the block says what length it is for; never silently on this rank alone."""
+    """With buffers of one length, forward and backward compile to one graph; with several lengths there are graph breaks."""
     mesh, whole = mesh_of_all(), qkv(10)
 
     def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return sdpa(q * 2, k, v, is_causal=True) * 1.0
 
-    want, want_grads = alone(whole[0] * 2, *whole[1:], is_causal=True)
+    expected, expected_grads = single_process(whole[0] * 2, *whole[1:], is_causal=True)
     q, k, v = (x.clone() for x in whole)
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
         for x in (q, k, v):
@@ -161,12 +163,12 @@ def compiled(rank: int) -> None:
         out = torch.compile(twice, backend="aot_eager", fullgraph=True)(q, k, v)
         out.square().sum().backward()
         assert q.grad is not None
-        dq, lengths_unknown = q.grad / 2, [x.detach().clone() for x in (q, k, v)]
+        dq, of_unknown_length = q.grad / 2, [x.detach().clone() for x in (q, k, v)]
         with context_parallel(mesh, buffers=[torch.zeros(3), torch.zeros(10)], buffer_seq_dims=[0, 0]):
-            by_parts = torch.compile(twice, backend="eager")(*lengths_unknown)
-    got = context_parallel_unshard(mesh, [out, by_parts, dq], [2] * 3)
-    for one, expected in zip(got, [want, want, want_grads[0]], strict=True):
-        assert_near(one, expected)
+            with_graph_breaks = torch.compile(twice, backend="eager")(*of_unknown_length)
+    got = context_parallel_unshard(mesh, [out, with_graph_breaks, dq], [2] * 3)
+    for actual, reference in zip(got, [expected, expected, expected_grads[0]], strict=True):
+        assert_near(actual, reference)
 
 
 def test_compiled_attention(pools: Pools) -> None:
@@ -191,7 +193,7 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
     "unsharding another length": (
         lambda mesh, x: context_parallel_unshard(mesh, [torch.ones(501)], [0]),
         ValueError,
-        "together hold 1002 tokens, but what was sharded over this mesh has",
+        "together hold 1002 tokens, but the sequences sharded over this mesh have",
     ),
 }
 
@@ -206,15 +208,15 @@ def refused(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_not_exact_raises(pools: Pools, name: str) -> None:
+def test_calls_that_would_not_be_exact_raise(pools: Pools, name: str) -> None:
     pools(2).run(refused, name)
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def counted(rank: int, rotation: str) -> None:
-    """torch counts collectives; told of messages too, it counts those that the plan has, forward and backward."""
+def count_messages(rank: int, rotation: str) -> None:
+    """CommDebugMode counts as many sends and receives as the plan has, forward and backward."""
     mesh, (q, k, v) = mesh_of_all(), qkv(32)
     plan = rs.plan(
         rs.causal(32),
@@ -227,20 +229,20 @@ def counted(rank: int, rotation: str) -> None:
     with options(rotation=rotation), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
         for x in (q, k, v):
             x.requires_grad = True
-        sdpa(q, k, v, is_causal=True)  # shakes hands
+        sdpa(q, k, v, is_causal=True)  # the first call has the handshake
         for part, steps in (("forward", plan.program.forward), ("backward", plan.program.backward)):
-            with CommDebugMode() as seen:
-                seen.comm_registry |= {c10d.send, c10d.recv_}
+            with CommDebugMode() as counter:
+                counter.comm_registry |= {c10d.send, c10d.recv_}
                 if part == "forward":
                     out = sdpa(q, k, v, is_causal=True)
                 else:
                     out.sum().backward()
             sends = sum(len(step.sends) for step in steps)
             recvs = sum(len(step.recvs) for step in steps)
-            assert dict(seen.get_comm_counts()) == {c10d.send: sends, c10d.recv_: recvs}, (part, seen.get_comm_counts())
+            assert dict(counter.get_comm_counts()) == {c10d.send: sends, c10d.recv_: recvs}, (part, counter.get_comm_counts())
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
-def test_what_torch_counts_is_what_the_plan_says(pools: Pools, rotation: str, world: int) -> None:
-    pools(world).run(counted, rotation)
+def test_messages_are_those_of_the_plan(pools: Pools, rotation: str, world: int) -> None:
+    pools(world).run(count_messages, rotation)

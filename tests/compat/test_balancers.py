@@ -1,4 +1,4 @@
-"""Load balancers: beside torch's own where that is right, and by what they are for where it is not."""
+"""Load balancers: equal to torch's where those balance, and tested by the work of each rank where they do not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_round_robin_indices_are_torchs(world: int, restore: bool) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_dealing_alone_is_torchs(groups: int) -> None:
+def test_ptrr_scheduling_is_torchs(groups: int) -> None:
     times = torch.randint(9, (24,), generator=torch.Generator().manual_seed(groups))
     ours = compat._PTRRLoadBalancer.ptrr_scheduling(times, groups)
     assert torch.equal(ours, theirs._PTRRLoadBalancer.ptrr_scheduling(times, groups))
@@ -64,7 +64,7 @@ BALANCERS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("make", BALANCERS.values(), ids=BALANCERS)
-def test_any_length_and_world_goes_there_and_back(make: Callable[[int], Any], world: int) -> None:
+def test_restore_inverts_the_order_for_any_length_and_world(make: Callable[[int], Any], world: int) -> None:
     balancer = make(world)
     for there, back in zip(balancer._generate_indices(), balancer._generate_indices(restore=True), strict=True):
         assert torch.equal(there.sort().values.long(), torch.arange(331))
@@ -73,8 +73,11 @@ def test_any_length_and_world_goes_there_and_back(make: Callable[[int], Any], wo
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(1, 6))
 def test_per_document_balances_work_and_tokens(lengths: list[int], world: int) -> None:
-    """By counting: what each token sees, summed over the tokens that each rank owns. A document's two chunks of a rank see
-    what any other rank's do, but for chunks that are a token longer: at most two lengths of the document more."""
+    """Count the visible keys of each rank's tokens.
+
+    A rank's two chunks of a document see as many keys as another rank's, except that chunks can be one token longer: this
+    adds at most two lengths of the document.
+    """
     balancer = compat._PerDocumentHeadTailLoadBalancer([lengths], world, CPU)
     sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
     (layout,) = balancer.layouts
@@ -85,8 +88,8 @@ def test_per_document_balances_work_and_tokens(lengths: list[int], world: int) -
     assert not whole_chunks or max(work) == min(work)
 
 
-def test_torchs_per_document_indices_do_not_balance() -> None:
-    """Why ours are others: cut into shares, torch's give the first rank the first document."""
+def test_torchs_per_document_indices_do_not_balance_work() -> None:
+    """Why ours differ: split into shards, torch's order gives the first rank the first document."""
     lengths = [32, 8, 8, 8, 8]
     sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
 
@@ -98,7 +101,7 @@ def test_torchs_per_document_indices_do_not_balance() -> None:
 
 
 class Backwards(compat._LoadBalancer):
-    """A balancer of a user."""
+    """A user-defined balancer."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -107,7 +110,7 @@ class Backwards(compat._LoadBalancer):
         return torch.arange(self.n).flip(0)[None] if self.n else None
 
 
-def test_a_balancer_of_ones_own_is_cut_into_equal_shares() -> None:
+def test_the_order_of_a_user_defined_balancer_is_split_evenly() -> None:
     (layout,) = layouts_of(Backwards(7), 7, 3)
     assert layout.counts == (2, 2, 3)
     assert layout.order().tolist() == [6, 5, 4, 3, 2, 1, 0]
@@ -115,7 +118,7 @@ def test_a_balancer_of_ones_own_is_cut_into_equal_shares() -> None:
     assert layout.order().tolist() == list(range(7))
 
 
-def test_without_a_balancer_shares_are_contiguous() -> None:
+def test_without_a_balancer_shards_are_contiguous() -> None:
     (layout,) = layouts_of(None, 10, 4)
     ends = np.cumsum((0, *layout.counts)).tolist()
     assert [layout.positions(r).tolist() for r in range(4)] == [list(range(a, b)) for a, b in pairwise(ends)]
@@ -124,19 +127,22 @@ def test_without_a_balancer_shares_are_contiguous() -> None:
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "another length": (
         lambda: layouts_of(compat._HeadTailLoadBalancer(8, 2, CPU), 9, 2),
-        "for 8 tokens.*these are 9",
+        "for 8 tokens.*has 9 tokens",
     ),
-    "another world": (lambda: layouts_of(compat._HeadTailLoadBalancer(8, 2, CPU), 8, 4), "tokens over 4: make it for those"),
-    "no permutation": (lambda: layouts_of(Backwards(7), 8, 2), "for 7 tokens"),
+    "another world": (
+        lambda: layouts_of(compat._HeadTailLoadBalancer(8, 2, CPU), 8, 4),
+        "tokens over 4 ranks: make one for these",
+    ),
+    "not a permutation": (lambda: layouts_of(Backwards(7), 8, 2), "for 7 tokens"),
     "ragged rows": (
         lambda: layouts_of(compat._PTRRLoadBalancer(documents_mask([[40], [32, 8]], block=16), 2), 40, 2),
-        "which is no tensor",
+        "do not fit in one tensor",
     ),
-    "tasks left over": (lambda: compat._PTRRLoadBalancer.ptrr_scheduling(torch.ones(7), 2), "as many for each of 2 groups"),
+    "tasks left over": (lambda: compat._PTRRLoadBalancer.ptrr_scheduling(torch.ones(7), 2), "a multiple of the 2 groups"),
 }
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
-def test_balancers_that_do_not_fit(call: Callable[[], Any], message: str) -> None:
+def test_balancers_for_another_sequence_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(rs.LayoutError, match=message):
         call()

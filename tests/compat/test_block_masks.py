@@ -1,4 +1,4 @@
-"""Shares of a BlockMask: the cells that the whole has, at the places where the ranks hold them."""
+"""Shards of a BlockMask have the cells of the whole mask, in the token order of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import ringspan as rs
 from ringspan.compat import _HeadTailLoadBalancer, _PerDocumentHeadTailLoadBalancer, _PTRRLoadBalancer
 from ringspan.compat.balancers import Layouts, layouts_of
-from ringspan.compat.block_masks import shard_block_mask, whole_of
+from ringspan.compat.block_masks import shard_block_mask, unsharded
 from tests.compat.test_balancers import documents_mask
 
 DOCUMENTS = [[200, 131], [1, 330]]
@@ -20,16 +20,16 @@ N = 331
 
 
 def cells(mask: BlockMask, rows: int, heads: int) -> torch.Tensor:
-    """Every cell that a kernel would show: of full blocks all, of partial blocks those that mask_mod names."""
+    """The cells that a kernel computes: all cells of full blocks, and those of partial blocks that mask_mod allows."""
     (q_len, kv_len), (q_block, kv_block) = mask.seq_lengths, mask.BLOCK_SIZE
     index = [torch.arange(n) for n in (rows, heads, q_len, kv_len)]
-    asked = mask.mask_mod
+    mask_mod = mask.mask_mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-        asked = torch.vmap(asked, in_dims=dims)
-    said = asked(*index)
-    shown = torch.zeros(rows, heads, q_len, kv_len, dtype=torch.bool)
-    full = (mask.full_kv_num_blocks, mask.full_kv_indices, torch.ones_like(said))
-    for counts, indices, value in ((mask.kv_num_blocks, mask.kv_indices, said), full):
+        mask_mod = torch.vmap(mask_mod, in_dims=dims)
+    allowed = mask_mod(*index)
+    visible = torch.zeros(rows, heads, q_len, kv_len, dtype=torch.bool)
+    full = (mask.full_kv_num_blocks, mask.full_kv_indices, torch.ones_like(allowed))
+    for counts, indices, value in ((mask.kv_num_blocks, mask.kv_indices, allowed), full):
         if counts is None or indices is None:
             continue
         for b in range(rows):
@@ -38,8 +38,8 @@ def cells(mask: BlockMask, rows: int, heads: int) -> torch.Tensor:
                     bb, hh = b % counts.shape[0], h % counts.shape[1]
                     for j in indices[bb, hh, i, : counts[bb, hh, i]].tolist():
                         block = (slice(i * q_block, (i + 1) * q_block), slice(j * kv_block, (j + 1) * kv_block))
-                        shown[b, h][block] = value[b, h][block]
-    return shown
+                        visible[b, h][block] = value[b, h][block]
+    return visible
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -51,14 +51,14 @@ def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def from_blocks() -> BlockMask:
-    """Its blocks are its whole meaning: its mask_mod says yes to everything."""
+    """A mask that is given by its blocks alone: its mask_mod allows everything."""
     there = torch.rand(2, 1, 21, 21, generator=torch.Generator().manual_seed(0)) < 0.3
     order = there.int().argsort(dim=-1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(there.sum(-1).int(), order, BLOCK_SIZE=16, seq_lengths=(N, N))
 
 
 MASKS: dict[str, Callable[[], BlockMask]] = {
-    "documents of each row": lambda: documents_mask(DOCUMENTS, block=16),
+    "documents per row": lambda: documents_mask(DOCUMENTS, block=16),
     "one for all rows": lambda: create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=32),
     "by head": lambda: create_block_mask(by_head, None, 3, N, N, device="cpu", BLOCK_SIZE=(16, 32)),
     "from blocks": from_blocks,
@@ -74,39 +74,39 @@ LAYOUTS: dict[str, Callable[[BlockMask, int], Layouts]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_shares_show_the_cells_of_the_whole(mask: str, layout: str) -> None:
+def test_shards_have_the_cells_of_the_whole(mask: str, layout: str) -> None:
     whole, world = MASKS[mask](), 2
     layouts = LAYOUTS[layout](whole, world)
-    want = cells(whole, 2, 3)
+    expected = cells(whole, 2, 3)
     for rank in range(world):
-        share = shard_block_mask(whole, layouts, rank)
-        got = cells(share, 2, 3)
+        shard = shard_block_mask(whole, layouts, rank)
+        actual = cells(shard, 2, 3)
         for b in range(2):
             at = layouts[b % len(layouts)]
-            assert torch.equal(got[b], want[b][:, at.positions(rank)][:, :, at.order()])
-        assert whole_of(share) is whole
-        assert whole_of(share.to("cpu")) is whole
-    assert whole_of(whole) is whole
+            assert torch.equal(actual[b], expected[b][:, at.positions(rank)][:, :, at.order()])
+        assert unsharded(shard) is whole
+        assert unsharded(shard.to("cpu")) is whole
+    assert unsharded(whole) is whole
 
 
-def test_aligned_layouts_leave_blocks_as_they_are() -> None:
-    """Nothing that was skipped or full becomes partial where chunks are whole blocks."""
+def test_layouts_of_whole_blocks_add_no_partial_blocks() -> None:
+    """If the chunks of a layout are whole blocks, hidden and full blocks stay so."""
     whole = create_block_mask(causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=16)
     layouts = _HeadTailLoadBalancer(256, 4, "cpu").layouts
-    shares = [shard_block_mask(whole, layouts, rank) for rank in range(4)]
+    shards = [shard_block_mask(whole, layouts, rank) for rank in range(4)]
     assert whole.full_kv_num_blocks is not None
     for name in ("kv_num_blocks", "full_kv_num_blocks"):
-        assert sum(int(getattr(share, name).sum()) for share in shares) == int(getattr(whole, name).sum())
+        assert sum(int(getattr(shard, name).sum()) for shard in shards) == int(getattr(whole, name).sum())
 
 
 def test_a_rank_without_tokens() -> None:
-    share = shard_block_mask(documents_mask([[3]], block=16), layouts_of(None, 3, 4), 0)
-    assert share.seq_lengths == (0, 3)
+    shard = shard_block_mask(documents_mask([[3]], block=16), layouts_of(None, 3, 4), 0)
+    assert shard.seq_lengths == (0, 3)
 
 
-def test_masks_that_cannot_be_sharded() -> None:
+def test_masks_that_cannot_be_sharded_are_refused() -> None:
     cross = create_block_mask(causal, None, None, 32, 64, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(rs.InputError, match="32 queries and 64 keys is not of one sequence"):
+    with pytest.raises(rs.InputError, match=r"only masks of self-attention.*32 queries and 64 keys"):
         shard_block_mask(cross, layouts_of(None, 32, 2), 0)
     rows = _PerDocumentHeadTailLoadBalancer([[N], [N], [N]], 2, "cpu").layouts
     with pytest.raises(rs.InputError, match="3 rows and the BlockMask 2"):

@@ -1,4 +1,4 @@
-"""FlexAttention through torch's names: blocks and modules, every balancer, out, lse and gradients."""
+"""FlexAttention in blocks and parallelized modules: every balancer, out, lse and gradients."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Flex(nn.Module):
 
 
 def bias(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Tells rows, heads and places apart."""
+    """Depends on the batch row, the head and the positions."""
     return score + 0.01 * (q - k) * (h + 1) - 0.1 * b
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> list[torch.Tensor]:
-    """Out, lse and the gradients of the sum of their squares, cell by cell in float64."""
+    """Dense reference in float64: out, lse and the gradients of the sum of their squares."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     index = [torch.arange(n) for n in (q.shape[0], q.shape[1], N, N)]
     b, h, i, j = (x.reshape([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
@@ -91,12 +91,12 @@ def flex(rank: int, mask_name: str, balancer_name: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_flex_attention_in_a_module(pools: Pools, mask: str, balancer: str, world: int) -> None:
     if mask == "causal" and balancer == "per document":
-        pytest.skip("documents of a mask that has none")
+        pytest.skip("this mask has no documents")
     pools(world).run(flex, mask, balancer)
 
 
 def in_a_block(rank: int, tokens: int) -> None:
-    """Sequences shorter than a block too; the mask is of the whole, since a block has nothing to shard it with."""
+    """Also for sequences shorter than a block of the mask. The BlockMask is that of the whole sequence."""
     mesh, (q, k, v) = mesh_of_all(), qkv(tokens)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device="cpu")
     want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)

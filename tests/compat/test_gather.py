@@ -1,4 +1,4 @@
-"""``flex_cp_allgather``: an operator in good standing, with the gradient of what it does."""
+"""``flex_cp_allgather``: values, gradients, and PyTorch's checks of custom operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.compat.jobs import mesh_of_all
 from tests.conftest import Pools
 
 
-def in_good_standing(rank: int) -> None:
+def passes_opcheck(rank: int) -> None:
     name = c10d._get_process_group_name(mesh_of_all().get_group())
     for grad in (False, True):
         for dim in (2, -1):
@@ -20,7 +20,7 @@ def in_good_standing(rank: int) -> None:
             torch.library.opcheck(flex_cp_allgather, (k, v, dim, name))
 
 
-def gathers_and_sums(rank: int) -> None:
+def gathers_keys_and_sums_gradients(rank: int) -> None:
     mesh = mesh_of_all()
     name, world = c10d._get_process_group_name(mesh.get_group()), mesh.size()
     k, v = (torch.full((1, 2, 3, d), float(rank)).requires_grad_() for d in (4, 6))
@@ -32,14 +32,14 @@ def gathers_and_sums(rank: int) -> None:
     (whole_k * weight).sum().backward()
     assert k.grad is not None
     assert torch.equal(k.grad[0, 1, :, 2], torch.arange(3.0 * rank, 3.0 * rank + 3) * sum(range(1, world + 1)))
-    with pytest.raises(rs.InputError, match="only equal shares can be gathered"):
+    with pytest.raises(rs.InputError, match="only equal shards can be gathered"):
         flex_cp_allgather(*[torch.zeros(1, 1, 2 + rank % 2, 4)] * 2, 2, name)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_gathers_and_sums(pools: Pools, world: int) -> None:
-    pools(world).run(gathers_and_sums)
+def test_gathers_keys_and_sums_gradients(pools: Pools, world: int) -> None:
+    pools(world).run(gathers_keys_and_sums_gradients)
 
 
 def test_passes_opcheck(pools: Pools) -> None:
-    pools(2).run(in_good_standing)
+    pools(2).run(passes_opcheck)

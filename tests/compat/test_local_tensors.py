@@ -1,4 +1,4 @@
-"""Sharding and the style where torch simulates all ranks in one process, with a tensor for each."""
+"""Sharding and the style with LocalTensors, by which torch simulates all ranks in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_ranks(x: torch.Tensor) -> list[torch.Tensor]:
 HEAD_TAIL = _HeadTailLoadBalancer(32, WORLD, "cpu")
 PER_DOCUMENT = _PerDocumentHeadTailLoadBalancer([[8, 24], [16, 16]], WORLD, "cpu")
 
-# A balancer, and the order of the tokens of each row, rank after rank.
+# A balancer, and the tokens of each batch row in rank order.
 CASES: dict[str, tuple[_LoadBalancer | None, list[list[int]]]] = {
     "none": (None, [list(range(32))] * 2),
     "head-tail": (HEAD_TAIL, HEAD_TAIL._generate_indices().tolist() * 2),
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[_LoadBalancer | None, list[list[int]]]] = {
 
 
 @pytest.mark.parametrize(("balancer", "order"), CASES.values(), ids=CASES)
-def test_all_ranks_shards_and_back(mesh: DeviceMesh, balancer: _LoadBalancer | None, order: list[list[int]]) -> None:
+def test_shard_and_unshard_all_ranks(mesh: DeviceMesh, balancer: _LoadBalancer | None, order: list[list[int]]) -> None:
     x, positions = torch.randn(2, 32, 3), torch.arange(32).expand(2, 32)
     mine, here = _context_parallel_shard(mesh, [x, positions], [1, -1], balancer)
     assert torch.cat(of_ranks(here), dim=1).tolist() == order
@@ -77,9 +77,9 @@ def test_the_style_passes_arguments_on(mesh: DeviceMesh, kind: _ContextParallel.
     assert kwargs["is_causal"] is True
 
 
-def test_a_pytorch_that_simulates_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_without_local_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed._local_tensor", None)
-    assert on_each_simulated_rank(as_ever) is as_ever
+    assert on_each_simulated_rank(unchanged) is unchanged
 
 
-def as_ever() -> None: ...
+def unchanged() -> None: ...

@@ -1,4 +1,4 @@
-"""Settings of the process, and torch's table of what a ring's step does."""
+"""Process-wide settings, and torch's table of what each ring step computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringspan.layouts import Layout, contiguous, zigzag
 
 
 @pytest.fixture(autouse=True)
-def options_as_they_were() -> Iterator[None]:
+def restore_options() -> Iterator[None]:
     before = dict(vars(_cp_options))
     yield
     vars(_cp_options).update(before)
@@ -28,22 +28,22 @@ def test_rotate_methods_are_strategies(word: str, method: _RotateMethod, strateg
     assert _cp_options.strategy == strategy
 
 
-def test_another_rotate_method_is_refused_and_changes_nothing() -> None:
+def test_an_unknown_rotate_method_is_refused_and_changes_nothing() -> None:
     set_rotate_method("alltoall")
-    with pytest.raises(NotImplementedError, match='say "allgather" or "alltoall"'):
+    with pytest.raises(NotImplementedError, match='use "allgather" or "alltoall"'):
         set_rotate_method("carousel")
     assert _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL
 
 
-def seen(layout: Layout, rank: int, source: int) -> int:
-    """Of the pairs of a rank's queries and another's keys, how many a causal mask shows; by counting."""
+def visible_pairs(layout: Layout, rank: int, source: int) -> int:
+    """How many pairs of a rank's queries and another rank's keys a causal mask allows, by counting them."""
     q, k = layout.positions(rank), layout.positions(source)
     return int((q[:, None] >= k[None, :]).sum())
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 5])
 @pytest.mark.parametrize("balanced", [False, True])
-def test_the_causal_table_is_what_the_layouts_say(world: int, balanced: bool) -> None:
+def test_the_causal_table_agrees_with_the_layouts(world: int, balanced: bool) -> None:
     _cp_options.enable_load_balance = balanced
     size = 4
     layout = (zigzag if balanced else contiguous)(rs.causal(2 * size * world), world)
@@ -51,15 +51,15 @@ def test_the_causal_table_is_what_the_layouts_say(world: int, balanced: bool) ->
     expected = {
         0: _CausalBehavior.SKIP,
         pairs: _CausalBehavior.NOT_IS_CAUSAL,
-        pairs // 2: _CausalBehavior.NOT_IS_CAUSAL,  # head and tail: all of one half
+        pairs // 2: _CausalBehavior.NOT_IS_CAUSAL,  # zigzag: all pairs of one half
         pairs // 2 + size: _CausalBehavior.IS_CAUSAL,  # a triangle with its diagonal
     }
     for rank in range(world):
         for i in range(world):
             got = _is_causal_behavior(rank=rank, world_size=world, i=i, is_causal=True)
-            assert got is expected[seen(layout, rank, (rank - i) % world)], (rank, i)
+            assert got is expected[visible_pairs(layout, rank, (rank - i) % world)], (rank, i)
             assert _is_causal_behavior(rank, world, i, is_causal=False) is _CausalBehavior.NOT_IS_CAUSAL
 
 
-def test_the_values_of_the_table() -> None:
+def test_enum_values() -> None:
     assert [b.value for b in _CausalBehavior] == [None, False, True]

@@ -1,4 +1,4 @@
-"""Sharding out of place and back, over real processes: pytrees, balancers, dims, and what is remembered."""
+"""Sharding out of place and unsharding, over gloo processes: pytrees, balancers, dims, and the registry of shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringspan.compat import (
     context_parallel,
     context_parallel_unshard,
 )
-from tests.compat.jobs import alone, assert_near, mesh_of_all, qkv
+from tests.compat.jobs import assert_near, mesh_of_all, qkv, single_process
 from tests.compat.test_balancers import documents_mask
 from tests.conftest import Pools
 
@@ -30,7 +30,7 @@ N = 64
 
 
 class Strided(_LoadBalancer):
-    """A balancer of a user: every other token first."""
+    """A user-defined balancer: the even tokens, then the odd ones."""
 
     def _generate_indices(self, restore: bool = False) -> torch.Tensor:
         order = torch.cat([torch.arange(0, N, 2), torch.arange(1, N, 2)])[None]
@@ -43,12 +43,12 @@ BALANCERS: dict[str, Callable[[int], _LoadBalancer | None]] = {
     "per document": lambda world: _PerDocumentHeadTailLoadBalancer([[8, 24, 32]], world, "cpu"),
     "per document and row": lambda world: _PerDocumentHeadTailLoadBalancer([[8, 24, 32], [40, 24]], world, "cpu"),
     "round robin": lambda world: _PTRRLoadBalancer(documents_mask([[8, 24, 32], [40, 24]], block=8), world),
-    "a user's": lambda world: Strided(),
+    "user-defined": lambda world: Strided(),
 }
 
 
-def there_and_back(rank: int, name: str) -> None:
-    """With positions, as torch's test has it: the share of the positions says what every other share must be."""
+def shard_and_unshard(rank: int, name: str) -> None:
+    """A shard of the positions gives the tokens that every other shard must have, as in torch's test."""
     mesh = mesh_of_all()
     balancer = BALANCERS[name](mesh.size())
     positions = torch.arange(N).expand(2, N)
@@ -76,18 +76,20 @@ def there_and_back(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", BALANCERS)
-def test_there_and_back(pools: Pools, name: str, world: int) -> None:
-    pools(world).run(there_and_back, name)
+def test_shard_and_unshard(pools: Pools, name: str, world: int) -> None:
+    pools(world).run(shard_and_unshard, name)
 
 
 def attention_over_shards(rank: int, name: str) -> None:
-    """In a block without buffers, the shards say how they lie; each row of the batch may lie otherwise."""
+    """A block without buffers uses the layouts of the shards, which can differ between batch rows."""
     mesh, whole = mesh_of_all(), qkv(N)
     shards = _context_parallel_shard(mesh, whole, [2] * 3, BALANCERS[name](mesh.size()))
     for is_causal in (True, False):
         with context_parallel(mesh):
             out = sdpa(*(2 * x for x in shards), is_causal=is_causal)
-        assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*(2 * x for x in whole), is_causal=is_causal)[0])
+        assert_near(
+            context_parallel_unshard(mesh, [out], [2])[0], single_process(*(2 * x for x in whole), is_causal=is_causal)[0]
+        )
 
 
 @pytest.mark.parametrize("name", BALANCERS)
@@ -95,8 +97,8 @@ def test_attention_over_shards_of_any_balancer(pools: Pools, name: str) -> None:
     pools(2).run(attention_over_shards, name)
 
 
-def two_ways_at_once(rank: int) -> None:
-    """The shards themselves are known. What was computed from them is not, until one way is gone."""
+def two_layouts_at_once(rank: int) -> None:
+    """The layout of a shard is known. That of a result computed from shards is ambiguous until one layout is gone."""
     mesh, x = mesh_of_all(), torch.arange(N)
     balancer = _HeadTailLoadBalancer(N, mesh.size(), "cpu")
     (zigzag,) = _context_parallel_shard(mesh, [x], [0], balancer)
@@ -113,8 +115,8 @@ def two_ways_at_once(rank: int) -> None:
     assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
 
 
-def one_way_after_the_other(rank: int) -> None:
-    """Blocks and shards in turn: of what is gone, the latest counts."""
+def alternating_layouts(rank: int) -> None:
+    """Blocks and shards in turn: of layouts without shards, the latest applies."""
     mesh, x = mesh_of_all(), torch.arange(N)
     for _ in range(2):
         buffer = x.clone()
@@ -125,8 +127,8 @@ def one_way_after_the_other(rank: int) -> None:
         assert torch.equal(context_parallel_unshard(mesh, [computed], [0])[0], x)
 
 
-def garbage(rank: int) -> None:
-    """Shards that only a cycle holds are gone, on a rank whose collector has come by and on one where it never does."""
+def unreachable_shards(rank: int) -> None:
+    """Shards held only by a reference cycle do not count, whether or not the rank has run its garbage collector."""
     mesh, whole = mesh_of_all(), qkv(N)
     gc.disable()
     try:
@@ -141,13 +143,13 @@ def garbage(rank: int) -> None:
         shards = _context_parallel_shard(mesh, whole, [2] * 3)
         with context_parallel(mesh):
             out = sdpa(*(2 * x for x in shards), is_causal=True)
-        assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*(2 * x for x in whole), is_causal=True)[0])
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*(2 * x for x in whole), is_causal=True)[0])
     finally:
         gc.enable()
 
 
-def held_in_a_cycle(rank: int) -> None:
-    """What can be reached is in use, whoever holds it; and is looked for once, not in every call."""
+def reachable_through_a_cycle(rank: int) -> None:
+    """A reachable shard counts even if it is in a cycle. The collector runs once, not in every call."""
     mesh, whole, collected = mesh_of_all(), qkv(N), []
     cycle: list[Any] = _context_parallel_shard(mesh, [torch.arange(N - 1)], [0])
     cycle.append(cycle)
@@ -159,11 +161,11 @@ def held_in_a_cycle(rank: int) -> None:
     gc.callbacks.pop()
     assert collected == ["start", "stop"]
     assert torch.equal(context_parallel_unshard(mesh, [cycle[0] + 0], [0])[0], torch.arange(N - 1))
-    assert_near(context_parallel_unshard(mesh, [out], [2])[0], alone(*(2 * x for x in whole), is_causal=True)[0])
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*(2 * x for x in whole), is_causal=True)[0])
 
 
 def one_axis_of_a_mesh(rank: int) -> None:
-    """Two sequences over two ranks each; the mesh of an axis is another object every time."""
+    """Two sequences over two ranks each. mesh["cp"] is a new object each time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     x = torch.arange(10) + 100 * mesh["dp"].get_local_rank()
     (mine,) = _context_parallel_shard(mesh["cp"], [x], [0], _HeadTailLoadBalancer(10, 2, "cpu"))
@@ -172,8 +174,8 @@ def one_axis_of_a_mesh(rank: int) -> None:
         _context_parallel_shard(mesh, [x], [0])
 
 
-@pytest.mark.parametrize("job", [two_ways_at_once, one_way_after_the_other, garbage, held_in_a_cycle])
-def test_shards_of_one_length_in_two_ways(pools: Pools, job: Callable[..., None]) -> None:
+@pytest.mark.parametrize("job", [two_layouts_at_once, alternating_layouts, unreachable_shards, reachable_through_a_cycle])
+def test_the_registry_of_shards(pools: Pools, job: Callable[..., None]) -> None:
     pools(2).run(job)
 
 
@@ -182,7 +184,7 @@ def test_an_axis_of_a_larger_mesh(pools: Pools) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
-    "dims that are missing": (lambda mesh, x: _context_parallel_shard(mesh, [x, x], [0]), "2 buffers and 1 seq_dims"),
+    "missing dims": (lambda mesh, x: _context_parallel_shard(mesh, [x, x], [0]), "2 buffers and 1 seq_dims"),
     "another structure": (lambda mesh, x: _context_parallel_shard(mesh, [[x, x], x], [0, 0]), "3 buffers and 2 seq_dims"),
     "not a tensor": (lambda mesh, x: _context_parallel_shard(mesh, ["x"], [0]), "tensors and BlockMasks, not str"),
     "no rows": (
@@ -192,9 +194,9 @@ WRONG: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
         "put the batch on dim 0",
     ),
     "unequal lists": (lambda mesh, x: context_parallel_unshard(mesh, [x], [0, 0]), "1 buffers and 2 seq_dims"),
-    "another share": (
+    "another length": (
         lambda mesh, x: context_parallel_unshard(mesh, [x], [0], _HeadTailLoadBalancer(N, mesh.size(), "cpu")),
-        "make it for those",
+        "make one for these",
     ),
 }
 
@@ -206,5 +208,5 @@ def refused(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_sharded(pools: Pools, name: str) -> None:
+def test_invalid_arguments_are_refused(pools: Pools, name: str) -> None:
     pools(2).run(refused, name)

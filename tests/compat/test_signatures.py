@@ -1,4 +1,4 @@
-"""Whatever has torch's name takes torch's arguments: names, kinds, order and defaults, in the version that is installed."""
+"""Every name shared with torch has the signature of the installed torch: argument names, kinds, order and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import experimental
 from ringspan import compat
 
 theirs: Any = pytest.importorskip("torch.distributed.tensor.experimental._attention")
-# Versions that have moved things keep some names only where the others were moved to.
+# Newer versions have moved some names to this package.
 MOVED_TO = f"{experimental.__name__}._context_parallel"
 PLACES = [theirs, *(module for name, module in sys.modules.items() if name.startswith(MOVED_TO))]
 
@@ -74,12 +74,12 @@ def test_the_operator() -> None:
 
 
 def test_the_settings() -> None:
-    def said(place: Any) -> dict[str, Any]:
+    def settings(place: Any) -> dict[str, Any]:
         return {name: getattr(x, "name", x) for name, x in vars(place._cp_options).items()}
 
-    assert said(compat) == said(theirs)
+    assert settings(compat) == settings(theirs)
 
 
-def test_nothing_is_listed_that_is_not_compared() -> None:
+def test_every_public_name_is_compared() -> None:
     compared = {name.split(".")[0] for name in (*FUNCTIONS, *ENUMS)} | {"flex_cp_allgather", "_cp_options"}
     assert compared == set(compat.__all__)

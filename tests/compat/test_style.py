@@ -1,8 +1,12 @@
-"""``_ContextParallel``: modules whose attention sees all ranks' keys."""
+"""``_ContextParallel``: a parallel style for modules with attention."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,15 +23,17 @@ from ringspan.compat import (
     _enable_context_parallel_dispatcher,
     _HeadTailLoadBalancer,
     context_parallel_unshard,
+    style,
 )
-from tests.compat.jobs import alone, assert_near, mesh_of_all, options, qkv
+from ringspan.compat.attention import MaskFromCallMode
+from tests.compat.jobs import assert_near, mesh_of_all, options, qkv, single_process
 from tests.conftest import Pools
 
 SDPA = _ContextParallel.AttentionType.SDPA
 
 
 class Attention(nn.Module):
-    """As in torch's test: it keeps the function itself, where no patch of a module's attribute would reach it."""
+    """As in torch's test, it holds the function itself, which patching an attribute of a torch module would not reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +46,7 @@ class Attention(nn.Module):
 
 def in_a_module(rank: int, tokens: int, is_causal: bool, balance: bool, rotation: str) -> None:
     mesh, whole = mesh_of_all(), qkv(tokens)
-    want, want_grads = alone(*whole, is_causal=is_causal)
+    want, want_grads = single_process(*whole, is_causal=is_causal)
     attention = parallelize_module(Attention(), mesh, _ContextParallel(seq_dim=2, attention_type=SDPA))
     balancer = _HeadTailLoadBalancer(tokens, mesh.size(), "cpu") if balance else None
     q, k, v = _context_parallel_shard(mesh, whole, (2,) * 3, load_balancer=balancer)
@@ -54,7 +60,7 @@ def in_a_module(rank: int, tokens: int, is_causal: bool, balance: bool, rotation
     got = context_parallel_unshard(mesh, [out, q.grad, k.grad, v.grad], [2] * 4)
     for one, expected in zip(got, [want, *want_grads], strict=True):
         assert_near(one, expected)
-    assert F.scaled_dot_product_attention(q, q, q).shape == q.shape  # outside the module it is this rank's own
+    assert F.scaled_dot_product_attention(q, q, q).shape == q.shape  # outside the module, attention is local
 
 
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
@@ -66,7 +72,7 @@ def test_attention_in_a_module(pools: Pools, world: int, tokens: int, is_causal:
 
 
 class Layer(nn.Module):
-    """A layer of a model: its inputs are not queries, keys and values."""
+    """A layer of a model, whose inputs are not queries, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +97,13 @@ def run(layers: nn.Sequential, x: torch.Tensor, *, checkpointed: bool) -> torch.
 
 
 def in_a_model(rank: int) -> None:
-    """Layers by their names, two masks in each, computed again in the backward pass; parameters' gradients add up."""
+    """Two styled layers with two masks each, recomputed in the backward pass. Parameter gradients sum to those of the whole."""
     mesh, x = mesh_of_all(), torch.randn(2, 21, 8, generator=torch.Generator().manual_seed(1)).double()
     whole = model()
     want = run(whole, x, checkpointed=False)
     want.square().sum().backward()
-    style = _ContextParallel(2, SDPA)
-    split = parallelize_module(model(), mesh, {"0": style, "1": style})
+    parallel = _ContextParallel(2, SDPA)
+    split = parallelize_module(model(), mesh, {"0": parallel, "1": parallel})
     (mine,) = _context_parallel_shard(mesh, [x], [1], _HeadTailLoadBalancer(21, mesh.size(), "cpu"))
     out = run(split, mine, checkpointed=True)
     out.square().sum().backward()
@@ -108,9 +114,7 @@ def in_a_model(rank: int) -> None:
         torch.testing.assert_close(mine_p.grad, p.grad, rtol=0, atol=1e-11)
 
 
-class Strict(nn.Module):
-    """Says how it was called."""
-
+class ReturnArguments(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         if kwargs.pop("fail", False):
             raise ZeroDivisionError
@@ -118,7 +122,7 @@ class Strict(nn.Module):
 
 
 def arguments_as_passed(rank: int) -> None:
-    module = parallelize_module(Strict(), mesh_of_all(), _ContextParallel(attention_type=SDPA, seq_dim=2))
+    module = parallelize_module(ReturnArguments(), mesh_of_all(), _ContextParallel(attention_type=SDPA, seq_dim=2))
     q, k, v = qkv(4)
     for args, kwargs in [
         ((q, k, v), {}),
@@ -136,7 +140,61 @@ def arguments_as_passed(rank: int) -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-JOBS = [in_a_model, arguments_as_passed]
+class LeavesFirstInFirstOut(nn.Module):
+    """Two threads are inside at the same time, and the one that entered first leaves first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.second_is_inside, self.first_has_left = [threading.Event() for _ in range(3)]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_first: bool) -> torch.Tensor | None:
+        if is_first:
+            self.entered.set()
+            assert self.second_is_inside.wait(60)
+            return None
+        self.second_is_inside.set()
+        assert self.first_has_left.wait(60)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def two_threads(rank: int) -> None:
+    """Each thread exits the mode that it entered, and the second thread's attention is context-parallel to its end."""
+    modes: list[tuple[str, int, int]] = []  # what happened, in which thread, with which mode
+
+    class RecordingMode(MaskFromCallMode):
+        def __enter__(self) -> Self:
+            modes.append(("enter", threading.get_ident(), id(self)))
+            return super().__enter__()
+
+        def __exit__(self, *raised: object) -> None:
+            modes.append(("exit", threading.get_ident(), id(self)))
+            super().__exit__(*raised)
+
+    mesh, whole = mesh_of_all(), qkv(12)
+    with patch.object(style, "MaskFromCallMode", RecordingMode):
+        module = LeavesFirstInFirstOut()
+        attention = parallelize_module(module, mesh, _ContextParallel(2, SDPA))
+        q, k, v = _context_parallel_shard(mesh, whole, (2,) * 3)
+
+        def first() -> None:
+            attention(q, k, v, is_first=True)
+            module.first_has_left.set()
+
+        with ThreadPoolExecutor() as threads:
+            other = threads.submit(first)
+            assert module.entered.wait(60)
+            out = attention(q, k, v, is_first=False)
+            other.result()
+    expected, _ = single_process(*whole, is_causal=True)
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], expected)
+    own, others = threading.get_ident(), [thread for _, thread, _ in modes if thread != threading.get_ident()]
+    assert [event for event, _, _ in modes] == ["enter", "enter", "exit", "exit"]
+    assert len(others) == 2
+    for thread in (own, others[0]):
+        assert len({mode for _, of, mode in modes if of == thread}) == 1, modes
+
+
+JOBS = [in_a_model, arguments_as_passed, two_threads]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -145,9 +203,9 @@ def test_styles(pools: Pools, job: Callable[..., None], world: int) -> None:
     pools(world).run(job)
 
 
-def test_the_style_is_torchs() -> None:
-    style = _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
-    assert isinstance(style, ParallelStyle)
-    assert (style.seq_dim, style.attention_type.value) == (2, "flex_attention")
+def test_the_style_is_a_parallel_style() -> None:
+    parallel = _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
+    assert isinstance(parallel, ParallelStyle)
+    assert (parallel.seq_dim, parallel.attention_type.value) == (2, "flex_attention")
     with pytest.raises(ValueError, match="attention_type must be one of"):
         _ContextParallel(2, "sdpa")  # type: ignore[arg-type]

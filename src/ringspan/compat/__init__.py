@@ -1,6 +1,6 @@
-"""The names and signatures of ``torch.distributed.tensor.experimental``'s context parallelism, on ringspan.
+"""The names and signatures of ``torch.distributed.tensor.experimental``'s context parallelism, implemented by ringspan.
 
-Changing the import is the whole migration::
+To migrate, change the import::
 
     from ringspan.compat import context_parallel, context_parallel_unshard, set_rotate_method
 

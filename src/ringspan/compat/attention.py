@@ -1,4 +1,4 @@
-"""Attention whose mask is what the call says: ``is_causal``, a ``block_mask``, or everything."""
+"""A torch function mode that takes the mask from each attention call: ``is_causal``, a ``block_mask``, or full attention."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.compat.attention_calls import AttentionCall, parse_call
 from ringspan.compat.balancers import Layouts
-from ringspan.compat.calls import Call, read
-from ringspan.compat.contexts import Contexts, Meaning
+from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shard_registry import memory_of, the_one
-from ringspan.compat.sharding import in_order
+from ringspan.compat.shard_registry import registry_of, unambiguous
+from ringspan.compat.sharding import contiguous_of_counts
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.sdpa import AttentionCatcher
@@ -22,46 +22,47 @@ from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map
 
 
-class MaskFromTheCall(AttentionCatcher):
-    """Hands each call to a :class:`ContextParallel` that has the call's mask, which does the rest.
+class MaskFromCallMode(AttentionCatcher):
+    """Passes each attention call on to a :class:`ContextParallel` that was made for the call's mask.
 
-    ``layouts`` are those of the block's own buffers, by the lengths of their sequences. Without any, they are those of the
-    shards that are in use on the mesh. Where there are none of these either, the ranks' tokens are taken to lie in order.
-    The rotate method is the one that was set when the block was opened.
+    ``layouts`` are the layouts of the block's own buffers, by sequence length. If it is empty, the layouts of the shards
+    in use on the mesh apply. If there are none of those either, the ranks' tokens are taken to be contiguous, in rank
+    order. The rotate method is the one that was set when this mode was made.
     """
 
-    def __init__(self, contexts: Contexts, layouts: Mapping[int, Layouts]) -> None:
+    def __init__(self, contexts: ContextCache, layouts: Mapping[int, Layouts]) -> None:
         super().__init__()
-        self._contexts, self._memory, self._strategy = contexts, memory_of(contexts.mesh), _cp_options.strategy
+        self._contexts, self._registry, self._strategy = contexts, registry_of(contexts.mesh), _cp_options.strategy
         self._own = {length: {own} for length, own in layouts.items()}
-        # Made beforehand where it is clear what they will be: a compiler follows a call into a context, not the making of one.
+        # Made in advance for buffers of one length: torch.compile can trace a call of a context, but not its construction.
         self._ready: dict[bool, ContextParallel] = {}
         if len(layouts) == 1:
             ((layout,),) = layouts.values()
             self._ready = {is_causal: self._context(layout, layout, is_causal) for is_causal in (False, True)}
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = read(func, args, kwargs)
+        call = parse_call(func, args, kwargs)
         if call is None:
-            # It refuses other ways to attention by name.
+            # Any ContextParallel refuses the other attention functions, with an error that names the function.
             return ContextParallel(self._contexts.group, full(0)).caught(func, args, kwargs)
         if torch.compiler.is_compiling():
             if not self._ready:
                 raise UnplannedAttention(
-                    "only a block whose buffers are of one length can be traced: give it those, or do not compile"
+                    "attention can be compiled only in a block whose buffers have one length: give it such buffers, or do "
+                    "not compile"
                 )
             return self._ready[call.is_causal].caught(func, args, kwargs)
         return self._planned(func, call)
 
-    @torch.compiler.disable  # a compiler that gave the caller up would try its luck with planning
-    def _planned(self, func: Any, call: Call) -> Any:
+    @torch.compiler.disable  # after a graph break in the caller, torch.compile would try to trace the planner
+    def _planned(self, func: Any, call: AttentionCall) -> Any:
         layouts, kv_layouts = self._layouts(call.query, call.key)
         rows = max(len(layouts), len(kv_layouts))
         if rows == 1:
             return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(func, (), call.arguments())
         if call.query.ndim != 4 or call.query.shape[0] != rows:
             raise InputError(
-                f"the balancer has rearranged each of {rows} rows of the batch in its own way, but the queries have shape "
+                f"the balancer orders each of {rows} batch rows differently, but the queries have shape "
                 f"{tuple(call.query.shape)}: call attention with (batch, heads, tokens, dim) of the whole batch"
             )
         pairs = zip(layouts * (rows // len(layouts)), kv_layouts * (rows // len(kv_layouts)), strict=True)
@@ -70,21 +71,21 @@ class MaskFromTheCall(AttentionCatcher):
         return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *results)
 
     def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
-        return self._contexts.get(Meaning(layout, kv_layout, is_causal, self._strategy))
+        return self._contexts.get(ContextKey(layout, kv_layout, is_causal, self._strategy))
 
     def _layouts(self, query: Tensor, key: Tensor) -> tuple[Layouts, Layouts]:
-        itself = self._memory.shard(query), self._memory.shard(key)
-        if itself[0] is not None and itself[1] is not None:
-            return itself[0], itself[1]
-        known = self._own or self._memory.in_use()
+        q_layouts, kv_layouts = self._registry.layouts_of_shard(query), self._registry.layouts_of_shard(key)
+        if q_layouts is not None and kv_layouts is not None:
+            return q_layouts, kv_layouts
+        known = self._own or self._registry.in_use()
         if len(known) == 1:
             (length,) = known
-            return the_one(known, length), the_one(known, length)
-        # The ranks' tokens together tell which sequence it is. One rank's alone may not, where lengths differ by little.
+            return unambiguous(known, length), unambiguous(known, length)
+        # The sum over ranks identifies the sequence. One rank's count may fit several whose lengths differ by little.
         counts = self._contexts.group.gather_numbers([query.shape[-2], key.shape[-2]], query.device)
         q_counts, kv_counts = zip(*counts, strict=True)
         if known:
-            return the_one(known, sum(q_counts)), the_one(known, sum(kv_counts))
-        found = in_order(q_counts), in_order(kv_counts)
-        self._memory.keep({layouts[0].length: layouts for layouts in found})
+            return unambiguous(known, sum(q_counts)), unambiguous(known, sum(kv_counts))
+        found = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)
+        self._registry.retire({layouts[0].length: layouts for layouts in found})
         return found

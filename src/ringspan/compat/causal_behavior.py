@@ -1,4 +1,4 @@
-"""What torch's ring does in each of its steps under a causal mask. Our plans say the same band by band; this is their table."""
+"""torch's table of what each ring step computes under a causal mask. ringspan's plans hold the same facts as bands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _CausalBehavior(Enum):
 
 
 def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """How a rank treats the keys that reach it in step ``i``, which are those of rank ``rank - i``.
+    """What a rank computes in step ``i``, in which it has the keys of rank ``rank - i``.
 
     >>> [_is_causal_behavior(rank=1, world_size=3, i=i, is_causal=True).name for i in range(3)]
     ['IS_CAUSAL', 'NOT_IS_CAUSAL', 'NOT_IS_CAUSAL']
@@ -23,6 +23,7 @@ def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> 
         return _CausalBehavior.NOT_IS_CAUSAL
     if i == 0:
         return _CausalBehavior.IS_CAUSAL
-    # Head to tail, every rank has queries after some keys of every other. In order, those of later ranks are all too late.
+    # With the zigzag layout every rank has queries that come after some keys of each other rank. With the contiguous
+    # layout the keys of later ranks come after all its queries.
     sees_some = _cp_options.enable_load_balance or (rank - i) % world_size < rank
     return _CausalBehavior.NOT_IS_CAUSAL if sees_some else _CausalBehavior.SKIP

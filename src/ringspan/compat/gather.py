@@ -1,6 +1,6 @@
-"""All ranks' keys and values on every rank, as an operator that autograd and the compiler know.
+"""``flex_cp_allgather``: all-gather keys and values, as a custom operator for autograd and torch.compile.
 
-The shape of the result must be known before it is computed, so every rank must have equally many.
+The compiler must know the shape of the result in advance, so every rank must have the same number of keys.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from ringspan.errors import InputError
 from ringspan.torch_private.process_groups import resolve_process_group
 from ringspan.transports import ProcessGroupTransport
 
-# The group by its name: operators take no other kind of handle. c10d._get_process_group_name(mesh.get_group()) gives it.
+# ``pg_name`` is a process group's name, since an operator cannot take the group itself: mesh.get_group().group_name.
 
 
 @torch.library.custom_op("ringspan::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """The keys and values of all ranks, rank after rank along ``seq_dim``."""
+    """The keys and values of all ranks, concatenated along ``seq_dim`` in rank order."""
     group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
-    mine = [k.shape[seq_dim], v.shape[seq_dim]]
-    everyone = group.gather_numbers(mine, k.device)
-    if any(theirs != mine for theirs in everyone):
+    counts = [k.shape[seq_dim], v.shape[seq_dim]]
+    counts_of_ranks = group.gather_numbers(counts, k.device)
+    if any(other != counts for other in counts_of_ranks):
         raise InputError(
-            f"the ranks came with {everyone} keys and values: only equal shares can be gathered here. "
-            "Pad them, or use rs.ContextParallel, which takes any"
+            f"the ranks have {counts_of_ranks} keys and values, but only equal shards can be gathered: "
+            "pad them, or use rs.ContextParallel, which takes shards of any size"
         )
-    return _gathered(k, seq_dim, group), _gathered(v, seq_dim, group)
+    return _all_gather_dim(k, seq_dim, group), _all_gather_dim(v, seq_dim, group)
 
 
 @torch.library.custom_op("ringspan::flex_cp_allgather_backward", mutates_args=())
 def flex_cp_allgather_backward(grad_k: Tensor, grad_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """Each rank's share of the sum over ranks: every rank has used every key."""
+    """A reduce-scatter of the gradients: every rank has used every key."""
     group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
-    return _summed_share(grad_k, seq_dim, group), _summed_share(grad_v, seq_dim, group)
+    return _reduce_scatter_dim(grad_k, seq_dim, group), _reduce_scatter_dim(grad_v, seq_dim, group)
 
 
 @flex_cp_allgather.register_fake
@@ -61,12 +61,12 @@ def _backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Any, ...]:
 flex_cp_allgather.register_autograd(_backward, setup_context=_setup)
 
 
-def _gathered(x: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
+def _all_gather_dim(x: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     return torch.cat(group.all_gather_rows(rows, [len(rows)] * group.world)).movedim(0, dim).contiguous()
 
 
-def _summed_share(grad: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
+def _reduce_scatter_dim(grad: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
     total = group.all_reduce_sum(grad)
     return total.chunk(group.world, dim)[group.rank].contiguous()
 

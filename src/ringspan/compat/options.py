@@ -1,4 +1,4 @@
-"""Settings of the whole process, as torch's module has them. All else in ringspan is told by arguments."""
+"""Process-wide settings, as torch's module has them. The rest of ringspan is configured by arguments."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ class _RotateMethod(Enum):
     ALL_GATHER = auto()
 
 
-# What travels in torch's words, and the strategy that does so in ours.
+# The ringspan strategy for each of torch's rotate methods.
 STRATEGIES = {_RotateMethod.ALL_GATHER: "gather", _RotateMethod.ALL_TO_ALL: "ring"}
 METHODS = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.ALL_TO_ALL}
 
 
 @dataclass
 class _ContextParallelOptions:
-    """``enable_load_balance`` makes ``context_parallel`` lay buffers out head to tail. ``convert_to_f32`` is only kept: partial
-    results are always merged in at least float32."""
+    """``enable_load_balance`` selects the zigzag layout for the buffers of ``context_parallel``.
+
+    ``convert_to_f32`` has no effect: partial results are always merged in at least float32.
+    """
 
     convert_to_f32: bool = True
     enable_load_balance: bool = True
@@ -34,10 +36,10 @@ _cp_options = _ContextParallelOptions()
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """How keys travel from now on: ``"allgather"`` (all at once, our ``gather``) or ``"alltoall"`` (our ``ring``)."""
+    """Set how keys are exchanged: ``"allgather"`` (strategy ``gather``) or ``"alltoall"`` (strategy ``ring``)."""
     if rotate_method not in METHODS:
         raise NotImplementedError(
-            f'there is no rotate method {rotate_method!r}: say "allgather" or "alltoall", or use '
-            "ringspan.ContextParallel(mesh, mask, strategy=...), which knows more ways"
+            f'there is no rotate method {rotate_method!r}: use "allgather" or "alltoall", or '
+            "ringspan.ContextParallel(mesh, mask, strategy=...), which has more strategies"
         )
     _cp_options.rotate_method = METHODS[rotate_method]

@@ -1,11 +1,12 @@
-"""What was sharded over a mesh, and how: so that nobody has to guess what a tensor that comes back was cut from.
+"""Which tensors were sharded over a mesh, and by which layouts.
 
-Ranks must find the same here at the same time, else some would talk to each other while others do not. So nothing may hang on
-when Python's garbage collector happens to come by. The rule:
+``context_parallel_unshard`` and attention receive tensors that were computed from shards. The registry tells them the
+layout. All ranks must get the same answer at the same call, or some would communicate while others do not. So the answer
+must not depend on when Python's garbage collector runs:
 
-* What was sharded *last* is in use until something else is sharded, or a block gives its buffers back.
-* What was sharded before is in use as well if its shards can still be reached. Whether they can is looked up once after such
-  an event (and again where there is doubt which is meant), and garbage that nobody has collected yet does not count.
+* The layouts of the *latest* sharding are in use until the next sharding, or until a block restores its buffers.
+* Layouts of earlier shardings are in use as long as a shard of theirs is reachable. This is determined once after each of
+  these events, and again while it is ambiguous which layout is meant. Unreachable shards are collected first.
 """
 
 from __future__ import annotations
@@ -23,98 +24,98 @@ from ringspan.compat.balancers import Layouts
 from ringspan.errors import InputError
 
 
-class Memory:
-    """The layouts in use over one mesh: those of shards that still exist, and those that were used last."""
+class ShardRegistry:
+    """The layouts in use over one mesh: those of reachable shards and those of the latest sharding."""
 
     def __init__(self) -> None:
         self._shards = WeakTensorKeyDictionary()
-        self._last: dict[int, Layouts] = {}
-        self._past: dict[int, Layouts] = {}
-        self._in_use: dict[int, set[Layouts]] | None = None  # None: to be looked up
+        self._latest: dict[int, Layouts] = {}  # by sequence length, like _retired
+        self._retired: dict[int, Layouts] = {}
+        self._in_use: dict[int, set[Layouts]] | None = None  # None: to be determined
 
-    def remember(self, shards: Iterable[tuple[Tensor, Layouts]]) -> None:
-        """Shards that are now the user's."""
-        made = list(shards)
+    def record(self, shards: Iterable[tuple[Tensor, Layouts]]) -> None:
+        """Record a new sharding: its shards, each with its layouts."""
+        recorded = list(shards)
         self._in_use = None
-        self._shards.update(made)
-        self._last = {layouts[0].length: layouts for _, layouts in made}
-        for length in self._last:
-            self._past.pop(length, None)
+        self._shards.update(recorded)
+        self._latest = {layouts[0].length: layouts for _, layouts in recorded}
+        for length in self._latest:
+            self._retired.pop(length, None)
 
     def mark(self, x: Tensor, layouts: Layouts | None) -> None:
-        """A tensor that has become a shard in place, or (None) whole again."""
+        """Record that a tensor became a shard in place, or (None) whole again."""
         self._in_use = None
         if layouts is None:
             self._shards.pop(x, None)
         else:
             self._shards[x] = layouts
 
-    def keep(self, layouts: Mapping[int, Layouts]) -> None:
-        """Layouts that no shard has any more. What was computed from such may still come to be unsharded."""
+    def retire(self, layouts: Mapping[int, Layouts]) -> None:
+        """Layouts that attention no longer uses. Results computed with them can still be unsharded."""
         self._in_use = None
-        self._past |= layouts
+        self._retired |= layouts
         for length in layouts:
-            self._last.pop(length, None)
+            self._latest.pop(length, None)
 
     def in_use(self) -> dict[int, set[Layouts]]:
-        """By the length of the whole sequence: the layouts that attention called now may mean."""
+        """The layouts that an attention call can mean now, by the length of the whole sequence."""
         if self._in_use is not None:
             return self._in_use
-        last = set(self._last.values())
-        if any(layouts not in last for layouts in self._shards.values()):
-            gc.collect()  # on another rank it may have been collected already
+        latest = set(self._latest.values())
+        if any(layouts not in latest for layouts in self._shards.values()):
+            gc.collect()  # another rank may have collected these shards already
         found: dict[int, set[Layouts]] = {}
-        for layouts in (*last, *self._shards.values()):
+        for layouts in (*latest, *self._shards.values()):
             found.setdefault(layouts[0].length, set()).add(layouts)
-        if all(len(ways) == 1 for ways in found.values()):
+        if all(len(candidates) == 1 for candidates in found.values()):
             self._in_use = found
         return found
 
-    def shard(self, x: Tensor) -> Layouts | None:
-        """The layouts of a tensor that is itself a shard."""
+    def layouts_of_shard(self, x: Tensor) -> Layouts | None:
+        """The layouts of a tensor that is itself a shard; None for any other tensor."""
         layouts: Layouts | None = self._shards.get(x)
         return layouts
 
-    def of(self, x: Tensor, length: int) -> Layouts | None:
-        """The layouts of a share of ``length`` tokens that comes to be unsharded. None: nothing was sharded over this mesh."""
-        itself = self.shard(x)
-        if itself is not None:
-            return itself
+    def layouts_to_unshard(self, x: Tensor, length: int) -> Layouts | None:
+        """The layouts of a tensor that all ranks unshard to ``length`` tokens. None: nothing was sharded over this mesh."""
+        own = self.layouts_of_shard(x)
+        if own is not None:
+            return own
         found = dict(self.in_use())
-        for past, layouts in self._past.items():
-            found[past] = found.get(past, set()) | {layouts}
-        return the_one(found, length) if found else None
+        for retired, layouts in self._retired.items():
+            found[retired] = found.get(retired, set()) | {layouts}
+        return unambiguous(found, length) if found else None
 
 
-def the_one(found: Mapping[int, set[Layouts]], length: int) -> Layouts:
-    """The layouts of a sequence of that length, if there is no doubt."""
+def unambiguous(found: Mapping[int, set[Layouts]], length: int) -> Layouts:
+    """The only layouts found for sequences of that length. Raises if there are none or several."""
     if length not in found:
         lengths = ", ".join(map(str, sorted(found)))
         raise InputError(
-            f"the ranks together hold {length} tokens, but what was sharded over this mesh has {lengths}: shard this sequence "
-            "too (buffers=, or _context_parallel_shard), say load_balancer= when unsharding, or keep attention that is not "
-            "split in `with rs.local_attention():`"
+            f"the ranks together hold {length} tokens, but the sequences sharded over this mesh have {lengths}: shard this "
+            "sequence too (buffers=, or _context_parallel_shard), give load_balancer= when unsharding, or put attention that "
+            "is not split in `with rs.local_attention():`"
         )
     if len(found[length]) > 1:
         names = " and ".join(sorted("/".join(layout.name for layout in layouts) for layouts in found[length]))
         raise InputError(
-            f"sequences of {length} tokens are sharded over this mesh in several ways ({names}), and this tensor does not say "
-            "in which: say load_balancer= when unsharding, and drop the shards of one before attention over those of another"
+            f"sequences of {length} tokens are sharded over this mesh in several ways ({names}), and this tensor can be of "
+            "any: give load_balancer= when unsharding, and delete the shards of one before attention over those of another"
         )
     (layouts,) = found[length]
     return layouts
 
 
-# By the process group of the mesh and the order in which the mesh counts its ranks.
-_memories: WeakKeyDictionary[Any, dict[tuple[int, ...], Memory]] = WeakKeyDictionary()
+# By the process group of the mesh and the order of its ranks: mesh["cp"] is a new object each time.
+_registries: WeakKeyDictionary[Any, dict[tuple[int, ...], ShardRegistry]] = WeakKeyDictionary()
 
 
-def memory_of(mesh: DeviceMesh) -> Memory:
-    """Equal meshes share theirs: ``mesh["cp"]`` is another object every time."""
+def registry_of(mesh: DeviceMesh) -> ShardRegistry:
+    """The registry of a mesh. Equal meshes share one."""
     check_mesh(mesh)
-    return _memories.setdefault(mesh.get_group(), {}).setdefault(tuple(mesh.mesh.tolist()), Memory())
+    return _registries.setdefault(mesh.get_group(), {}).setdefault(tuple(mesh.mesh.tolist()), ShardRegistry())
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise InputError(f"a mesh of one axis is needed, as mesh['cp']; this is {mesh!r}")
+        raise InputError(f"a mesh of one axis is needed, such as mesh['cp']; got {mesh!r}")

@@ -1,7 +1,8 @@
-"""``_ContextParallel``: a style for ``parallelize_module``, by which a module's attention sees all ranks' keys."""
+"""``_ContextParallel``: a parallel style for ``parallelize_module`` that makes a module's attention context-parallel."""
 
 from __future__ import annotations
 
+import threading
 from enum import Enum
 from typing import Any
 
@@ -9,17 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ringspan.compat.attention import MaskFromTheCall
-from ringspan.compat.contexts import Contexts
+from ringspan.compat.attention import MaskFromCallMode
+from ringspan.compat.context_cache import ContextCache
 from ringspan.errors import InputError
 
 
 class _ContextParallel(ParallelStyle):
-    """Every attention call in the module's ``forward`` is context-parallel, over the shards of ``_context_parallel_shard``.
+    """Every attention call in the module's ``forward`` is context-parallel over shards of ``_context_parallel_shard``.
 
-    Arguments reach the module as they were passed, by position or by keyword, and need not be queries, keys and values.
-    Attention always has its tokens on the last dim but one, so ``seq_dim`` is only kept. (torch's style is made of hooks that
-    exchange keys, or make DTensors, before the module is called. There are none here: the calls inside are caught.)
+    The module receives its arguments unchanged; they need not be queries, keys and values. Attention always has its tokens
+    on dim -2, so ``seq_dim`` is stored and not used. torch's style has hooks that gather keys or make DTensors before the
+    module is called. Here a torch function mode intercepts the attention calls inside the module instead.
     """
 
     class AttentionType(Enum):
@@ -34,16 +35,26 @@ class _ContextParallel(ParallelStyle):
         self.attention_type = attention_type
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        contexts = Contexts(mesh)
-        opened: list[MaskFromTheCall] = []
+        contexts, entered = ContextCache(mesh), _EnteredModes()
 
-        def open_block(module: nn.Module, args: Any) -> None:
-            opened.append(MaskFromTheCall(contexts, {}))
-            opened[-1].__enter__()
+        def enter_mode(module: nn.Module, args: Any) -> None:
+            mode = MaskFromCallMode(contexts, {})
+            mode.__enter__()
+            entered.modes.append(mode)
 
-        def close_block(module: nn.Module, args: Any, result: Any) -> None:
-            opened.pop().__exit__(None, None, None)
+        def exit_mode(module: nn.Module, args: Any, result: Any) -> None:
+            entered.modes.pop().__exit__(None, None, None)
 
-        module.register_forward_pre_hook(open_block)
-        module.register_forward_hook(close_block, always_call=True)  # whatever way forward is left
+        module.register_forward_pre_hook(enter_mode)
+        module.register_forward_hook(exit_mode, always_call=True)  # also if forward raises
         return module
+
+
+class _EnteredModes(threading.local):
+    """The modes that the current thread has entered for one module: several if the module calls itself.
+
+    A torch function mode belongs to the thread that entered it, and must be exited there.
+    """
+
+    def __init__(self) -> None:
+        self.modes: list[MaskFromCallMode] = []

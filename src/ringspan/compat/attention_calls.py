@@ -1,4 +1,4 @@
-"""Calls of attention, with their arguments by name however they were passed."""
+"""Attention calls as named tuples: positional and keyword arguments under one name each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from ringspan.compat.block_masks import row_of, whole_of
+from ringspan.compat.block_masks import batch_row, unsharded
 from ringspan.kernels import ScoreMod
 from ringspan.torch_private.flex_door import flex_attention
 
@@ -27,8 +27,8 @@ class SdpaCall(NamedTuple):
         return self._asdict()
 
     def row(self, b: int) -> SdpaCall:
-        """One row of the batch."""
-        return self._replace(**_row(self, b))
+        """The call for one row of the batch."""
+        return self._replace(**_row_tensors(self, b))
 
 
 class FlexCall(NamedTuple):
@@ -45,36 +45,36 @@ class FlexCall(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Its mask is its block_mask."""
+        """Never: a FlexAttention call has its mask in ``block_mask``."""
         return False
 
     def arguments(self) -> dict[str, Any]:
-        """With the mask of the whole sequence, where it is given this rank's share of one."""
-        return self._asdict() | {"block_mask": None if self.block_mask is None else whole_of(self.block_mask)}
+        """The arguments by name. A ``block_mask`` that was sharded is replaced by that of the whole sequence."""
+        return self._asdict() | {"block_mask": None if self.block_mask is None else unsharded(self.block_mask)}
 
     def row(self, b: int) -> FlexCall:
-        """One row of the batch, whose functions are still told which it is."""
-        score_mod = None if self.score_mod is None else _of_row(self.score_mod, b)
-        block_mask = None if self.block_mask is None else row_of(whole_of(self.block_mask), b)
-        return self._replace(**_row(self, b), score_mod=score_mod, block_mask=block_mask)
+        """The call for one row of the batch. ``score_mod`` and ``mask_mod`` still receive the row's batch index."""
+        score_mod = None if self.score_mod is None else _with_batch_offset(self.score_mod, b)
+        block_mask = None if self.block_mask is None else batch_row(unsharded(self.block_mask), b)
+        return self._replace(**_row_tensors(self, b), score_mod=score_mod, block_mask=block_mask)
 
 
-Call = SdpaCall | FlexCall
+AttentionCall = SdpaCall | FlexCall
 
 
-def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The call, if it is one of the two functions that can be made exact."""
+def parse_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
+    """The call of ``scaled_dot_product_attention`` or ``flex_attention``; None for any other function."""
     if func is F.scaled_dot_product_attention:
         return SdpaCall(*args, **kwargs)
     return FlexCall(*args, **kwargs) if func is flex_attention else None
 
 
-def _of_row(score_mod: ScoreMod, row: int) -> ScoreMod:
+def _with_batch_offset(score_mod: ScoreMod, row: int) -> ScoreMod:
     def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, b + row, h, q_idx, kv_idx)
 
     return shifted
 
 
-def _row(call: Call, b: int) -> dict[str, Any]:
+def _row_tensors(call: AttentionCall, b: int) -> dict[str, Any]:
     return {name: getattr(call, name)[b : b + 1] for name in ("query", "key", "value")}

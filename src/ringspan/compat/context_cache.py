@@ -1,0 +1,45 @@
+"""The ContextParallel objects of one mesh, made once for each layout, mask and strategy that its attention calls use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.compat.shard_registry import check_mesh
+from ringspan.frontends import ContextParallel
+from ringspan.layouts import Layout
+from ringspan.masks import causal, full
+from ringspan.transports import ProcessGroupTransport
+
+# A batch needs one context for each row if a balancer orders every row differently.
+MAX_CONTEXTS = 256
+
+
+class ContextKey(NamedTuple):
+    """Everything that distinguishes the contexts of a mesh."""
+
+    layout: Layout
+    kv_layout: Layout
+    is_causal: bool
+    strategy: str
+
+
+class ContextCache:
+    """Lives as long as its owner: one ``context_parallel`` block, or one module with a ``_ContextParallel`` style."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        check_mesh(mesh)
+        self.mesh, self.group = mesh, ProcessGroupTransport(mesh)
+        self._contexts: dict[ContextKey, ContextParallel] = {}
+
+    def get(self, key: ContextKey) -> ContextParallel:
+        context = self._contexts.get(key)
+        if context is None:
+            lengths = key.layout.length, key.kv_layout.length
+            mask = causal(*lengths, align="start") if key.is_causal else full(*lengths)
+            context = ContextParallel(self.group, mask, strategy=key.strategy, layout=key.layout, kv_layout=key.kv_layout)
+            if len(self._contexts) >= MAX_CONTEXTS:
+                self._contexts.clear()
+            self._contexts[key] = context
+        return context
