@@ -23,9 +23,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.engine import Call, attend
-from ringspan.kernels import accumulators
-from ringspan.kernels import flash_calls as windows
-from ringspan.kernels import flash_loop as windowed
+from ringspan.kernels import accumulators, flash_calls, flash_loop
 from ringspan.transports.null import NullTransport
 
 SECONDS = 10.0
@@ -36,7 +34,7 @@ class Nothing:
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Any:
-        return windowed.attend(_room, q, k, v, bands, scale=scale)
+        return flash_loop.attend(_room, q, k, v, bands, scale=scale)
 
 
 def _room(q: Tensor, k: Tensor, v: Tensor, batch: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -55,7 +53,9 @@ def main() -> None:
     with torch.no_grad():
         calls, files = _sampled(lambda: attend([plan], [(q, k, v)], call, NullTransport().run))
     each = SECONDS / calls * 1e6
-    launches = sum(len(windows.batches(task.bands, q.device)) for step in plan.program.forward for task in step.tasks)
+    launches = sum(
+        len(flash_calls.make_flash_calls(task.bands, q.device)) for step in plan.program.forward for task in step.tasks
+    )
     messages = sum(len(step.sends) + len(step.recvs) for step in plan.program.forward)
     print(f"{strategy}: {each:.0f} µs for {len(plan.program.forward)} steps, {launches} launches, {messages} messages\n")
     for file, count in files.most_common(12):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringspan.engine.bundle import bundle, unbundle
-from ringspan.kernels import Saved, wide
+from ringspan.kernels import Saved, accumulation_dtype
 from ringspan.plans.shape import saved_bytes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -17,7 +17,7 @@ def saved(dtype: torch.dtype, d: int, e: int, *, with_dlse: bool) -> Saved:
     def normal(*width: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(2, 3, 5, *width, dtype=dtype).movedim(2, 0)  # rows first, not as they lie
 
-    lse, dlse = normal(dtype=wide(dtype)), normal(dtype=wide(dtype))
+    lse, dlse = normal(dtype=accumulation_dtype(dtype)), normal(dtype=accumulation_dtype(dtype))
     lse[1, 0, 2] = -torch.inf
     return Saved(normal(d), normal(e), normal(e), lse, dlse if with_dlse else None)
 

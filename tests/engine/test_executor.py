@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 import ringspan.engine
 from ringspan.engine import Call, forward
-from ringspan.kernels import Part, Partial, cpu
+from ringspan.kernels import Partial, PartialRows, cpu
 from ringspan.transports import PostExchange
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import EXACT, case, worst_error
@@ -69,7 +69,7 @@ class Watched:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def attend(self, *args: Any, **options: Any) -> Iterator[Part]:
+    def attend(self, *args: Any, **options: Any) -> Iterator[PartialRows]:
         self.log.append("attend")
         yield from cpu.attend(*args, **options)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringspan as rs
 from ringspan.engine import Call, backward, forward
-from ringspan.kernels import Gradients, Part, Partial, Saved, accumulators, wide
+from ringspan.kernels import Gradients, Partial, PartialRows, Saved, accumulation_dtype, accumulators
 from ringspan.planner import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import RankCoroutine
@@ -54,12 +54,12 @@ class Ledger(TorchDispatchMode):
 class Idle:
     """A kernel that computes nothing: results for all rows, which take no room of their own."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Part]:
-        out = torch.zeros((), dtype=wide(q.dtype)).expand(*q.shape[:3], v.shape[-1])
-        yield Part(0, q.shape[2], Partial(out, out[..., 0]))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
+        out = torch.zeros((), dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:3], v.shape[-1])
+        yield PartialRows(0, q.shape[2], Partial(out, out[..., 0]))
 
     def attend_backward(self, saved: Saved, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Gradients]:
-        dq, dk, dv = (torch.zeros((), dtype=wide(k.dtype)).expand(x.shape) for x in (saved.q_BHSD, k, v))
+        dq, dk, dv = (torch.zeros((), dtype=accumulation_dtype(k.dtype)).expand(x.shape) for x in (saved.q_BHSD, k, v))
         yield Gradients(slice(0, dq.shape[2]), dq, slice(0, dk.shape[2]), dk, dv)
 
 
@@ -69,10 +69,10 @@ IDLE = Idle()
 class Careful(Idle):
     """One that takes room for its results, in half precision where the tensors are: a part for every band."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Part]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
         for band in bands:
             out = q.new_empty((*q.shape[:2], band.rows, v.shape[-1]))
-            yield Part(band.q0, band.q1, Partial(out, out.new_empty(out.shape[:3], dtype=wide(q.dtype))))
+            yield PartialRows(band.q0, band.q1, Partial(out, out.new_empty(out.shape[:3], dtype=accumulation_dtype(q.dtype))))
             del out
 
     def attend_backward(self, saved: Saved, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Gradients]:
@@ -99,7 +99,7 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: Idle = IDLE, 
     d, e = SHAPE["head_dim"], SHAPE["v_dim"]
     kv = torch.empty(t, b, g, d + e, dtype=dtype)
     q, dout, out = (torch.empty(b, h, s, width, dtype=dtype).movedim(2, 0) for width in (d, e, e))
-    lse, dlse = (torch.empty(b, h, s, dtype=wide(dtype)).movedim(2, 0) for _ in range(2))
+    lse, dlse = (torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0) for _ in range(2))
     call = Call(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
     saved = Saved(q, dout, out, lse, dlse)
     with Ledger([kv, *saved]) as ledger:  # type: ignore[list-item]

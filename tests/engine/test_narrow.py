@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ringspan.kernels import Gradients, Part, Partial, Saved, cpu
+from ringspan.kernels import Gradients, Partial, PartialRows, Saved, cpu
 from ringspan.masks import Band
 from tests.engine.drivers import AtTheLastMoment, FarAhead
 from tests.engine.truth import Case, case, worst_error
@@ -29,10 +29,10 @@ class Narrow:
     def _groups(self, bands: tuple[Band, ...]) -> Iterable[tuple[Band, ...]]:
         return [(band,) for band in bands] if self.one_by_one else [bands]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Part]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
         for group in self._groups(bands):
             for start, stop, (out, lse) in cpu.attend(q, k, v, group, scale=scale):
-                yield Part(start, stop, Partial(out.to(q.dtype), lse))
+                yield PartialRows(start, stop, Partial(out.to(q.dtype), lse))
 
     def attend_backward(self, saved: Saved, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[Gradients]:
         for group in self._groups(bands):

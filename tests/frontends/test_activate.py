@@ -95,7 +95,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Interface:
     interface = Interface()
     install(monkeypatch, interface)
     monkeypatch.setattr(fa4, "DISPATCH_KEY", "CPU")
-    monkeypatch.setattr(fa4, "why_not", lambda inputs: None)
+    monkeypatch.setattr(fa4, "unsupported_reason", lambda inputs: None)
     return interface
 
 
@@ -367,7 +367,7 @@ def test_a_backward_of_dropout_is_refused(interface: Interface) -> None:
 
 def test_what_the_kernel_says_of_the_inputs_is_said(interface: Interface, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(fa4, "why_not", lambda inputs: asked.append(inputs) or "is out of order")
+    monkeypatch.setattr(fa4, "unsupported_reason", lambda inputs: asked.append(inputs) or "is out of order")
     rs.activate("FA4")
     with pytest.raises(rs.KernelError, match=r"^FA4 is out of order\. rs.restore\(\) brings back"):
         flash(*tensors())
@@ -392,4 +392,4 @@ def test_what_flash_attention_4_takes(
 ) -> None:
     install(monkeypatch, Interface())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert fa4.why_not(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)) == reason
+    assert fa4.unsupported_reason(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)) == reason

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import ringspan as rs
-from ringspan.kernels import Inputs, reasons
+from ringspan.kernels import Inputs, availability
 from ringspan.kernels.reference import dense_attention
 from tests.kernels.compare import error, sdpa_math
 
@@ -28,7 +28,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 @pytest.fixture(autouse=True)
 def activated() -> Iterator[None]:
-    reason = dict(reasons(Inputs(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, v_dim=128)))["fa4"]
+    reason = dict(availability(Inputs(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, v_dim=128)))["fa4"]
     if reason:
         pytest.skip(f"FA4 {reason}")
     rs.activate("FA4")

@@ -16,7 +16,7 @@ def test_a_plan_does_not_keep_itself() -> None:
     fitted, hello, inputs = introduced(plan, q, k, v)
     assert fitted is None
     assert (hello.heads, hello.kv_heads, hello.queries, hello.keys) == (4, 2, 6, 6)
-    assert (inputs.head_dim, inputs.v_dim, inputs.dtype, inputs.modded) == (8, 8, torch.float32, False)
+    assert (inputs.head_dim, inputs.v_dim, inputs.dtype, inputs.has_mods) == (8, 8, torch.float32, False)
 
 
 def test_a_plan_for_other_heads_is_another() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import ringspan as rs
-from ringspan.kernels import Inputs, eager, flex, pick, reasons
+from ringspan.kernels import Inputs, availability, eager, flex, select_kernel
 from tests.flex_truth import dense_flex
 
 pytestmark = pytest.mark.gpu
@@ -75,10 +75,10 @@ def test_compiled_through_flex(name: str, strategy: str, dtype: torch.dtype) -> 
 
 
 def test_auto_takes_flex_and_eager_is_there_for_the_rest() -> None:
-    inputs = {"device": torch.device("cuda"), "head_dim": 64, "v_dim": 64, "modded": True}
-    if dict(reasons(Inputs(dtype=torch.bfloat16, **inputs)))["flex"] is None:  # type: ignore[arg-type]
-        assert pick("auto", Inputs(dtype=torch.bfloat16, **inputs)) is flex  # type: ignore[arg-type]
-    assert pick("auto", Inputs(dtype=torch.float64, **inputs)) is eager  # type: ignore[arg-type]
+    inputs = {"device": torch.device("cuda"), "head_dim": 64, "v_dim": 64, "has_mods": True}
+    if dict(availability(Inputs(dtype=torch.bfloat16, **inputs)))["flex"] is None:  # type: ignore[arg-type]
+        assert select_kernel("auto", Inputs(dtype=torch.bfloat16, **inputs)) is flex  # type: ignore[arg-type]
+    assert select_kernel("auto", Inputs(dtype=torch.float64, **inputs)) is eager  # type: ignore[arg-type]
 
 
 def test_other_documents_are_not_other_programs() -> None:

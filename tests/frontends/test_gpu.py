@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import ringspan as rs
 from ringspan.engine import slots
 from ringspan.frontends import local_world
-from ringspan.kernels import flash_calls as windows
-from ringspan.kernels import flex
+from ringspan.kernels import flash_calls, flex
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 from tests.kernels.compare import error, sdpa_math
@@ -95,7 +94,13 @@ def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             replayed.append(step(mask))
-        for kept in (windows.batches, slots._index, flex.launches, local_world._tokens, local_world._way_back):
+        for kept in (
+            flash_calls.make_flash_calls,
+            slots._index,
+            flex.make_flex_calls,
+            local_world._tokens,
+            local_world._way_back,
+        ):
             kept.cache_clear(keep_graphs=True)  # type: ignore[attr-defined]
     rubbish = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]
     with torch.no_grad():

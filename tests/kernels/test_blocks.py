@@ -1,4 +1,4 @@
-"""Blocks: full ones are full, partial ones have a pair and lack one, and those not listed have none."""
+"""BlockTables: full ones are full, partial ones have a pair and lack one, and those not listed have none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ringspan.kernels.blocks import SHORTEST, Lists, blocks
-from ringspan.kernels.intervals import layers
+from ringspan.kernels.blocks import MIN_LENGTH, BlockTable, block_tables
+from ringspan.kernels.intervals import interval_layers
 from tests.hypothesis_strategies import Drawn, masks
 from tests.kernels.test_intervals import dense
 
 
-def listed(lists: Lists, rows: int, cols: int) -> NDArray[np.int64]:
+def listed(lists: BlockTable, rows: int, cols: int) -> NDArray[np.int64]:
     """How often each block is listed."""
-    assert len(lists.counts) == len(lists.indices) == max(rows, SHORTEST)
-    assert lists.indices.shape[1] >= SHORTEST
+    assert len(lists.counts) == len(lists.indices) == max(rows, MIN_LENGTH)
+    assert lists.indices.shape[1] >= MIN_LENGTH
     assert (lists.counts[rows:] == 0).all()
     out = np.zeros((rows, cols), dtype=np.int64)
     for row, (count, index) in enumerate(zip(lists.counts[:rows], lists.indices[:rows], strict=True)):
@@ -27,8 +27,8 @@ def listed(lists: Lists, rows: int, cols: int) -> NDArray[np.int64]:
 
 @given(drawn=masks(), size=st.sampled_from([1, 2, 3, 5, 8, 32]))
 def test_against_the_pairs(drawn: Drawn, size: int) -> None:
-    for layer in layers(drawn.mask.bands):
-        found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, size=size)
+    for layer in interval_layers(drawn.mask.bands):
+        found = block_tables(layer.start, layer.stop, layer.k1 - layer.k0, size=size)
         seen = dense(layer, *drawn.truth.shape)[layer.q0 : layer.q1, layer.k0 : layer.k1]
         over = [(0, -n % size) for n in seen.shape]  # what lies over the edge is not seen
         rows, cols = (-(-n // size) for n in seen.shape)
@@ -42,6 +42,6 @@ def test_against_the_pairs(drawn: Drawn, size: int) -> None:
 
 def test_rows_that_see_far_apart_do_not_fill_what_lies_between() -> None:
     start, stop = np.array([0, 1000]), np.array([10, 1010])
-    found = blocks(start, stop, 1010)
+    found = block_tables(start, stop, 1010)
     assert found.partial.counts[0] == 2
     assert found.partial.indices[0, :2].tolist() == [0, 7]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.kernels import OutputAccumulator, Partial, Saved, cpu, reference, wide
-from ringspan.kernels import sdpa_calls as launches
+from ringspan.kernels import OutputAccumulator, Partial, Saved, accumulation_dtype, cpu, reference, sdpa_calls
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from tests.hypothesis_strategies import masks
@@ -77,7 +76,7 @@ def backward(
 
 def compare(bands: Sequence[Band], given: list[Tensor], scale: float, *, dlse: bool) -> None:
     q, k, v, dout, of_lse = given
-    dtype = wide(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     is_ = forward(cpu, q, k, v, bands, scale, dtype)
     should = forward(reference, q.double(), k.double(), v.double(), bands, scale, torch.float64)
     assert is_.out.dtype == is_.lse.dtype == dtype
@@ -128,13 +127,13 @@ def test_the_gradient_of_lse_in_lower_precision(dtype: torch.dtype) -> None:
 
 @pytest.fixture(scope="module")
 def small_blocks() -> Iterator[None]:
-    """So that small masks come to all kinds of launches."""
+    """So that small masks come to all kinds of calls."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "WASTE", 6)
-        patch.setattr(launches, "BLOCK", 3)
-        launches.launches.cache_clear()
+        patch.setattr(sdpa_calls, "WASTE", 6)
+        patch.setattr(sdpa_calls, "BLOCK", 3)
+        sdpa_calls.make_sdpa_calls.cache_clear()
         yield
-    launches.launches.cache_clear()
+    sdpa_calls.make_sdpa_calls.cache_clear()
 
 
 @pytest.mark.usefixtures("small_blocks")

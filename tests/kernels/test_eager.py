@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ringspan as rs
-from ringspan.kernels import Inputs, Mods, PlacedMods, Saved, eager, mods_of, pick
-from ringspan.kernels.eager import MOST_ROWS
+from ringspan.kernels import IndexedMods, Inputs, Mods, Saved, eager, mods_of, select_kernel
+from ringspan.kernels.eager import MAX_ROWS
 from ringspan.kernels.reference import dense_attention
 from ringspan.user_functions.captures import captured_tensors
 from tests.flex_truth import dense_flex, pairs
@@ -29,7 +29,7 @@ def tensors(s: int, t: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 @torch.no_grad()
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, mods: PlacedMods | None = None) -> rs.Partial:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, mods: IndexedMods | None = None) -> rs.Partial:
     out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf)
     total = rs.Partial(out.detach(), lse.detach())
     for start, stop, part in eager.attend(q.detach(), k.detach(), v.detach(), mask.bands, scale=0.3, mods=mods):
@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, mods: PlacedMods | No
     return total
 
 
-def backward(saved: Saved, k: Tensor, v: Tensor, mask: rs.Mask, mods: PlacedMods | None = None) -> list[Tensor]:
+def backward(saved: Saved, k: Tensor, v: Tensor, mask: rs.Mask, mods: IndexedMods | None = None) -> list[Tensor]:
     learned = () if mods is None else mods.mods.learned
     dq, dk, dv, *dlearned = (torch.zeros_like(x) for x in (saved.q_BHSD, k, v, *learned))
     for rows, dq_, keys, dk_, dv_, dlearned_ in eager.attend_backward(saved, k, v, mask.bands, scale=0.3, mods=mods):
@@ -66,7 +66,7 @@ def test_any_mask(drawn: Drawn) -> None:
 
 
 def test_more_rows_than_are_taken_at_once() -> None:
-    n = 2 * MOST_ROWS + 17
+    n = 2 * MAX_ROWS + 17
     q, k, v = tensors(n, n)
     mask = rs.causal(n) & rs.window(left=40)
     want = dense_attention(q, k, v, torch.from_numpy(mask.dense()), scale=0.3)
@@ -131,7 +131,7 @@ def test_what_a_function_learns_however_it_holds_it(make: Callable[[], Any]) -> 
     mods = mods_of(score_mod, None, q)
     assert mods is not None
     assert {id(x) for x in mods.learned} == {id(x) for x in learned}
-    placed = PlacedMods(mods=mods, q_tokens_S=torch.arange(21), k_tokens_T=torch.arange(21))
+    placed = IndexedMods(mods=mods, q_tokens_S=torch.arange(21), k_tokens_T=torch.arange(21))
     want = dense_flex(q, k, v, torch.from_numpy(mask.dense()), score_mod, scale=0.3)
     got = attend(q, k, v, mask, placed)
     torch.testing.assert_close(got, rs.Partial(*(x.detach() for x in want)))
@@ -157,7 +157,7 @@ def test_rows_stand_where_the_tokens_say() -> None:
         score_mod=lambda score, b, h, q, k: score + 0.1 * h + 0.01 * (q - k) * (b + 1),
         mask_mod=lambda b, h, q, k: (document[q] == document[k]) | ((q + k + h) % 3 == b),
     )
-    placed = PlacedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=7)
+    placed = IndexedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=7)
     b, h, i, j = pairs(B, H, 13, 17)
     i, j, h = q_tokens[i], k_tokens[j], h + 7
     seen = (document[i] == document[j]) | ((i + j + h) % 3 == b)
@@ -169,7 +169,7 @@ def test_a_score_of_minus_infinity_hides() -> None:
     q, k, v = tensors(12, 12)
     mods = mods_of(lambda score, b, h, q, k: torch.where((k < q) & (q != 5), score, -torch.inf), None, q)
     assert mods is not None
-    placed = PlacedMods(mods=mods, q_tokens_S=torch.arange(12), k_tokens_T=torch.arange(12))
+    placed = IndexedMods(mods=mods, q_tokens_S=torch.arange(12), k_tokens_T=torch.arange(12))
     got = attend(q, k, v, rs.full(12), placed)
     assert got.lse.isneginf().nonzero()[:, 2].unique().tolist() == [0, 5]
     assert (got.out[:, :, [0, 5]] == 0).all()
@@ -181,7 +181,7 @@ def test_a_score_of_minus_infinity_hides() -> None:
 def test_a_function_that_ignores_the_score() -> None:
     q, k, v = tensors(6, 6)
     mods = mods_of(lambda score, b, h, q, k: torch.zeros_like(score), None, q)
-    placed = PlacedMods(mods=mods, q_tokens_S=torch.arange(6), k_tokens_T=torch.arange(6))  # type: ignore[arg-type]
+    placed = IndexedMods(mods=mods, q_tokens_S=torch.arange(6), k_tokens_T=torch.arange(6))  # type: ignore[arg-type]
     got = attend(q, k, v, rs.full(6), placed)
     torch.testing.assert_close(got.out, v.detach().mean(2, keepdim=True).repeat_interleave(H // G, 1).expand_as(got.out))
     grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(6), placed)
@@ -196,11 +196,11 @@ def test_captured_are_neither_given_nor_made() -> None:
 
 def test_it_is_chosen_for_functions_and_for_nothing_else() -> None:
     inputs = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 8, "v_dim": 8}
-    assert pick("auto", Inputs(**inputs, modded=True)) is eager  # type: ignore[arg-type]
-    assert pick("auto", Inputs(**inputs)) is not eager  # type: ignore[arg-type]
-    assert pick("eager", Inputs(**inputs)) is eager  # type: ignore[arg-type]
+    assert select_kernel("auto", Inputs(**inputs, has_mods=True)) is eager  # type: ignore[arg-type]
+    assert select_kernel("auto", Inputs(**inputs)) is not eager  # type: ignore[arg-type]
+    assert select_kernel("eager", Inputs(**inputs)) is eager  # type: ignore[arg-type]
     with pytest.raises(rs.KernelError, match='backend="cpu" knows no score_mod and no mask_mod; use backend="auto"'):
-        pick("cpu", Inputs(**inputs, modded=True))  # type: ignore[arg-type]
+        select_kernel("cpu", Inputs(**inputs, has_mods=True))  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 3), st.integers(0, 3))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from ringspan.kernels.flash_calls import Batch, Window, batches, layers, window
+from ringspan.kernels.flash_calls import FlashCall, Window, group_bands, make_flash_calls, window
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from tests.hypothesis_strategies import Drawn, masks
@@ -32,13 +32,13 @@ def as_flash_2(shape: Window, longest: int) -> Window:
     return Window(longest if left is None else left, longest if right is None else right)
 
 
-def sequences(batch: Batch) -> list[tuple[slice, slice]]:
+def sequences(call: FlashCall) -> list[tuple[slice, slice]]:
     """The queries and keys of each sequence of a call, counted from the call's first."""
-    if batch.queries is None or batch.seen is None:
-        return [(slice(0, batch.rows.stop - batch.rows.start), slice(0, batch.keys.stop - batch.keys.start))]
-    q, k = batch.queries.cuts.tolist(), batch.seen.cuts.tolist()
-    assert (q[0], q[-1], k[0], k[-1]) == (0, batch.rows.stop - batch.rows.start, 0, batch.keys.stop - batch.keys.start)
-    assert (batch.queries.longest, batch.seen.longest) == (max(np.diff(q)), max(np.diff(k)))
+    if call.q_sequences is None or call.k_sequences is None:
+        return [(slice(0, call.rows.stop - call.rows.start), slice(0, call.keys.stop - call.keys.start))]
+    q, k = call.q_sequences.cu_seqlens.tolist(), call.k_sequences.cu_seqlens.tolist()
+    assert (q[0], q[-1], k[0], k[-1]) == (0, call.rows.stop - call.rows.start, 0, call.keys.stop - call.keys.start)
+    assert (call.q_sequences.max_seqlen, call.k_sequences.max_seqlen) == (max(np.diff(q)), max(np.diff(k)))
     return [(slice(*x), slice(*y)) for x, y in zip(pairwise(q), pairwise(k), strict=True)]
 
 
@@ -57,30 +57,30 @@ def test_every_tight_band_is_one_window(drawn: Drawn) -> None:
 @given(masks())
 def test_the_calls_of_a_mask_compute_every_pair_once(drawn: Drawn) -> None:
     times = np.zeros(drawn.mask.lengths, dtype=int)
-    for batch in batches(tuple(drawn.mask), CPU):
-        longest = max(k.stop - k.start for _, k in sequences(batch))
-        for q, k in sequences(batch):
-            shown = seen_through(batch.window, q.stop - q.start, k.stop - k.start)
-            assert np.array_equal(shown, seen_through(as_flash_2(batch.window, longest), *shown.shape))
-            times[batch.rows, batch.keys][q, k] += shown
+    for call in make_flash_calls(tuple(drawn.mask), CPU):
+        longest = max(k.stop - k.start for _, k in sequences(call))
+        for q, k in sequences(call):
+            shown = seen_through(call.window, q.stop - q.start, k.stop - k.start)
+            assert np.array_equal(shown, seen_through(as_flash_2(call.window, longest), *shown.shape))
+            times[call.rows, call.keys][q, k] += shown
     assert np.array_equal(times, drawn.truth.astype(int))
 
 
 def test_gaps_are_sequences_of_their_own() -> None:
-    (batch,) = batches((Band(0, 2, 0, 2, -1, 0), Band(3, 5, 4, 6, 0, 1)), CPU)
-    assert batch.queries is not None
-    assert batch.seen is not None
-    assert batch.queries.cuts.tolist() == [0, 2, 3, 3, 5]
-    assert batch.seen.cuts.tolist() == [0, 2, 2, 4, 6]
+    (call,) = make_flash_calls((Band(0, 2, 0, 2, -1, 0), Band(3, 5, 4, 6, 0, 1)), CPU)
+    assert call.q_sequences is not None
+    assert call.k_sequences is not None
+    assert call.q_sequences.cu_seqlens.tolist() == [0, 2, 3, 3, 5]
+    assert call.k_sequences.cu_seqlens.tolist() == [0, 2, 2, 4, 6]
 
 
 def test_documents_on_one_rank_are_one_call() -> None:
     """Thirty triangles; and beside them thirty rectangles, whose keys came before: two calls, not sixty."""
     triangles = [Band(8 * n, 8 * n + 8, 8 * n, 8 * n + 8, -7, 0) for n in range(30)]
     rectangles = [Band(8 * n, 8 * n + 8, 300 + 5 * n, 305 + 5 * n, 293 - 3 * n, 304 - 3 * n) for n in range(30)]
-    assert [len(layer) for layer in layers(triangles + rectangles)] == [30, 30]
+    assert [len(layer) for layer in group_bands(triangles + rectangles)] == [30, 30]
 
 
 def test_bands_that_share_keys_are_calls_of_their_own() -> None:
     first, second = Band(0, 4, 0, 10, -3, 9), Band(4, 8, 0, 20, -7, 15)
-    assert [len(layer) for layer in layers([first, second])] == [1, 1]
+    assert [len(layer) for layer in group_bands([first, second])] == [1, 1]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringspan.kernels import flash_loop as windowed
-from ringspan.kernels import reference
+from ringspan.kernels import flash_loop, reference
 from ringspan.kernels.accumulators import OutputAccumulator
-from ringspan.kernels.flash_calls import Batch
+from ringspan.kernels.flash_calls import FlashCall
 from ringspan.kernels.kernel import Saved
 from ringspan.masks import Band
 from ringspan.masks import table as tables
@@ -30,11 +29,11 @@ def test_parts_and_gradients_land_where_they_belong(with_dlse: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 4, dtype=torch.float64) for h, n in ((4, 9), (2, 11), (2, 11)))
 
-    def dense_bands(batch: Batch, rows: int, cols: int) -> list[Band]:
+    def dense_bands(call: FlashCall, rows: int, cols: int) -> list[Band]:
         """What a call sees, by the definition of its window in each of its sequences."""
-        left, right = batch.window
+        left, right = call.window
         found = []
-        for q, k in sequences(batch):
+        for q, k in sequences(call):
             corner = k.stop - q.stop
             lo = -rows if left is None else corner - left
             hi = cols if right is None else corner + right
@@ -48,20 +47,20 @@ def test_parts_and_gradients_land_where_they_belong(with_dlse: bool) -> None:
     def as_call(x, like):  # type: ignore[no-untyped-def]
         return x.transpose(1, 2) if like.ndim == 4 else x.flatten(0, 1).transpose(0, 1)
 
-    def forward(q, k, v, batch, scale):  # type: ignore[no-untyped-def]
-        bands = dense_bands(batch, 9, 11)
+    def forward(q, k, v, call, scale):  # type: ignore[no-untyped-def]
+        bands = dense_bands(call, 9, 11)
         (part,) = reference.attend(*(as_kernel(x) for x in (q, k, v)), bands, scale=scale)
         lse = part.partial.lse
         return as_call(part.partial.out, q), lse if q.ndim == 4 else lse.flatten(0, 1)
 
-    def backward(saved, k, v, batch, scale):  # type: ignore[no-untyped-def]
+    def backward(saved, k, v, call, scale):  # type: ignore[no-untyped-def]
         numbers = (x if x is None or x.ndim == 3 else x.unflatten(0, (2, -1)) for x in saved[3:])
         inner = Saved(*(as_kernel(x) for x in saved[:3]), *numbers)
-        (part,) = reference.attend_backward(inner, as_kernel(k), as_kernel(v), dense_bands(batch, 9, 11), scale=scale)
+        (part,) = reference.attend_backward(inner, as_kernel(k), as_kernel(v), dense_bands(call, 9, 11), scale=scale)
         return tuple(as_call(x, k) for x in (part.dq_BHSD, part.dk_BGTD, part.dv_BGTE))
 
     result = OutputAccumulator((9, 2, 4, 4), like=q)
-    for part in windowed.attend(forward, q, k, v, BANDS, scale=0.5):
+    for part in flash_loop.attend(forward, q, k, v, BANDS, scale=0.5):
         result.add(*part)
     (want,) = reference.attend(q, k, v, BANDS, scale=0.5)
     out, lse = (x.movedim(0, 2) for x in result.finish())
@@ -71,7 +70,7 @@ def test_parts_and_gradients_land_where_they_belong(with_dlse: bool) -> None:
     saved = Saved(q, torch.randn_like(out), out, lse, torch.randn_like(lse) if with_dlse else None)
     (wanted,) = reference.attend_backward(saved, k, v, BANDS, scale=0.5)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for part in windowed.attend_backward(backward, saved, k, v, BANDS, scale=0.5):
+    for part in flash_loop.attend_backward(backward, saved, k, v, BANDS, scale=0.5):
         dq[:, :, part.rows] += part.dq_BHSD
         dk[:, :, part.keys] += part.dk_BGTD
         dv[:, :, part.keys] += part.dv_BGTE

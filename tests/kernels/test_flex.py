@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import ringspan as rs
 from ringspan.frontends.sdpa import AttentionCatcher
-from ringspan.kernels import Inputs, Kernel, PlacedMods, eager, flex, mods_of, reference
+from ringspan.kernels import IndexedMods, Inputs, Kernel, eager, flex, mods_of, reference
 from ringspan.kernels.accumulators import OutputAccumulator
 from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import Partial
@@ -120,8 +120,8 @@ def test_backward_inside_a_block_that_catches_attention() -> None:
 def test_what_inference_leaves_behind_can_be_trained_with() -> None:
     flex.launches.cache_clear()  # type: ignore[attr-defined]
     with torch.inference_mode():
-        (launch,) = flex.launches(MASKS["causal"].bands, False, "TRITON", torch.device("cpu"))
-    assert not any(x.is_inference() for x in (launch.start_S, launch.stop_S, *launch.lists.values()))
+        (call,) = flex.make_flex_calls(MASKS["causal"].bands, False, "TRITON", torch.device("cpu"))
+    assert not any(x.is_inference() for x in (call.start_S, call.stop_S, *call.lists.values()))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_why_not(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     plain = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "v_dim": 64}
-    assert flex.why_not(Inputs(**{**plain, **changes})) == reason  # type: ignore[arg-type]
+    assert flex.unsupported_reason(Inputs(**{**plain, **changes})) == reason  # type: ignore[arg-type]
 
 
 # -- functions of the user ---------------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ class Slopes(nn.Module):
         return score - self.slope_H[h] * (q - k).abs() / 50
 
 
-def placed(score_mod: Any, mask_mod: Any, mask: rs.Mask) -> PlacedMods:
+def placed(score_mod: Any, mask_mod: Any, mask: rs.Mask) -> IndexedMods:
     rows, cols = mask.lengths
     source = torch.Generator().manual_seed(3)
     q_tokens, k_tokens = torch.randperm(400, generator=source)[:rows], torch.randperm(400, generator=source)[:cols]
     mods = mods_of(score_mod, mask_mod, torch.zeros(1, dtype=torch.float64))
     assert mods is not None
-    return PlacedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=3)
+    return IndexedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=3)
 
 
 IDS = torch.arange(800).remainder(7).view(2, 400)

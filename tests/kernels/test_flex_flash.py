@@ -63,7 +63,7 @@ def test_a_part_that_saves_them_in_another_way_is_not_believed() -> None:
     saved = Saved(q, torch.ones(1, 1, S, D), torch.zeros(1, 1, S, D), torch.zeros(1, 1, S))
     with pytest.raises(rs.KernelError, match=r'0 and 0 were found where one each should be.*use backend="flex"'):
         flex_flash._gradients(plain, saved, k, v)
-    assert not vars(flex_flash._here)
+    assert not vars(flex_flash._thread)
 
 
 def test_lse_is_not_taken_for_something_else() -> None:

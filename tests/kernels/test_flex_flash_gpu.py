@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.kernels import Inputs, reasons
-from ringspan.kernels.flex_flash import rather_not
+from ringspan.kernels import Inputs, availability
+from ringspan.kernels.flex_flash import auto_skip_reason
 from ringspan.kernels.reference import dense_attention
 from tests.kernels.compare import MASKS, compared, error
 
@@ -27,8 +27,8 @@ CASES = {f"{kind}: {name}": (*KINDS[kind], mask) for kind in KINDS for name, mas
 
 def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
     asked = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)
-    reason = dict(reasons(asked))["flex_flash"]
-    if reason != rather_not(asked):
+    reason = dict(availability(asked))["flex_flash"]
+    if reason != auto_skip_reason(asked):
         pytest.skip(f"flex_flash {reason}")
     torch.manual_seed(0)
     (rows, cols), (h, g) = mask.lengths, heads

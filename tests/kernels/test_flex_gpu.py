@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.kernels import Inputs, flex, reasons
+from ringspan.kernels import Inputs, availability, flex
 from ringspan.kernels.reference import dense_attention
 from tests.kernels.compare import MASKS, compared, error
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def serving(dtype: torch.dtype, head_dim: int, v_dim: int) -> None:
-    reason = dict(reasons(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim, v_dim=v_dim)))["flex"]
+    reason = dict(availability(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim, v_dim=v_dim)))["flex"]
     if reason:
         pytest.skip(f"flex {reason}")
 

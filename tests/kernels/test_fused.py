@@ -116,7 +116,7 @@ def test_two_gradients_side_by_side(add: bool, d: int, e: int, dtype: torch.dtyp
     want[1:8] = torch.cat([dk, dv], -1).float() + (want[1:8] if add else 0)
     if not add:
         both[1:8] = torch.nan
-    fused.lay_(both[1:8], dk, dv, add=add)
+    fused.write_side_by_side_(both[1:8], dk, dv, add=add)
     assert torch.equal(both, want)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import ringspan as rs
-from ringspan.kernels import Inputs, reasons
+from ringspan.kernels import Inputs, availability
 from ringspan.kernels.reference import dense_attention
 from tests.kernels.compare import MASKS, N, compared, error
 
@@ -28,7 +28,7 @@ SHAPES = [
 
 def serving(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None) -> None:
     given = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim if v_dim is None else v_dim)
-    reason = dict(reasons(given))[backend]
+    reason = dict(availability(given))[backend]
     if reason:
         pytest.skip(f"{backend} {reason}")
 

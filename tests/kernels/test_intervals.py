@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 
 import ringspan as rs
-from ringspan.kernels.intervals import Layer, layers
+from ringspan.kernels.intervals import IntervalLayer, interval_layers
 from tests.hypothesis_strategies import Drawn, masks
 from tests.truth import Dense
 
 
-def dense(layer: Layer, rows: int, cols: int) -> Dense:
+def dense(layer: IntervalLayer, rows: int, cols: int) -> Dense:
     """What a layer shows of ``rows × cols``, by its definition."""
     out = np.zeros((rows, cols), dtype=np.bool_)
     k = np.arange(layer.k1 - layer.k0)[None, :]
@@ -23,7 +23,7 @@ def dense(layer: Layer, rows: int, cols: int) -> Dense:
 @given(masks())
 def test_every_pair_is_in_one_layer(drawn: Drawn) -> None:
     count = np.zeros(drawn.truth.shape, dtype=np.int64)
-    for layer in layers(drawn.mask.bands):
+    for layer in interval_layers(drawn.mask.bands):
         count += dense(layer, *drawn.truth.shape)
     assert np.array_equal(count, drawn.truth)
 
@@ -32,12 +32,12 @@ def test_every_pair_is_in_one_layer(drawn: Drawn) -> None:
 def test_no_more_layers_than_the_row_with_the_most_intervals_has(drawn: Drawn) -> None:
     padded = np.pad(drawn.truth, ((0, 0), (1, 0)))
     begins = padded[:, 1:] & ~padded[:, :-1]
-    assert len(list(layers(drawn.mask.bands))) == begins.sum(1).max(initial=0)
+    assert len(list(interval_layers(drawn.mask.bands))) == begins.sum(1).max(initial=0)
 
 
 @given(masks())
 def test_a_layer_is_no_larger_than_what_it_shows(drawn: Drawn) -> None:
-    for layer in layers(drawn.mask.bands):
+    for layer in interval_layers(drawn.mask.bands):
         q, k = np.nonzero(dense(layer, *drawn.truth.shape))
         assert (layer.q0, layer.q1, layer.k0, layer.k1) == (q.min(), q.max() + 1, k.min(), k.max() + 1)
 
@@ -57,4 +57,4 @@ CASES = {
 
 @pytest.mark.parametrize(("mask", "count"), CASES.values(), ids=CASES)
 def test_how_many(mask: rs.Mask, count: int) -> None:
-    assert len(list(layers(mask.bands))) == count
+    assert len(list(interval_layers(mask.bands))) == count

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan import kernels
-from ringspan.kernels import Inputs, cpu, fa4, flex, lacking, pick, reference, wide
+from ringspan.kernels import Inputs, accumulation_dtype, cpu, fa4, flex, missing_packages, reference, registry, select_kernel
 
 
 def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Inputs:
@@ -20,12 +19,12 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Inputs:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_cpu_the_cpu_kernel_serves(dtype: torch.dtype) -> None:
-    assert pick("auto", inputs(dtype=dtype)) is cpu
+    assert select_kernel("auto", inputs(dtype=dtype)) is cpu
 
 
 @pytest.mark.parametrize(("backend", "kernel"), [("cpu", cpu), ("reference", reference)])
 def test_by_name(backend: str, kernel: types.ModuleType) -> None:
-    assert pick(backend, inputs()) is kernel
+    assert select_kernel(backend, inputs()) is kernel
 
 
 @pytest.mark.parametrize(
@@ -44,26 +43,26 @@ def test_by_name(backend: str, kernel: types.ModuleType) -> None:
 )
 def test_none_serves(backend: Any, device: str, message: str) -> None:
     with pytest.raises(rs.KernelError) as error:
-        pick(backend, inputs(device))
+        select_kernel(backend, inputs(device))
     assert message in str(error.value)
 
 
 def test_the_reference_is_never_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "why_not", lambda inputs: "is out of order")
+    monkeypatch.setattr(cpu, "unsupported_reason", lambda inputs: "is out of order")
     with pytest.raises(rs.KernelError, match="cpu is out of order"):
-        pick("auto", inputs())
+        select_kernel("auto", inputs())
 
 
 def test_kernels_are_tried_in_order_and_loaded_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     shy, eager = types.ModuleType("shy"), types.ModuleType("eager")
-    shy.why_not = lambda inputs: "is too shy"  # type: ignore[attr-defined]
-    eager.why_not = lambda inputs: None  # type: ignore[attr-defined]
+    shy.unsupported_reason = lambda inputs: "is too shy"  # type: ignore[attr-defined]
+    eager.unsupported_reason = lambda inputs: None  # type: ignore[attr-defined]
     for module in (shy, eager):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(kernels, "KERNELS", {"shy": "shy", "eager": "eager", "absent": "there.is.no.such.module"})
-    assert pick("auto", inputs()) is eager
+    monkeypatch.setattr(registry, "KERNELS", {"shy": "shy", "eager": "eager", "absent": "there.is.no.such.module"})
+    assert select_kernel("auto", inputs()) is eager
     with pytest.raises(rs.KernelError, match='backend="shy" is too shy'):
-        pick("shy", inputs())
+        select_kernel("shy", inputs())
 
 
 @pytest.mark.parametrize(
@@ -84,10 +83,10 @@ def test_what_has_to_be_installed(
     monkeypatch.setattr(fa4, "is_installed", lambda: there)
     monkeypatch.setattr(flex, "find_spec", lambda name: object() if there and name == "triton" else None)
     given = inputs("cuda", dtype)
-    assert lacking(given).get(backend) == package
+    assert missing_packages(given).get(backend) == package
     if package:
         with pytest.raises(rs.KernelError, match=f'backend="{backend}" needs a package .*: pip install {package};'):
-            pick(backend, given)
+            select_kernel(backend, given)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_what_has_to_be_installed(
     ],
 )
 def test_sums_are_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
-    assert wide(dtype) == expected
+    assert accumulation_dtype(dtype) == expected
 
 
 def test_through_the_front_door() -> None:

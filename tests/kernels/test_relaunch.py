@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringspan.kernels.relaunch import Relaunch
+from ringspan.kernels.relaunch import Relauncher
 
 
 def program(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, cuts: Tensor | None, own: Any) -> None:
@@ -38,7 +38,7 @@ def draw(rows: int = 4) -> list[Tensor]:
     return [torch.randn(1, rows, 2, 8) for _ in range(3)]
 
 
-def check(relaunch: Relaunch, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.5, **options: Any) -> None:
+def check(relaunch: Relauncher, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.5, **options: Any) -> None:
     out, lse = relaunch(q, k, v, softmax_scale=scale, **options)
     want, want_lse, *_ = Package()(q, k, v, softmax_scale=scale, cuts=options.get("cuts"))
     assert torch.equal(out, want)
@@ -47,7 +47,7 @@ def check(relaunch: Relaunch, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.
 
 def test_the_second_call_of_a_kind_does_not_ask() -> None:
     package = Package()
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     for _ in range(3):
         check(relaunch, *draw())
     assert package.asked == 1
@@ -64,7 +64,7 @@ def test_the_second_call_of_a_kind_does_not_ask() -> None:
 )
 def test_another_kind_is_asked_for(other: Callable[[], tuple[list[Tensor], dict[str, Any]]]) -> None:
     package = Package()
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     check(relaunch, *draw())
     tensors, options = other()
     check(relaunch, *tensors, **options)
@@ -73,14 +73,14 @@ def test_another_kind_is_asked_for(other: Callable[[], tuple[list[Tensor], dict[
 
 def test_plain_values_are_repeated() -> None:
     package = Package(own=(None, (1, 2.0), [True, "x"]))
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     for _ in range(2):
         check(relaunch, *draw())
     assert package.asked == 1
 
 
 def test_nothing_of_a_call_is_kept_alive() -> None:
-    relaunch = Relaunch(Package())
+    relaunch = Relauncher(Package())
     check(relaunch, *draw())
     (launch,) = relaunch._launches.values()
     assert launch is not None
@@ -89,7 +89,7 @@ def test_nothing_of_a_call_is_kept_alive() -> None:
 
 def test_tensors_that_calls_share_stay_in_their_places() -> None:
     package = Package()
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     cuts, other = torch.tensor([0.0, 4.0]), torch.tensor([0.0, 5.0])
     for given in (cuts, cuts, other, cuts):
         check(relaunch, *draw(), cuts=given, shared=[given])
@@ -106,14 +106,14 @@ def test_tensors_that_calls_share_stay_in_their_places() -> None:
     ],
 )
 def test_what_cannot_be_repeated_is_asked_for_every_time(package: Package) -> None:
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     for n in range(3):
         check(relaunch, *draw())
         assert package.asked == n + 1
 
 
 def test_two_tensors_in_one_place_are_no_model_for_two_places() -> None:
-    relaunch = Relaunch(Package())
+    relaunch = Relauncher(Package())
     q, k, v = draw()
     check(relaunch, q, q, v)
     check(relaunch, q, k, v)
@@ -121,7 +121,7 @@ def test_two_tensors_in_one_place_are_no_model_for_two_places() -> None:
 
 def test_memory_that_the_package_would_copy_is_not_given_to_its_program() -> None:
     package = Package()
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     check(relaunch, *draw())
     _, k, v = draw()
     odd = torch.randn(1 + 4 * 2 * 8)[1:].view(1, 4, 2, 8)
@@ -136,7 +136,7 @@ def test_a_package_that_keeps_its_programs_elsewhere() -> None:
         asked.append(q)
         return Package()(q, k, v, softmax_scale=softmax_scale)
 
-    relaunch = Relaunch(package)
+    relaunch = Relauncher(package)
     for _ in range(2):
         check(relaunch, *draw())
     assert len(asked) == 2
@@ -146,5 +146,5 @@ def test_a_call_that_fails_leaves_the_package_as_it_was() -> None:
     package = Package()
     programs = package.compile_cache
     with pytest.raises(TypeError):
-        Relaunch(package)(*draw(), softmax_scale=0.5, unknown=1)
+        Relauncher(package)(*draw(), softmax_scale=0.5, unknown=1)
     assert package.compile_cache is programs

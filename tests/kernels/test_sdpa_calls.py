@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ringspan.kernels import sdpa_calls as module
-from ringspan.kernels.sdpa_calls import Launch, launches
+from ringspan.kernels import sdpa_calls
+from ringspan.kernels.sdpa_calls import SdpaCall, make_sdpa_calls
 from ringspan.masks import Band
 from tests import truth
 from tests.hypothesis_strategies import Drawn, masks
@@ -20,33 +20,33 @@ from tests.hypothesis_strategies import Drawn, masks
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """What is remembered was made with other settings."""
-    launches.cache_clear()
+    make_sdpa_calls.cache_clear()
     yield
-    launches.cache_clear()
+    make_sdpa_calls.cache_clear()
 
 
-def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[Launch, ...]:
+def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[SdpaCall, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WASTE", waste)
-        patch.setattr(module, "BLOCK", block)
-        launches.cache_clear()
-        return launches(tuple(bands))
+        patch.setattr(sdpa_calls, "WASTE", waste)
+        patch.setattr(sdpa_calls, "BLOCK", block)
+        make_sdpa_calls.cache_clear()
+        return make_sdpa_calls(tuple(bands))
 
 
-def covered(given: Sequence[Launch], rows: int, cols: int) -> NDArray[np.int64]:
+def covered(given: Sequence[SdpaCall], rows: int, cols: int) -> NDArray[np.int64]:
     """How often each pair is computed: all of a rectangle, its lower triangle from the top left corner, or its bands."""
     count = np.zeros((rows, cols), dtype=np.int64)
-    for launch in given:
-        q0, q1, k0, k1 = launch[:4]
+    for call in given:
+        q0, q1, k0, k1 = call[:4]
         assert 0 <= q0 < q1 <= rows
         assert 0 <= k0 < k1 <= cols
         inside = np.zeros_like(count)
-        if launch.bands:
-            assert not launch.is_causal
-            inside = truth.times_covered(launch.bands, rows, cols)
+        if call.bands:
+            assert not call.is_causal
+            inside = truth.times_covered(call.bands, rows, cols)
         else:
             i, j = np.mgrid[0 : q1 - q0, 0 : k1 - k0]
-            inside[q0:q1, k0:k1] = (j <= i) | (not launch.is_causal)
+            inside[q0:q1, k0:k1] = (j <= i) | (not call.is_causal)
         outside = inside.copy()
         outside[q0:q1, k0:k1] = 0
         assert not outside.any()
@@ -63,33 +63,33 @@ def test_every_band_exactly_once(drawn: Drawn, waste: int, block: int) -> None:
 @given(drawn=masks(max_len=20), waste=st.sampled_from([0, 5, 50]))
 def test_no_more_is_wasted_than_allowed(drawn: Drawn, waste: int) -> None:
     """By launches of several bands, or of one that is not a window (whose blocks have triangles at both ends)."""
-    for launch in with_settings(drawn.mask.bands, waste, 4):
-        area = sum(band.area for band in launch.bands)
-        if len(launch.bands) > 1 or (launch.bands and launch.bands[0] in drawn.mask.bands and not launch.bands[0].cut_below):
-            assert (launch.q1 - launch.q0) * (launch.k1 - launch.k0) <= area + waste
+    for call in with_settings(drawn.mask.bands, waste, 4):
+        area = sum(band.area for band in call.bands)
+        if len(call.bands) > 1 or (call.bands and call.bands[0] in drawn.mask.bands and not call.bands[0].cut_below):
+            assert (call.q1 - call.q0) * (call.k1 - call.k0) <= area + waste
 
 
 LARGE = 10_000  # so large that nothing is too small to matter
 
 BRANCHES = {
-    "full": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, LARGE - 1)], [Launch(0, LARGE, 0, LARGE)]),
-    "causal": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, 0)], [Launch(0, LARGE, 0, LARGE, is_causal=True)]),
-    "causal, more rows than keys": ([Band(5, LARGE, 5, 999, 6 - LARGE, 0)], [Launch(5, LARGE, 5, 999, is_causal=True)]),
+    "full": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, LARGE - 1)], [SdpaCall(0, LARGE, 0, LARGE)]),
+    "causal": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, 0)], [SdpaCall(0, LARGE, 0, LARGE, is_causal=True)]),
+    "causal, more rows than keys": ([Band(5, LARGE, 5, 999, 6 - LARGE, 0)], [SdpaCall(5, LARGE, 5, 999, is_causal=True)]),
     "causal, after keys that all see": (
         [Band(0, LARGE, 0, LARGE + 50, 1 - LARGE, 50)],
-        [Launch(0, LARGE, 0, 50), Launch(0, LARGE, 50, LARGE + 50, is_causal=True)],
+        [SdpaCall(0, LARGE, 0, 50), SdpaCall(0, LARGE, 50, LARGE + 50, is_causal=True)],
     ),
     "a small step": (
         [Band(0, 4, 0, 6, -3, 2)],
-        [Launch(0, 4, 0, 6, bands=(Band(0, 4, 0, 6, -3, 2),))],
+        [SdpaCall(0, 4, 0, 6, bands=(Band(0, 4, 0, 6, -3, 2),))],
     ),
     "small neighbours": (
         [Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)],
-        [Launch(0, 20, 0, 20, bands=(Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)))],
+        [SdpaCall(0, 20, 0, 20, bands=(Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)))],
     ),
     "large neighbours": (
         [Band(0, 900, 0, 900, -899, 0), Band(900, 1800, 900, 1800, -899, 0)],
-        [Launch(0, 900, 0, 900, is_causal=True), Launch(900, 1800, 900, 1800, is_causal=True)],
+        [SdpaCall(0, 900, 0, 900, is_causal=True), SdpaCall(900, 1800, 900, 1800, is_causal=True)],
     ),
     "nothing": ([], []),
 }
@@ -98,20 +98,20 @@ BRANCHES = {
 @pytest.mark.parametrize("name", BRANCHES)
 def test_launches_of(name: str) -> None:
     bands, expected = BRANCHES[name]
-    assert list(launches(tuple(bands))) == expected
+    assert list(make_sdpa_calls(tuple(bands))) == expected
 
 
 @pytest.mark.parametrize(("left", "rows"), [(10, 64), (99, 100), (5000, 512)])
 def test_a_window_goes_by_blocks_of_rows(left: int, rows: int) -> None:
     """As many rows as keys in the window, between 64 and 512; each with the keys that any of them sees."""
-    given = launches((Band(0, LARGE, 0, LARGE, -left, 0),))
+    given = make_sdpa_calls((Band(0, LARGE, 0, LARGE, -left, 0),))
     assert len(given) == -(-LARGE // rows)
-    assert {launch.q1 - launch.q0 for launch in given[:-1]} == {rows}
-    assert all(launch.k1 - launch.k0 <= rows + left for launch in given)
+    assert {call.q1 - call.q0 for call in given[:-1]} == {rows}
+    assert all(call.k1 - call.k0 <= rows + left for call in given)
     wasted = sum((x.q1 - x.q0) * (x.k1 - x.k0) for x in given) - Band(0, LARGE, 0, LARGE, -left, 0).area
     assert wasted <= LARGE * rows
 
 
 def test_bands_in_any_order_are_the_same_launches() -> None:
     bands = [Band(i * 900, i * 900 + 900, 0, 900, -9999, 9999) for i in range(4)]
-    assert launches(tuple(bands)) == launches(tuple(bands[::-1]))
+    assert make_sdpa_calls(tuple(bands)) == make_sdpa_calls(tuple(bands[::-1]))

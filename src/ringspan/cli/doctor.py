@@ -17,7 +17,7 @@ import ringspan as rs
 from ringspan.cli.numbers import at_least
 from ringspan.engine import DTYPES
 from ringspan.frontends.activate import missing
-from ringspan.kernels import Inputs, lacking, reasons
+from ringspan.kernels import Inputs, availability, missing_packages
 
 IN_PROCESS = "in process"
 
@@ -67,10 +67,10 @@ def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
 
 
 def _choice(inputs: Inputs) -> dict[str, Any]:
-    said = dict(reasons(inputs))
+    said = dict(availability(inputs))
     able = [name for name, reason in said.items() if reason is None]
     why_not = {name: reason for name, reason in said.items() if reason}
-    return {"chosen": able[0] if able else None, "why_not": why_not, "lacks": lacking(inputs)}
+    return {"chosen": able[0] if able else None, "why_not": why_not, "lacks": missing_packages(inputs)}
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.kernels import Saved, wide
+from ringspan.kernels import Saved, accumulation_dtype
 from ringspan.plans.shape import saved_bytes
 
 
@@ -34,7 +34,7 @@ def bundle(saved: Saved) -> Tensor:
 
 def unbundle(rows_SBHW: Tensor, d: int, e: int) -> Saved:
     """The parts of the rows, as views, rows first."""
-    dtype = wide(rows_SBHW.dtype)
+    dtype = accumulation_dtype(rows_SBHW.dtype)
     tail = 2 * torch.finfo(dtype).bits // torch.finfo(rows_SBHW.dtype).bits
     q, dout, out, rest = rows_SBHW.split([d, e, e, rows_SBHW.shape[-1] - d - 2 * e], dim=-1)
     lse, dlse = rest[..., rest.shape[-1] - tail :].view(dtype).unbind(-1)

@@ -19,7 +19,7 @@ from ringspan.engine.bundle import bundle, unbundle
 from ringspan.engine.global_indices import placed
 from ringspan.engine.messages import routes
 from ringspan.engine.slots import Slots
-from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Partial, Saved, wide
+from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Partial, Saved, accumulation_dtype
 from ringspan.planner import Plan
 from ringspan.plans import Slot, Task
 from ringspan.plans.data import Phase
@@ -51,7 +51,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> RankCoro
     moving = program.moves_queries("forward")
     q = [q_SBHD.contiguous(), *(_room(slot, q_SBHD) for slot in program.q_slots[1:])] if moving else [q_SBHD]
     value_dim = kv_TBGF.shape[-1] - call.head_dim
-    like = torch.empty(0, dtype=wide(q_SBHD.dtype), device=q_SBHD.device)
+    like = torch.empty(0, dtype=accumulation_dtype(q_SBHD.dtype), device=q_SBHD.device)
     out = [OutputAccumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
     queries, keys = [_heads_first(x) for x in q], [_key_value(x, call) for x in kv]
 
@@ -83,7 +83,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> RankCorou
     value_dim = kv_TBGF.shape[-1] - call.head_dim
     visitors = (unbundle(x, call.head_dim, value_dim) for x in q[1:])
     queries = [Saved(*(None if x is None else _heads_first(x) for x in rows)) for rows in (saved, *visitors)]  # type: ignore[arg-type]
-    like = torch.empty(0, dtype=wide(kv_TBGF.dtype), device=kv_TBGF.device)
+    like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=kv_TBGF.device)
     dkv = [GradientAccumulator(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
     dq = [
         GradientAccumulator(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])
@@ -91,7 +91,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> RankCorou
 
     keys = [_key_value(x, call) for x in kv]
     learned = () if call.mods is None else call.mods.learned
-    dlearned = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in learned]
+    dlearned = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in learned]
 
     def compute(task: Task, n: int) -> None:
         options = _options(call, plan, "backward", n, task, kv_TBGF.device)

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, on_device
-from ringspan.kernels import Mods, PlacedMods
+from ringspan.kernels import IndexedMods, Mods
 from ringspan.planner import Plan
 from ringspan.planner.slot_tokens import Contents, held
 from ringspan.plans import Task
 from ringspan.plans.data import Phase
 
 
-def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: torch.device) -> PlacedMods:
+def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: torch.device) -> IndexedMods:
     """The functions of a call, for the rows that a task of this step brings together."""
     contents = held(plan, phase)[step]
     queries, keys = contents["q", task.q_slot], contents["kv", task.kv_slot]
-    return PlacedMods(
+    return IndexedMods(
         mods=mods,
         q_tokens_S=_tokens(queries, device),
         k_tokens_T=_tokens(keys, device),

@@ -26,7 +26,7 @@ from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_s
 from ringspan.engine.beside import beside
 from ringspan.engine.executor import Call, backward
 from ringspan.errors import InputError, KernelError
-from ringspan.kernels import Partial, Saved, wide
+from ringspan.kernels import Partial, Saved, accumulation_dtype
 from ringspan.planner import Plan
 from ringspan.torch_private.dispatch_keys import default_dispatch_keys
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
@@ -204,7 +204,7 @@ def _as_outside(call: Call) -> Iterator[None]:
 @torch.library.register_fake("ringspan::attend")
 def _(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
-    return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=wide(q.dtype))
+    return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=accumulation_dtype(q.dtype))
 
 
 @torch.library.register_fake("ringspan::attend_backward")

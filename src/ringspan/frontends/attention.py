@@ -18,7 +18,7 @@ from ringspan.errors import InputError
 from ringspan.frontends.dtensors import is_dtensor
 from ringspan.frontends.score_mods import check_heads
 from ringspan.frontends.validate import given_scale
-from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, pick
+from ringspan.kernels import Inputs, MaskMod, Partial, ScoreMod, check_backend, mods_of, select_kernel
 from ringspan.masks import Mask
 from ringspan.planner import Plan
 from ringspan.transports import (
@@ -200,15 +200,15 @@ def call_for(plan: Plan, q: Tensor, v: Tensor, scale: float, backend: str, score
 
 
 def _inputs(plan: Plan, q: Tensor | Look, v: Tensor | Look) -> Inputs:
-    return Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1], ragged=plan.is_ragged)
+    return Inputs(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], v_dim=v.shape[-1], windows_or_documents=plan.is_ragged)
 
 
 def _call(plan: Plan, q: Tensor, inputs: Inputs, scale: float, backend: str, score_mod: ScoreMod | None) -> Call:
     check_heads(score_mod, q.shape[1])
     mods = mods_of(score_mod, _settling(plan.mask, q), q)
     if mods is not None:
-        inputs = replace(inputs, modded=True)
-    return Call(kernel=pick(backend, inputs), scale=scale, head_dim=inputs.head_dim, mods=mods)
+        inputs = replace(inputs, has_mods=True)
+    return Call(kernel=select_kernel(backend, inputs), scale=scale, head_dim=inputs.head_dim, mods=mods)
 
 
 def _settling(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ringspan.errors import KernelError
 from ringspan.kernels import Inputs, Saved
-from ringspan.kernels.flash_calls import Batch, Window
+from ringspan.kernels.flash_calls import FlashCall, Window
 from ringspan.torch_private.attention_operators import SDPA_FLASH_BACKWARD, SDPA_FLASH_FORWARD
 
 # The operator's causal is aligned at the bottom right, as flash attention's own is. SDPA's is aligned at the top left, and SDPA
 # comes here only with squares, where they are one; torch.nn.attention.bias.causal_lower_right comes with any rectangle.
-CAUSAL, FULL = (Batch(slice(None), slice(None), Window(left=None, right=right)) for right in (0, None))
+CAUSAL, FULL = (FlashCall(slice(None), slice(None), Window(left=None, right=right)) for right in (0, None))
 
 
 class Flash(Protocol):
@@ -36,11 +36,11 @@ class Flash(Protocol):
     def load(self) -> Any:
         """Import what it needs, or raise ``ModuleNotFoundError`` saying what to install."""
 
-    def why_not(self, inputs: Inputs) -> str | None:
+    def unsupported_reason(self, inputs: Inputs) -> str | None:
         """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""
 
     def forward(
-        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, batch: Batch, scale: float, into: Tensor, /
+        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, call: FlashCall, scale: float, into: Tensor, /
     ) -> tuple[Tensor, Tensor]:
         """Fill out (B, S, H, D), which is ``into``; give it and lse (B, H, S)."""
 
@@ -49,7 +49,7 @@ class Flash(Protocol):
         saved: Saved,
         k_BTGD: Tensor,
         v_BTGD: Tensor,
-        batch: Batch,
+        call: FlashCall,
         scale: float,
         into: tuple[Tensor, Tensor, Tensor],
         /,
@@ -139,7 +139,7 @@ class FlashOperators:
             return f"takes q (B, H, S, D), k and v (B, G, T, D) with H a multiple of G, not {shapes}"
         if any(x.stride(-1) != 1 for x in (q, k, v)):
             return f"takes q, k and v with a contiguous last dim, not strides {q.stride()}, {k.stride()} and {v.stride()}"
-        return self.flash.why_not(Inputs(device=q.device, dtype=q.dtype, head_dim=d, v_dim=d))
+        return self.flash.unsupported_reason(Inputs(device=q.device, dtype=q.dtype, head_dim=d, v_dim=d))
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

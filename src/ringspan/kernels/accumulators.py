@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ringspan.kernels.partial import EMPTY_LSE, Partial, fused_kernels, merge_
+from ringspan.kernels.partial import EMPTY_LSE, Partial, merge_, triton_kernels
 from ringspan.kernels.row_states import RowState, RowStates, WaitingParts
 
 Tensors = tuple[Tensor, ...]
@@ -115,12 +115,12 @@ class RowAccumulator(ABC):
 
     def _kept_rows(self, start: int, stop: int) -> Tensors:
         assert self._kept is not None
-        return _rows(self._kept, start, stop)
+        return self._kept if stop - start == self.shape[0] else _rows(self._kept, start, stop)
 
     def _wide_rows(self, start: int, stop: int) -> Tensors:
         if self._wide is None:
             self._wide = self._new_wide()
-        return _rows(self._wide, start, stop)
+        return self._wide if stop - start == self.shape[0] else _rows(self._wide, start, stop)
 
     @abstractmethod
     def _new_wide(self) -> Tensors:
@@ -230,9 +230,9 @@ class GradientAccumulator(RowAccumulator):
 
 def _write_fused(into: Tensors, part: Tensors, *, add: bool) -> bool:
     """Write two gradients side by side in one launch, where there is a kernel for that."""
-    fused = fused_kernels() if len(into) == 1 and len(part) == 2 and part[0].is_cuda else None
+    fused = triton_kernels() if len(into) == 1 and len(part) == 2 and part[0].is_cuda else None
     if fused is not None:
-        fused.lay_(*into, *part, add=add)
+        fused.write_side_by_side_(*into, *part, add=add)
     return fused is not None
 
 

@@ -23,10 +23,10 @@ from ringspan.masks.table import Ints, ranges
 BLOCK = 128
 
 # A compiler that serves all lengths with one program still takes 0 and 1 for constants: no list is so short.
-SHORTEST = 2
+MIN_LENGTH = 2
 
 
-class Lists(NamedTuple):
+class BlockTable(NamedTuple):
     """For each block of queries some blocks of keys, or the other way round: as many of its row as its count says."""
 
     counts: NDArray[np.int32]  # (blocks,)
@@ -34,24 +34,24 @@ class Lists(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blocks:
+class BlockTables:
     """The same blocks twice: the forward pass goes along the keys, the gradient of keys along the queries."""
 
-    partial: Lists
-    full: Lists
-    partial_by_key: Lists
-    full_by_key: Lists
+    partial: BlockTable
+    full: BlockTable
+    partial_by_key: BlockTable
+    full_by_key: BlockTable
 
 
-def blocks(
-    start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False, shortest: int = SHORTEST
-) -> Blocks:
+def block_tables(
+    start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False, min_length: int = MIN_LENGTH
+) -> BlockTables:
     """The blocks of rows that each see the keys from start to stop (nothing, where they are equal).
 
     ``all_partial``: no block counts as full, since something else has a say in its pairs, too. ``shortest``: no list is
     shorter, and there are no fewer lists.
 
-    >>> found = blocks(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
+    >>> found = block_tables(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
     >>> found.full.counts.tolist(), found.partial.counts.tolist(), found.partial.indices.tolist()
     ([1, 0], [1, 2], [[1, 0], [0, 2]])
     """
@@ -61,10 +61,10 @@ def blocks(
     q, k = _touched(start_RN // size, -(-stop_RN // size))
     full = (-(-start_RN.max(1) // size)[q] <= k) & (k < (stop_RN.min(1) // size)[q])
     full &= not all_partial
-    partial, full_ = _lists(q, k, full, len(start_RN), shortest)
+    partial, full_ = _lists(q, k, full, len(start_RN), min_length)
     by_key = np.argsort(k, kind="stable")
-    partial_by_key, full_by_key = _lists(k[by_key], q[by_key], full[by_key], -(-keys // size), shortest)
-    return Blocks(partial=partial, full=full_, partial_by_key=partial_by_key, full_by_key=full_by_key)
+    partial_by_key, full_by_key = _lists(k[by_key], q[by_key], full[by_key], -(-keys // size), min_length)
+    return BlockTables(partial=partial, full=full_, partial_by_key=partial_by_key, full_by_key=full_by_key)
 
 
 def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
@@ -80,16 +80,16 @@ def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
     return np.repeat(q, last - first), ranges(first, last - first)
 
 
-def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int, shortest: int) -> list[Lists]:
+def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int, min_length: int) -> list[BlockTable]:
     """Pairs ordered by owner, as one list for each owner: those that are not full, and those that are.
 
     Both have room for as many: FlexAttention finds the row of a full list by the stride of the partial one.
     """
-    counts = [np.bincount(owner[which], minlength=max(owners, shortest)) for which in (~full, full)]
-    most = max(shortest, *(int(n.max()) for n in counts))
+    counts = [np.bincount(owner[which], minlength=max(owners, min_length)) for which in (~full, full)]
+    most = max(min_length, *(int(n.max()) for n in counts))
     lists = []
     for which, n in zip((~full, full), counts, strict=True):
         indices = np.zeros((len(n), most), dtype=np.int32)
         indices[owner[which], ranges(np.zeros_like(n), n)] = item[which]
-        lists.append(Lists(n.astype(np.int32), indices))
+        lists.append(BlockTable(n.astype(np.int32), indices))
     return lists

@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import NO_MODS, Inputs, wide
-from ringspan.kernels.sdpa_loop import Fused
+from ringspan.kernels.kernel import NO_MODS, Inputs, accumulation_dtype
+from ringspan.kernels.sdpa_loop import SdpaKernel
 from ringspan.torch_private.attention_operators import cpu_flash_backward, cpu_flash_forward
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.device.type != "cpu":
         return f"serves cpu tensors, not {inputs.device.type}"
-    return NO_MODS if inputs.modded else None
+    return NO_MODS if inputs.has_mods else None
 
 
 def _forward(
@@ -40,5 +40,5 @@ def _backward(
     return dq, dk, dv
 
 
-_fused = Fused(forward=_forward, backward=_backward, dtype=wide)
-attend, attend_backward = _fused.attend, _fused.attend_backward
+_kernel = SdpaKernel(forward=_forward, backward=_backward, compute_dtype=accumulation_dtype)
+attend, attend_backward = _kernel.attend, _kernel.attend_backward

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ringspan.errors import KernelError
 from ringspan.kernels.kernel import NO_MODS, Inputs
-from ringspan.kernels.sdpa_loop import Fused
+from ringspan.kernels.sdpa_loop import SdpaKernel
 from ringspan.torch_private.attention_operators import cudnn_backward, cudnn_forward
 
 WIDEST = 128
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
-    if inputs.modded:
+    if inputs.has_mods:
         return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if major < 8:
@@ -33,8 +33,8 @@ def why_not(inputs: Inputs) -> str | None:
     return None
 
 
-def rather_not(inputs: Inputs) -> str | None:
-    return "needs a call for each document and for each block of a window" if inputs.ragged else None
+def auto_skip_reason(inputs: Inputs) -> str | None:
+    return "needs a call for each document and for each block of a window" if inputs.windows_or_documents else None
 
 
 def _forward(
@@ -64,5 +64,5 @@ def _backward(
     return dq, dk, dv
 
 
-_fused = Fused(forward=_forward, backward=_backward, multiple=8)
-attend, attend_backward = _fused.attend, _fused.attend_backward
+_kernel = SdpaKernel(forward=_forward, backward=_backward, dim_multiple=8)
+attend, attend_backward = _kernel.attend, _kernel.attend_backward

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import on_device
-from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved, wide
-from ringspan.kernels.mods import PlacedMods
+from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved, accumulation_dtype
+from ringspan.kernels.mods import IndexedMods
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import MAX_LENGTH, Band
@@ -27,16 +27,16 @@ from ringspan.masks.table import K0, K1, Q0, Q1, Table
 from ringspan.user_functions.captures import SubstituteTensors, enable_function_mode
 
 # Scores that are held at a time, and rows: fewer rows meet fewer keys that they do not see.
-MOST_SCORES = 2**22
-MOST_ROWS = 256
+MAX_SCORES = 2**22
+MAX_ROWS = 256
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     return None
 
 
-def rather_not(inputs: Inputs) -> str | None:
-    return None if inputs.modded else "is for a score_mod or a mask_mod, and there is none"
+def auto_skip_reason(inputs: Inputs) -> str | None:
+    return None if inputs.has_mods else "is for a score_mod or a mask_mod, and there is none"
 
 
 def attend(
@@ -46,12 +46,12 @@ def attend(
     bands: Sequence[Band],
     *,
     scale: float,
-    mods: PlacedMods | None = None,
-) -> Iterator[Part]:
+    mods: IndexedMods | None = None,
+) -> Iterator[PartialRows]:
     for block in _blocks(bands, q_BHSD, k_BGTD):
         rows, keys, _ = block
         q, k, v = q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]
-        yield Part(rows.start, rows.stop, _attend(q, k, v, block=block, scale=scale, mods=mods))
+        yield PartialRows(rows.start, rows.stop, _attend(q, k, v, block=block, scale=scale, mods=mods))
 
 
 def attend_backward(
@@ -61,7 +61,7 @@ def attend_backward(
     bands: Sequence[Band],
     *,
     scale: float,
-    mods: PlacedMods | None = None,
+    mods: IndexedMods | None = None,
 ) -> Iterator[Gradients]:
     learned = () if mods is None else mods.mods.learned
     for block in _blocks(bands, saved.q_BHSD, k_BGTD):
@@ -72,7 +72,7 @@ def attend_backward(
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Some rows, the keys that they meet, and which of these pairs the bands hold."""
 
     rows: slice
@@ -80,12 +80,12 @@ class Block(NamedTuple):
     bands: Table
 
 
-def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> Iterator[Block]:
+def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> Iterator[RowBlock]:
     all_bands = tables.table(*bands)
     (batch, heads, *_), keys = q_BHSD.shape, k_BGTD.shape[2]
     if not len(all_bands) or not batch * heads:
         return
-    size = min(MOST_ROWS, max(1, MOST_SCORES // (batch * heads * keys)))
+    size = min(MAX_ROWS, max(1, MAX_SCORES // (batch * heads * keys)))
     for start in range(int(all_bands[:, Q0].min()), int(all_bands[:, Q1].max()), size):
         some = tables.intersect(all_bands, tables.table((start, start + size, 0, keys, -MAX_LENGTH, MAX_LENGTH)))
         if len(some):
@@ -93,26 +93,26 @@ def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> Iterator[B
                 slice(int(some[:, Q0].min()), int(some[:, Q1].max())),
                 slice(int(some[:, K0].min()), int(some[:, K1].max())),
             )
-            yield Block(rows, cols, some)
+            yield RowBlock(rows, cols, some)
 
 
 def _attend(
-    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: Block, scale: float, mods: PlacedMods | None
+    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: RowBlock, scale: float, mods: IndexedMods | None
 ) -> Partial:
     """One block, by operations that autograd can follow; ``learned``, if given, in the place of what the functions captured."""
-    q, k, v = (x.to(wide(k_BGTD.dtype)) for x in (q_BHSD, k_BGTD, v_BGTE))
+    q, k, v = (x.to(accumulation_dtype(k_BGTD.dtype)) for x in (q_BHSD, k_BGTD, v_BGTE))
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
     seen = _seen(block, q.device)
     if mods is not None:
-        mods = mods.of(block.rows, block.keys)
+        mods = mods.sliced(block.rows, block.keys)
         with enable_function_mode(SubstituteTensors(mods.mods.learned[: len(learned)], learned)):
-            score_BHST = mods.scores(score_BHST)
-        shown = mods.seen(*score_BHST.shape[:2])
+            score_BHST = mods.apply_score_mod(score_BHST)
+        shown = mods.apply_mask_mod(*score_BHST.shape[:2])
         seen = seen if shown is None else seen & shown
     return _softmax(score_BHST.to(q.dtype).masked_fill(~seen, EMPTY_LSE), v)
 
 
-def _seen(block: Block, device: torch.device) -> Tensor:
+def _seen(block: RowBlock, device: torch.device) -> Tensor:
     """The pairs of the bands, (S, T)."""
     rows, keys = block.rows, block.keys
     turn = keys.start - rows.start

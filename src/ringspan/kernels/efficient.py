@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.kernels.kernel import NO_MODS, Inputs
-from ringspan.kernels.sdpa_loop import Fused
+from ringspan.kernels.sdpa_loop import SdpaKernel
 from ringspan.torch_private.attention_operators import efficient_backward, efficient_forward
 
 # It keeps lse in rows of a multiple of this.
 LSE_ROWS = 32
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
-    if inputs.modded:
+    if inputs.has_mods:
         return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if (major, minor) < (5, 0) or (inputs.dtype == torch.bfloat16 and major < 8):
@@ -62,5 +62,5 @@ def _shared(dx_BHTD: Tensor, x_BGTD: Tensor) -> Tensor:
     return dx_BHTD.unflatten(1, (x_BGTD.shape[1], -1)).sum(2, dtype=torch.float32)
 
 
-_fused = Fused(forward=_forward, backward=_backward, multiple=8)
-attend, attend_backward = _fused.attend, _fused.attend_backward
+_kernel = SdpaKernel(forward=_forward, backward=_backward, dim_multiple=8)
+attend, attend_backward = _kernel.attend, _kernel.attend_backward

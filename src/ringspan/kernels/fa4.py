@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.caching.by_digest import cache_by_digest
-from ringspan.kernels import flash_loop as windowed
-from ringspan.kernels.flash_calls import Batch
-from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved
-from ringspan.kernels.relaunch import Relaunch
+from ringspan.kernels import flash_loop
+from ringspan.kernels.flash_calls import FlashCall
+from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, PartialRows, Saved
+from ringspan.kernels.relaunch import Relauncher
 from ringspan.masks import Band
 from ringspan.torch_private.flash_attention_4 import backward_of, forward_of
 
@@ -26,10 +26,10 @@ PACKAGE = "flash-attn-4"
 DISPATCH_KEY = "CUDA"
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
-    if inputs.modded:
+    if inputs.has_mods:
         return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if major not in (9, 10, 11):
@@ -68,34 +68,36 @@ def load() -> ModuleType:
     return interface
 
 
-def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
-    return windowed.attend(forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[PartialRows]:
+    return flash_loop.attend(forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
 
 
 def attend_backward(
     saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
 ) -> Iterator[Gradients]:
-    return windowed.attend_backward(backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
+    return flash_loop.attend_backward(backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One launch: (out, lse). ``into`` is where out is to lie, if that matters."""
-    options = {**_options(batch), "softmax_scale": scale, "return_lse": True}
+    options = {**_options(call), "softmax_scale": scale, "return_lse": True}
     if into is None:
-        shared = [] if batch.queries is None or batch.seen is None else [batch.queries.cuts, batch.seen.cuts]
-        return _relaunch(forward_of(load()))(q, k, v, shared=shared, **options)
+        shared = [x.cu_seqlens for x in (call.q_sequences, call.k_sequences) if x is not None]
+        return _relauncher(forward_of(load()))(q, k, v, shared=shared, **options)
     # The number of values it returns has changed from release to release; the first two have not.
     out, lse, *_ = forward_of(load())(q, k, v, **options, out=into)
     return out, lse
 
 
 @cache_by_digest(1, plain=True)
-def _relaunch(package: Callable[..., Any]) -> Relaunch:
-    return Relaunch(package)
+def _relauncher(package: Callable[..., Any]) -> Relauncher:
+    return Relauncher(package)
 
 
 def backward(
-    saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float, into: tuple[Tensor, Tensor, Tensor] | None = None
+    saved: Saved, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch: (dq, dk, dv). ``into`` is where they are to lie, if that matters."""
     q, dout, out, lse, dlse = saved
@@ -110,7 +112,7 @@ def backward(
         out,
         dout,
         lse,
-        **_options(batch),
+        **_options(call),
         softmax_scale=scale,
         dlse=dlse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -121,12 +123,12 @@ def backward(
     return dq[..., :d], dk[..., :d], dv[..., :e]
 
 
-def _options(batch: Batch) -> dict[str, Any]:
-    window, queries, seen = batch[2:]
+def _options(call: FlashCall) -> dict[str, Any]:
+    _, _, window, queries, keys = call
     options: dict[str, Any] = {"window_size_left": window.left, "window_size_right": window.right}
     if window.is_causal:
         options = {"causal": True}
-    if queries is not None and seen is not None:
-        options |= {"cu_seqlens_q": queries.cuts, "max_seqlen_q": queries.longest}
-        options |= {"cu_seqlens_k": seen.cuts, "max_seqlen_k": seen.longest}
+    if queries is not None and keys is not None:
+        options |= {"cu_seqlens_q": queries.cu_seqlens, "max_seqlen_q": queries.max_seqlen}
+        options |= {"cu_seqlens_k": keys.cu_seqlens, "max_seqlen_k": keys.max_seqlen}
     return options

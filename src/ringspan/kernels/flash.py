@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels import flash_loop as windowed
-from ringspan.kernels.flash_calls import Batch
-from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved, with_dlse
+from ringspan.kernels import flash_loop
+from ringspan.kernels.flash_calls import FlashCall
+from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, PartialRows, Saved, with_dlse_column
 from ringspan.kernels.partial import EMPTY_LSE
 from ringspan.masks import Band
 from ringspan.torch_private.attention_operators import flash_backward, flash_forward
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
-    if inputs.modded:
+    if inputs.has_mods:
         return NO_MODS
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if major < 8:
@@ -36,30 +36,30 @@ def why_not(inputs: Inputs) -> str | None:
     return None
 
 
-def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
-    return windowed.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[PartialRows]:
+    return flash_loop.attend(_forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
 
 
 def attend_backward(
     saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
 ) -> Iterator[Gradients]:
-    return windowed.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
+    return flash_loop.attend_backward(_backward, saved, k_BGTD, v_BGTE, bands, scale=scale)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = flash_forward(
-        q, k, v, *_sequences(q, k, batch), 0.0, batch.window.is_causal, False, scale=scale, **_sides(batch)
+        q, k, v, *_sequences(q, k, call), 0.0, call.window.is_causal, False, scale=scale, **_sides(call)
     )
-    if batch.queries is not None:
+    if call.q_sequences is not None:
         lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # its lse of a query that has no keys
     return out, lse
 
 
-def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: Saved, k: Tensor, v: Tensor, call: FlashCall, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     q, dout, out, lse, dlse = saved
     d, e = q.shape[-1], v.shape[-1]
     if dlse is not None:
-        dout, out, v = with_dlse(dout, out, v, dlse.transpose(-1, -2))
+        dout, out, v = with_dlse_column(dout, out, v, dlse.transpose(-1, -2))
         width = v.shape[-1] + -v.shape[-1] % 8
         q, k, v, dout, out = (F.pad(x.to(k.dtype), (0, width - x.shape[-1])) for x in (q, k, v, dout, out))
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
@@ -70,25 +70,25 @@ def _backward(saved: Saved, k: Tensor, v: Tensor, batch: Batch, scale: float) ->
         v,
         out,
         lse.contiguous(),
-        *_sequences(q, k, batch),
+        *_sequences(q, k, call),
         0.0,
-        batch.window.is_causal,
+        call.window.is_causal,
         unused,
         unused,
         scale=scale,
-        **_sides(batch),
+        **_sides(call),
     )
     return dq[..., :d], dk[..., :d], dv[..., :e]
 
 
-def _sequences(q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor | None, Tensor | None, int, int]:
-    if batch.queries is None or batch.seen is None:
+def _sequences(q: Tensor, k: Tensor, call: FlashCall) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if call.q_sequences is None or call.k_sequences is None:
         return None, None, q.shape[1], k.shape[1]
-    return batch.queries.cuts, batch.seen.cuts, batch.queries.longest, batch.seen.longest
+    return call.q_sequences.cu_seqlens, call.k_sequences.cu_seqlens, call.q_sequences.max_seqlen, call.k_sequences.max_seqlen
 
 
-def _sides(batch: Batch) -> dict[str, int]:
-    if batch.window.is_causal:
+def _sides(call: FlashCall) -> dict[str, int]:
+    if call.window.is_causal:
         return {}
-    left, right = (-1 if side is None else side for side in batch.window)
+    left, right = (-1 if side is None else side for side in call.window)
     return {"window_size_left": left, "window_size_right": right}

@@ -50,33 +50,33 @@ def window(band: Band) -> Window:
     return Window(left, right)
 
 
-class Lengths(NamedTuple):
+class Sequences(NamedTuple):
     """Where the sequences of one side begin and end: int32, on the device, one more than there are sequences."""
 
-    cuts: Tensor
-    longest: int
+    cu_seqlens: Tensor
+    max_seqlen: int
 
 
-class Batch(NamedTuple):
+class FlashCall(NamedTuple):
     """One call: these rows and keys through this window, as one sequence or, where lengths are given, as many."""
 
     rows: slice
     keys: slice
     window: Window
-    queries: Lengths | None = None
-    seen: Lengths | None = None
+    q_sequences: Sequences | None = None
+    k_sequences: Sequences | None = None
 
 
 @cache_by_stream(1024)
-def batches(bands: tuple[Band, ...], device: torch.device) -> tuple[Batch, ...]:
+def make_flash_calls(bands: tuple[Band, ...], device: torch.device) -> tuple[FlashCall, ...]:
     """Calls that together cover each band once."""
-    return tuple(_batch(layer, device) for layer in layers(bands))
+    return tuple(_make_call(layer, device) for layer in group_bands(bands))
 
 
-def layers(bands: Sequence[Band]) -> Iterator[list[Band]]:
+def group_bands(bands: Sequence[Band]) -> Iterator[list[Band]]:
     """Bands of one window in as few groups as possible in which queries and keys both go up from band to band.
 
-    >>> [len(layer) for layer in layers([Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)])]
+    >>> [len(layer) for layer in group_bands([Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)])]
     [2, 1]
     """
     of_window: dict[Window, list[list[Band]]] = {}
@@ -107,10 +107,10 @@ def _within_reach(band: Band) -> list[Band]:
     return [Band(*row) for q0, q1 in pairwise(cuts) for row in tables.table((q0, q1, *band[2:])).tolist()]
 
 
-def _batch(layer: Sequence[Band], device: torch.device) -> Batch:
+def _make_call(layer: Sequence[Band], device: torch.device) -> FlashCall:
     rows, keys = slice(layer[0].q0, layer[-1].q1), slice(layer[0].k0, layer[-1].k1)
     if len(layer) == 1:
-        return Batch(rows, keys, window(layer[0]))
+        return FlashCall(rows, keys, window(layer[0]))
     q, k = [0], [0]
     for band in layer:
         q0, q1, k0, k1 = (band.q0 - rows.start, band.q1 - rows.start, band.k0 - keys.start, band.k1 - keys.start)
@@ -120,8 +120,8 @@ def _batch(layer: Sequence[Band], device: torch.device) -> Batch:
         if k[-1] < k0:
             q, k = [*q, q[-1]], [*k, k0]
         q, k = [*q, q1], [*k, k1]
-    return Batch(rows, keys, window(layer[0]), _lengths(q, device), _lengths(k, device))
+    return FlashCall(rows, keys, window(layer[0]), _make_sequences(q, device), _make_sequences(k, device))
 
 
-def _lengths(cuts: list[int], device: torch.device) -> Lengths:
-    return Lengths(on_device(np.array(cuts, dtype=np.int32), device), max(b - a for a, b in pairwise(cuts)))
+def _make_sequences(cuts: list[int], device: torch.device) -> Sequences:
+    return Sequences(on_device(np.array(cuts, dtype=np.int32), device), max(b - a for a, b in pairwise(cuts)))

@@ -9,26 +9,30 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from ringspan.kernels.flash_calls import Batch, batches
-from ringspan.kernels.kernel import Gradients, Part, Saved
-from ringspan.kernels.partial import Partial, finite
+from ringspan.kernels.flash_calls import FlashCall, make_flash_calls
+from ringspan.kernels.kernel import Gradients, PartialRows, Saved
+from ringspan.kernels.partial import Partial, finite_lse
 from ringspan.masks import Band
 
-# (q_BSHD, k_BTGD, v_BTGE, batch, scale) -> (out_BSHE, lse_BHS)
-# and, of several sequences, (q_SND, k_TND, v_TNE, batch, scale) -> (out_SNE, lse_NS)
-Forward = Callable[[Tensor, Tensor, Tensor, Batch, float], tuple[Tensor, Tensor]]
-# (saved with BSH… or SN… tensors, k, v, batch, scale) -> (dq, dk, dv), shaped as q, k and v are
-Backward = Callable[[Saved, Tensor, Tensor, Batch, float], tuple[Tensor, Tensor, Tensor]]
+# (q_BSHD, k_BTGD, v_BTGE, call, scale) -> (out_BSHE, lse_BHS)
+# and, of several sequences, (q_SND, k_TND, v_TNE, call, scale) -> (out_SNE, lse_NS)
+Forward = Callable[[Tensor, Tensor, Tensor, FlashCall, float], tuple[Tensor, Tensor]]
+# (saved with BSH… or SN… tensors, k, v, call, scale) -> (dq, dk, dv), shaped as q, k and v are
+Backward = Callable[[Saved, Tensor, Tensor, FlashCall, float], tuple[Tensor, Tensor, Tensor]]
 
 
 def attend(
     forward: Forward, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
-) -> Iterator[Part]:
-    for batch in batches(tuple(bands), q_BHSD.device):
-        q, k, v = _taken(q_BHSD, batch.rows, batch), _taken(k_BGTD, batch.keys, batch), _taken(v_BGTE, batch.keys, batch)
-        out, lse = forward(q, k, v, batch, scale)
+) -> Iterator[PartialRows]:
+    for call in make_flash_calls(tuple(bands), q_BHSD.device):
+        q, k, v = (
+            _slice_rows(q_BHSD, call.rows, call),
+            _slice_rows(k_BGTD, call.keys, call),
+            _slice_rows(v_BGTE, call.keys, call),
+        )
+        out, lse = forward(q, k, v, call, scale)
         shape = q_BHSD.shape[:2]
-        yield Part(batch.rows.start, batch.rows.stop, Partial(_heads_first(out, shape), lse.view(*shape, -1)))
+        yield PartialRows(call.rows.start, call.rows.stop, Partial(_heads_first(out, shape), lse.view(*shape, -1)))
 
 
 def attend_backward(
@@ -40,28 +44,28 @@ def attend_backward(
     *,
     scale: float,
 ) -> Iterator[Gradients]:
-    lse_BHS = finite(saved.lse_BHS)
-    for batch in batches(tuple(bands), k_BGTD.device):
-        q, dout, out = (_taken(x, batch.rows, batch).to(k_BGTD.dtype) for x in saved[:3])
-        lse, dlse = (None if x is None else _row_numbers(x, batch) for x in (lse_BHS, saved.dlse_BHS))
+    lse_BHS = finite_lse(saved.lse_BHS)
+    for call in make_flash_calls(tuple(bands), k_BGTD.device):
+        q, dout, out = (_slice_rows(x, call.rows, call).to(k_BGTD.dtype) for x in saved[:3])
+        lse, dlse = (None if x is None else _slice_lse(x, call) for x in (lse_BHS, saved.dlse_BHS))
         assert lse is not None
         part = Saved(q, dout, out, lse, dlse)
-        k, v = _taken(k_BGTD, batch.keys, batch), _taken(v_BGTE, batch.keys, batch)
-        dq, dk, dv = backward(part, k, v, batch, scale)
+        k, v = _slice_rows(k_BGTD, call.keys, call), _slice_rows(v_BGTE, call.keys, call)
+        dq, dk, dv = backward(part, k, v, call, scale)
         heads, kv_heads = saved.q_BHSD.shape[:2], k_BGTD.shape[:2]
-        yield Gradients(batch.rows, _heads_first(dq, heads), batch.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads))
+        yield Gradients(call.rows, _heads_first(dq, heads), call.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads))
 
 
-def _taken(x_BHSD: Tensor, rows: slice, batch: Batch) -> Tensor:
+def _slice_rows(x_BHSD: Tensor, rows: slice, call: FlashCall) -> Tensor:
     """The rows as (B, S, H, D). Several sequences come without a batch: its members are so many more heads, (S, B × H, D)."""
     if rows.stop - rows.start < x_BHSD.shape[2]:
         x_BHSD = x_BHSD[:, :, rows]
-    return x_BHSD.transpose(1, 2) if batch.queries is None else x_BHSD.flatten(0, 1).transpose(0, 1)
+    return x_BHSD.transpose(1, 2) if call.q_sequences is None else x_BHSD.flatten(0, 1).transpose(0, 1)
 
 
-def _row_numbers(x_BHS: Tensor, batch: Batch) -> Tensor:
-    x_BHS = x_BHS[:, :, batch.rows]
-    return x_BHS if batch.queries is None else x_BHS.flatten(0, 1)
+def _slice_lse(x_BHS: Tensor, call: FlashCall) -> Tensor:
+    x_BHS = x_BHS[:, :, call.rows]
+    return x_BHS if call.q_sequences is None else x_BHS.flatten(0, 1)
 
 
 def _heads_first(x: Tensor, shape: Sequence[int]) -> Tensor:

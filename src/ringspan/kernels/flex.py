@@ -1,4 +1,4 @@
-"""FlexAttention, PyTorch's compiler for attention: a whole list of bands in one launch, where every query sees one interval.
+"""FlexAttention, PyTorch's compiler for attention: a whole list of bands in one call, where every query sees one interval.
 
 The compiled program reads each query's interval from two tensors, and which blocks to visit from four lists, so that another
 mask is other numbers and not another program. It is compiled at first use, for each dtype, number of heads, head dim and scale.
@@ -24,10 +24,10 @@ from torch.utils.dlpack import from_dlpack
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.errors import KernelError
-from ringspan.kernels.blocks import BLOCK, SHORTEST, blocks
-from ringspan.kernels.intervals import Layer, layers
-from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
-from ringspan.kernels.mods import MaskMod, PlacedMods, ScoreMod
+from ringspan.kernels.blocks import BLOCK, MIN_LENGTH, block_tables
+from ringspan.kernels.intervals import IntervalLayer, interval_layers
+from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved
+from ringspan.kernels.mods import IndexedMods, MaskMod, ScoreMod
 from ringspan.kernels.partial import Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 PACKAGE = "triton"
 
 # The compiler's own back ends. For the second one see :mod:`ringspan.kernels.flex_flash`.
-BackEnd = Literal["TRITON", "FLASH"]
+FlexBackend = Literal["TRITON", "FLASH"]
 
 # What tokens are counted in: the second one cannot look anything up by longer numbers.
-INDICES: dict[BackEnd, torch.dtype] = {"TRITON": torch.int64, "FLASH": torch.int32}
+INDEX_DTYPES: dict[FlexBackend, torch.dtype] = {"TRITON": torch.int64, "FLASH": torch.int32}
 
 # Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
-MOST_PROGRAMS = 256
+MAX_PROGRAMS = 256
 
 # Lists of bands whose launches stay on the device: 16 MB for 128k × 128k tokens, four times that for twice as many.
-REMEMBERED = 32
+MAX_CACHED = 32
 
 
-class Launch(NamedTuple):
+class FlexCall(NamedTuple):
     """One layer, where the device can read it."""
 
-    layer: Layer
+    layer: IntervalLayer
     start_S: Tensor
     stop_S: Tensor
     lists: dict[str, Any]  # the blocks to visit, by BlockMask's names: "kv" for each block of queries, "q" for each of keys
 
 
-def why_not(inputs: Inputs) -> str | None:
+def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.device.type != "cuda":
         return f"serves CUDA devices, not {inputs.device.type}"
     major, minor = torch.cuda.get_device_capability(inputs.device)
@@ -90,14 +90,16 @@ def attend(
     bands: Sequence[Band],
     *,
     scale: float,
-    mods: PlacedMods | None = None,
-    by: BackEnd = "TRITON",
-) -> Iterator[Part]:
-    for launch in launches(tuple(bands), _is_settled(mods), by, q_BHSD.device):
-        rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
-        q, k, v = (_on_its_own(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
-        here = None if mods is None else mods.of(rows, keys)
-        yield Part(rows.start, rows.stop, _run(q, k, v, launch=launch, scale=scale, mods=here, by=by))
+    mods: IndexedMods | None = None,
+    flex_backend: FlexBackend = "TRITON",
+) -> Iterator[PartialRows]:
+    for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), flex_backend, q_BHSD.device):
+        rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
+        q, k, v = (_as_base_tensor(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
+        here = None if mods is None else mods.sliced(rows, keys)
+        yield PartialRows(
+            rows.start, rows.stop, _run_call(q, k, v, call=call, scale=scale, mods=here, flex_backend=flex_backend)
+        )
 
 
 def attend_backward(
@@ -107,78 +109,82 @@ def attend_backward(
     bands: Sequence[Band],
     *,
     scale: float,
-    mods: PlacedMods | None = None,
-    by: BackEnd = "TRITON",
-    through: Callable[..., Sequence[Tensor]] = gradients,
+    mods: IndexedMods | None = None,
+    flex_backend: FlexBackend = "TRITON",
+    compute_gradients: Callable[..., Sequence[Tensor]] = gradients,
 ) -> Iterator[Gradients]:
     """``through`` computes the gradients of a launch: see :mod:`ringspan.kernels.recompute`."""
     learned = () if mods is None else mods.mods.learned
-    for launch in launches(tuple(bands), _is_settled(mods), by, k_BGTD.device):
-        rows, keys = slice(launch.layer.q0, launch.layer.q1), slice(launch.layer.k0, launch.layer.k1)
+    for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), flex_backend, k_BGTD.device):
+        rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
         mine = saved.rows(rows.start, rows.stop)
-        mine = mine._replace(q_BHSD=_on_its_own(mine.q_BHSD))
-        k, v = _on_its_own(k_BGTD[:, :, keys]), _on_its_own(v_BGTE[:, :, keys])
-        here = None if mods is None else mods.of(rows, keys)
-        dq, dk, dv, *dlearned = through(partial(_run, launch=launch, scale=scale, mods=here, by=by), mine, k, v, learned)
+        mine = mine._replace(q_BHSD=_as_base_tensor(mine.q_BHSD))
+        k, v = _as_base_tensor(k_BGTD[:, :, keys]), _as_base_tensor(v_BGTE[:, :, keys])
+        here = None if mods is None else mods.sliced(rows, keys)
+        dq, dk, dv, *dlearned = compute_gradients(
+            partial(_run_call, call=call, scale=scale, mods=here, flex_backend=flex_backend), mine, k, v, learned
+        )
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
-def _is_settled(mods: PlacedMods | None) -> bool:
+def _has_mask_mod(mods: IndexedMods | None) -> bool:
     return mods is not None and mods.mods.mask_mod is not None
 
 
-@cache_by_stream(REMEMBERED)
-def launches(bands: tuple[Band, ...], settled: bool, by: BackEnd, device: torch.device) -> tuple[Launch, ...]:
+@cache_by_stream(MAX_CACHED)
+def make_flex_calls(
+    bands: tuple[Band, ...], has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device
+) -> tuple[FlexCall, ...]:
     """The layers of the bands, on the device; ``settled``, if a function has the last word on every pair."""
-    return tuple(_launch(layer, settled, by, device) for layer in layers(bands))
+    return tuple(_make_call(layer, has_mask_mod, flex_backend, device) for layer in interval_layers(bands))
 
 
-def _launch(layer: Layer, settled: bool, by: BackEnd, device: torch.device) -> Launch:
+def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device) -> FlexCall:
     start_S, stop_S = (on_device(x.astype(np.int32), device) for x in (layer.start, layer.stop))
-    shortest = SHORTEST if by == "TRITON" else 1  # FLASH wants to see as many blocks as there are
-    found = blocks(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=settled, shortest=shortest)
+    min_length = MIN_LENGTH if flex_backend == "TRITON" else 1  # FLASH wants to see as many blocks as there are
+    found = block_tables(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=has_mask_mod, min_length=min_length)
     lists = {}
     named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
     for name, (counts, indices) in named.items():
         # One for the whole batch and all heads.
         lists[f"{name}_num_blocks"] = on_device(counts[None, None], device)
         lists[f"{name}_indices"] = on_device(indices[None, None], device)
-    return Launch(layer, start_S, stop_S, lists)
+    return FlexCall(layer, start_S, stop_S, lists)
 
 
-def _on_its_own(x: Tensor) -> Tensor:
+def _as_base_tensor(x: Tensor) -> Tensor:
     """The same memory, but neither a view nor at an offset: the compiler would compile again where there is another one."""
     with torch.cuda.device_of(x):  # it takes tensors of the current device only
         return from_dlpack(x.detach())
 
 
-def _run(
+def _run_call(
     q_BHSD: Tensor,
     k_BGTD: Tensor,
     v_BGTE: Tensor,
     *learned: Tensor,
-    launch: Launch,
+    call: FlexCall,
     scale: float,
-    mods: PlacedMods | None = None,
-    by: BackEnd = "TRITON",
+    mods: IndexedMods | None = None,
+    flex_backend: FlexBackend = "TRITON",
 ) -> Partial:
     """One launch; ``learned``, if given, in the place of what the functions captured."""
     with (
         # A length is a variable of its own, even where two happen to be equal when the program is compiled.
         distinct_sizes(),
         # Numbers are constants of the program: the scale, and what functions capture beside tensors.
-        dynamo_config(recompile_limit=MOST_PROGRAMS, specialize_float=True, specialize_int=True),
+        dynamo_config(recompile_limit=MAX_PROGRAMS, specialize_float=True, specialize_int=True),
         # Backward may run inside a block that catches attention. This attention is that of the block.
         without_modes(),
         # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.
         enable_torch_function(),
     ):
-        functions = () if mods is None else _functions(mods, learned, q_BHSD.shape[1], by)
-        tensors = (q_BHSD, k_BGTD, v_BGTE, launch.start_S, launch.stop_S)
-        return Partial(*_compiled()(*tensors, launch.lists, scale, by, *functions))
+        mod_arguments = () if mods is None else _mod_arguments(mods, learned, q_BHSD.shape[1], flex_backend)
+        tensors = (q_BHSD, k_BGTD, v_BGTE, call.start_S, call.stop_S)
+        return Partial(*_compiled()(*tensors, call.lists, scale, flex_backend, *mod_arguments))
 
 
-class Functions(NamedTuple):
+class ModArguments(NamedTuple):
     """What the compiled program is given of the functions of a call."""
 
     score_mod: ScoreMod | None
@@ -188,7 +194,7 @@ class Functions(NamedTuple):
     k_tokens_T: Tensor
 
 
-def _functions(mods: PlacedMods, learned: Sequence[Tensor], count: int, by: BackEnd) -> Functions:
+def _mod_arguments(mods: IndexedMods, learned: Sequence[Tensor], count: int, flex_backend: FlexBackend) -> ModArguments:
     score_mod, old = mods.mods.score_mod, mods.mods.learned[: len(learned)]
     if score_mod is not None and old:
         score_mod = rebind_tensors(score_mod, {id(x): y for x, y in zip(old, learned, strict=True)})
@@ -198,11 +204,11 @@ def _functions(mods: PlacedMods, learned: Sequence[Tensor], count: int, by: Back
                 'backend="flex" cannot tell how this score_mod holds a tensor that needs a gradient: hold it in a closure, a '
                 'functools.partial or a module, or use backend="eager"'
             )
-    tokens = (x.to(INDICES[by], copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
+    tokens = (x.to(INDEX_DTYPES[flex_backend], copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
     heads: Tensor | int = mods.first_head
-    if by == "TRITON":  # the other one cannot look something up by what it has looked up
+    if flex_backend == "TRITON":  # the other one cannot look something up by what it has looked up
         heads = torch.arange(mods.first_head, mods.first_head + count, device=mods.q_tokens_S.device)
-    return Functions(score_mod, mods.mods.mask_mod, heads, *tokens)
+    return ModArguments(score_mod, mods.mods.mask_mod, heads, *tokens)
 
 
 @cache_by_digest(1, plain=True)
@@ -218,7 +224,7 @@ def attend_intervals(
     stop_S: Tensor,
     lists: dict[str, Any],
     scale: float,
-    by: BackEnd = "TRITON",
+    flex_backend: FlexBackend = "TRITON",
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     heads: Tensor | int = 0,
@@ -254,7 +260,7 @@ def attend_intervals(
         return score_mod(score, b, head(h), q_token, k_token)  # type: ignore[misc]
 
     # One kernel for all lengths; left to itself it takes another one for few queries.
-    options: FlexKernelOptions = {"BACKEND": by}
+    options: FlexKernelOptions = {"BACKEND": flex_backend}
     out, aux = flex_attention(
         q_BHSD,
         k_BGTD,
@@ -267,4 +273,4 @@ def attend_intervals(
         kernel_options=options,
     )
     lse = cast(Tensor, aux.lse)
-    return out, lse if by == "TRITON" else lse.detach()  # the other one refuses to compile where it had a gradient
+    return out, lse if flex_backend == "TRITON" else lse.detach()  # the other one refuses to compile where it had a gradient

@@ -31,22 +31,22 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import KernelError
 from ringspan.kernels import fa4, flex
 from ringspan.kernels.blocks import BLOCK
-from ringspan.kernels.kernel import Gradients, Inputs, Part, Saved
-from ringspan.kernels.mods import PlacedMods
-from ringspan.kernels.partial import Partial, finite
+from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved
+from ringspan.kernels.mods import IndexedMods
+from ringspan.kernels.partial import Partial, finite_lse
 from ringspan.masks import Band, full
 
 PACKAGE = fa4.PACKAGE
 
 
-def why_not(inputs: Inputs) -> str | None:
-    reason = fa4.why_not(replace(inputs, modded=False)) or flex.why_not(inputs)
+def unsupported_reason(inputs: Inputs) -> str | None:
+    reason = fa4.unsupported_reason(replace(inputs, has_mods=False)) or flex.unsupported_reason(inputs)
     if reason is None and inputs.head_dim != inputs.v_dim:
         return f"takes values as wide as heads, not {inputs.v_dim} and {inputs.head_dim}"
     return reason
 
 
-def rather_not(inputs: Inputs) -> str | None:
+def auto_skip_reason(inputs: Inputs) -> str | None:
     return "is experimental in PyTorch, and there for those who ask for it"
 
 
@@ -61,11 +61,11 @@ def attend(
     bands: Sequence[Band],
     *,
     scale: float,
-    mods: PlacedMods | None = None,
-) -> Iterator[Part]:
-    unit = _unit_of_lse(q_BHSD.device)
-    for start, stop, (out, lse) in flex.attend(q_BHSD, k_BGTD, v_BGTE, bands, scale=scale, mods=mods, by="FLASH"):
-        yield Part(start, stop, Partial(out, lse / unit))
+    mods: IndexedMods | None = None,
+) -> Iterator[PartialRows]:
+    unit = _lse_unit(q_BHSD.device)
+    for start, stop, (out, lse) in flex.attend(q_BHSD, k_BGTD, v_BGTE, bands, scale=scale, mods=mods, flex_backend="FLASH"):
+        yield PartialRows(start, stop, Partial(out, lse / unit))
 
 
 def attend_backward(
@@ -75,16 +75,16 @@ def attend_backward(
     bands: Sequence[Band],
     *,
     scale: float,
-    mods: PlacedMods | None = None,
+    mods: IndexedMods | None = None,
 ) -> Iterator[Gradients]:
-    reason = _why_not_backward(saved, mods)
+    reason = _unsupported_backward_reason(saved, mods)
     if reason is not None:
         warnings.warn(f'backend="flex_flash": Triton computes these gradients, since {reason}', stacklevel=2)
         return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, mods=mods)
-    return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, by="FLASH", through=_gradients)
+    return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, flex_backend="FLASH", compute_gradients=_gradients)
 
 
-def _why_not_backward(saved: Saved, mods: PlacedMods | None) -> str | None:
+def _unsupported_backward_reason(saved: Saved, mods: IndexedMods | None) -> str | None:
     if mods is not None:
         return "those of the FLASH back end through a score_mod or mask_mod are not always right"
     if saved.dlse_BHS is not None:
@@ -95,10 +95,10 @@ def _why_not_backward(saved: Saved, mods: PlacedMods | None) -> str | None:
 
 
 @cache_by_digest(64, plain=True)
-def _unit_of_lse(device: torch.device) -> float:
+def _lse_unit(device: torch.device) -> float:
     """What lse is to be divided by: of queries that are zero it must be the log of the number of keys."""
     nothing = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)
-    ((_, _, (_, lse)),) = flex.attend(nothing, nothing, nothing, full(BLOCK).bands, scale=1.0, by="FLASH")
+    ((_, _, (_, lse)),) = flex.attend(nothing, nothing, nothing, full(BLOCK).bands, scale=1.0, flex_backend="FLASH")
     found = float(lse.mean()) / math.log(BLOCK)
     for unit in (1.0, math.log(2.0), 1 / math.log(2.0)):
         if math.isclose(found, unit, rel_tol=1e-3):
@@ -106,7 +106,7 @@ def _unit_of_lse(device: torch.device) -> float:
     raise KernelError(f'backend="flex_flash": PyTorch {torch.__version__} gives an lse that is {found} times what it should be')
 
 
-class Whole(NamedTuple):
+class FinalResult(NamedTuple):
     """The out and lse over all keys, to be found in the place of a part's own."""
 
     out_BHSE: Tensor
@@ -116,42 +116,42 @@ class Whole(NamedTuple):
     lses: set[int]
 
 
-_here = threading.local()  # the Whole of what this thread is about to save
+_thread = threading.local()  # the FinalResult of what this thread is about to save
 
 
-def _pack(x: Tensor) -> tuple[Tensor, Whole]:
-    return x, _here.whole
+def _pack(x: Tensor) -> tuple[Tensor, FinalResult]:
+    return x, _thread.final
 
 
-def _unpack(packed: tuple[Tensor, Whole]) -> Tensor:
-    x, whole = packed
-    if x.shape == whole.out_BHSE.shape and [x.data_ptr()] == whole.part:
-        whole.outs.add(x.data_ptr())
-        return torch.empty_like(x).copy_(whole.out_BHSE)
-    if x.shape == whole.lse_BHS.shape and x.dtype == torch.float32:
-        whole.lses.add(x.data_ptr())
-        return torch.empty_like(x).copy_(whole.lse_BHS)
+def _unpack(packed: tuple[Tensor, FinalResult]) -> Tensor:
+    x, final = packed
+    if x.shape == final.out_BHSE.shape and [x.data_ptr()] == final.part:
+        final.outs.add(x.data_ptr())
+        return torch.empty_like(x).copy_(final.out_BHSE)
+    if x.shape == final.lse_BHS.shape and x.dtype == torch.float32:
+        final.lses.add(x.data_ptr())
+        return torch.empty_like(x).copy_(final.lse_BHS)
     return x
 
 
 def _gradients(
     part: Callable[..., Partial], saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """As :func:`ringspan.kernels.recompute.gradients`, of a part whose back end is handed the whole."""
+    """As :func:`ringspan.kernels.recompute.gradients`, of a part whose back end reads the final result."""
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
-    whole = Whole(saved.out_BHSE, finite(saved.lse_BHS), [], set(), set())
-    _here.whole = whole
+    final = FinalResult(saved.out_BHSE, finite_lse(saved.lse_BHS), [], set(), set())
+    _thread.final = final
     try:
         with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
             out, _ = part(*leaves)
     finally:
-        del _here.whole
-    whole.part.append(out.data_ptr())
+        del _thread.final
+    final.part.append(out.data_ptr())
     grads = torch.autograd.grad(out, leaves, saved.dout_BHSE.to(out.dtype), allow_unused=True, materialize_grads=True)
-    if (len(whole.outs), len(whole.lses)) != (1, 1):
+    if (len(final.outs), len(final.lses)) != (1, 1):
         raise KernelError(
             'backend="flex_flash": out and lse of the whole are to be exchanged for those that PyTorch has saved for the '
-            f"backward pass, but {len(whole.outs)} and {len(whole.lses)} were found where one each should be, in PyTorch "
+            f"backward pass, but {len(final.outs)} and {len(final.lses)} were found where one each should be, in PyTorch "
             f'{torch.__version__}: use backend="flex"'
         )
     return grads

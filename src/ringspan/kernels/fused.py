@@ -1,7 +1,7 @@
 """What is done between launches of attention: each as one Triton kernel that reads and writes everything once, on CUDA devices.
 
-:func:`merge_` puts two partial results together. :func:`lay_` lays the gradients of keys and of values side by side, or adds
-them to what lies there.
+:func:`merge_` merges two partial results. :func:`write_side_by_side_` writes the gradients of keys and of values into one
+buffer, side by side, or adds them to what it holds.
 
 Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim; F = D + E.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 BLOCK = 16
 
 # Addresses that are multiples of so many bytes Triton takes for round, and loads from them in words.
-ALIGNED = 16
+ALIGNMENT = 16
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH:
 
 
 @triton.jit
-def _lay(  # type: ignore[no-untyped-def]
+def _write_side_by_side(  # type: ignore[no-untyped-def]
     both, dk, dv, count, batch, heads,
     both_t, both_b, both_g, dk_t, dk_b, dk_g, dv_t, dv_b, dv_g,
     D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
@@ -91,11 +91,11 @@ def _lay(  # type: ignore[no-untyped-def]
     tl.store(v_at, v, mask=here & (at < E))
 
 
-def lay_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, add: bool) -> None:
+def write_side_by_side_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, add: bool) -> None:
     """Lay both gradients side by side, or add them to what lies there."""
     dk_TBGD, dv_TBGE = _with_whole_rows(dk_TBGD, dv_TBGE)
     d, e = dk_TBGD.shape[-1], dv_TBGE.shape[-1]
-    _run(_lay, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], (d, e, _power_of_2(max(d, e)), add, BLOCK))
+    _run(_write_side_by_side, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], (d, e, _power_of_2(max(d, e)), add, BLOCK))
 
 
 def _with_whole_rows(*tensors: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class Launch(NamedTuple):
+class TritonLaunch(NamedTuple):
     """A compiled program for a grid, and what it takes beside tensors."""
 
     launch: Callable[..., Any]
@@ -114,8 +114,8 @@ class Launch(NamedTuple):
 
 
 # Kinds of launches: shapes × strides. Packed documents bring new ones all the time.
-REMEMBERED = 1024
-_launches: dict[Hashable, Launch] = {}
+MAX_CACHED = 1024
+_launches: dict[Hashable, TritonLaunch] = {}
 
 
 def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tuple[int, ...]) -> None:
@@ -128,7 +128,7 @@ def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tupl
         return
     strides = tuple([x.stride() for x in tensors])
     # It compiles for what these are, and for whether addresses are round.
-    aligned = tuple([x.data_ptr() % ALIGNED == 0 for x in tensors])
+    aligned = tuple([x.data_ptr() % ALIGNMENT == 0 for x in tensors])
     kind = (kernel, tensors[0].device, rows, sizes, strides, aligned, *[x.dtype for x in tensors])
     with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which need not be theirs
         known = _launches.get(kind)
@@ -139,6 +139,6 @@ def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tupl
         numbers = (count, *rows[1:], *(n for of_one in strides for n in of_one[:3]), *sizes)
         program = kernel[grid](*tensors, *numbers)
         if program is not None:  # Triton's interpreter has none
-            if len(_launches) >= REMEMBERED:
+            if len(_launches) >= MAX_CACHED:
                 _launches.clear()
-            _launches[kind] = Launch(program[grid], numbers)
+            _launches[kind] = TritonLaunch(program[grid], numbers)

@@ -24,7 +24,7 @@ from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layer:
+class IntervalLayer:
     """A rectangle of queries × keys; its query ``i`` sees its keys ``start[i] <= k < stop[i]``, counted from its corner."""
 
     q0: int
@@ -35,14 +35,14 @@ class Layer:
     stop: Ints
 
 
-def layers(bands: Sequence[Band]) -> Iterator[Layer]:
+def interval_layers(bands: Sequence[Band]) -> Iterator[IntervalLayer]:
     """The fewest layers that hold each pair of these disjoint bands once.
 
-    >>> [layer] = layers([Band(0, 2, 0, 2, -1, 1), Band(1, 2, 2, 4, 1, 2)])
+    >>> [layer] = interval_layers([Band(0, 2, 0, 2, -1, 1), Band(1, 2, 2, 4, 1, 2)])
     >>> layer.start.tolist(), layer.stop.tolist()
     ([0, 0], [2, 4])
     """
-    q, start, stop = _runs(*_rows(tables.table(*bands)))
+    q, start, stop = _join_intervals(*_rows(tables.table(*bands)))
     if not len(q):
         return
     # The n-th run of its row goes to the n-th layer.
@@ -64,15 +64,15 @@ def _rows(t: tables.Table) -> tuple[Ints, Ints, Ints]:
     return q[order], start[order], stop[order]
 
 
-def _runs(q: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+def _join_intervals(q: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     """Join the intervals of a row that lie side by side."""
     apart = np.ones(len(q) + 1, dtype=np.bool_)
     apart[1:-1] = (q[1:] != q[:-1]) | (start[1:] != stop[:-1])
     return q[apart[:-1]], start[apart[:-1]], stop[apart[1:]]
 
 
-def _layer(q: Ints, start: Ints, stop: Ints) -> Layer:
+def _layer(q: Ints, start: Ints, stop: Ints) -> IntervalLayer:
     q0, q1, k0, k1 = int(q[0]), int(q[-1]) + 1, int(start.min()), int(stop.max())
     both = np.zeros((2, q1 - q0), dtype=np.int64)
     both[:, q - q0] = start - k0, stop - k0
-    return Layer(q0=q0, q1=q1, k0=k0, k1=k1, start=both[0], stop=both[1])
+    return IntervalLayer(q0=q0, q1=q1, k0=k0, k1=k1, start=both[0], stop=both[1])

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels.mods import PlacedMods
+from ringspan.kernels.mods import IndexedMods
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
 
 
-class Part(NamedTuple):
+class PartialRows(NamedTuple):
     """A partial result for the queries ``start:stop``; its tensors are (B, H, rows, E) and (B, H, rows)."""
 
     start: int
@@ -48,9 +48,9 @@ class Inputs:
     dtype: torch.dtype
     head_dim: int
     v_dim: int
-    ragged: bool = False
+    windows_or_documents: bool = False
     """Whether there are windows, or many bands at once."""
-    modded: bool = False
+    has_mods: bool = False
     """Whether functions of the user change scores or hide pairs: only then is a kernel given ``mods``."""
 
 
@@ -69,13 +69,13 @@ class Kernel(Protocol):
     def is_installed(self) -> bool:
         """Whether that is here."""
 
-    def why_not(self, inputs: Inputs) -> str | None:
+    def unsupported_reason(self, inputs: Inputs) -> str | None:
         """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name.
 
         Of the inputs alone: it is asked about them whether or not its package is here.
         """
 
-    def rather_not(self, inputs: Inputs) -> str | None:
+    def auto_skip_reason(self, inputs: Inputs) -> str | None:
         """A reason to let others go first although it can serve, for ``"auto"``. A kernel without one may leave this out."""
 
     def attend(
@@ -86,8 +86,8 @@ class Kernel(Protocol):
         bands: Sequence[Band],
         *,
         scale: float,
-        mods: PlacedMods | None = None,
-    ) -> Iterator[Part]:
+        mods: IndexedMods | None = None,
+    ) -> Iterator[PartialRows]:
         """Attend through disjoint bands. Each query may appear in several parts, or in none if it sees nothing."""
 
     def attend_backward(
@@ -98,7 +98,7 @@ class Kernel(Protocol):
         bands: Sequence[Band],
         *,
         scale: float,
-        mods: PlacedMods | None = None,
+        mods: IndexedMods | None = None,
     ) -> Iterator[Gradients]:
         """The gradients that flow through these bands. A query or key may appear in several, or in none."""
 
@@ -116,12 +116,12 @@ class Saved(NamedTuple):
         return Saved(*(None if x is None else x[:, :, start:stop] for x in self))  # type: ignore[arg-type]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which results of this dtype are accumulated: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def with_dlse(dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def with_dlse_column(dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Say the gradient of lse in the kernel's own words.
 
     The kernel knows ``dscore = p * (dout · v - sum(dout * out))``, and what dlse asks for is ``+ p * dlse``. One more

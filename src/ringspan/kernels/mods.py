@@ -38,7 +38,7 @@ class Mods:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacedMods:
+class IndexedMods:
     """The functions, and of each row of a kernel its token; of its heads, the first."""
 
     mods: Mods
@@ -46,16 +46,16 @@ class PlacedMods:
     k_tokens_T: Tensor
     first_head: int = 0
 
-    def of(self, rows: slice, keys: slice) -> PlacedMods:
+    def sliced(self, rows: slice, keys: slice) -> IndexedMods:
         return replace(self, q_tokens_S=self.q_tokens_S[rows], k_tokens_T=self.k_tokens_T[keys])
 
-    def scores(self, score_BHST: Tensor) -> Tensor:
+    def apply_score_mod(self, score_BHST: Tensor) -> Tensor:
         """What ``score_mod`` makes of the scores."""
         if self.mods.score_mod is None:
             return score_BHST
         return for_all_pairs(self.mods.score_mod, given=1)(score_BHST, *self._indices(*score_BHST.shape[:2]))
 
-    def seen(self, batch: int, heads: int) -> Tensor | None:
+    def apply_mask_mod(self, batch: int, heads: int) -> Tensor | None:
         """What ``mask_mod`` shows, (B, H, S, T); None if that is everything."""
         if self.mods.mask_mod is None:
             return None

@@ -28,7 +28,7 @@ class Partial(NamedTuple):
     lse: Tensor  # (...)
 
 
-def finite(lse: Tensor) -> Tensor:
+def finite_lse(lse: Tensor) -> Tensor:
     """With 0 for rows that see nothing: they have no part in any band, but kernels must not meet exp(x + inf) all the same.
 
     Contiguous, as memory-efficient attention wants it.
@@ -44,7 +44,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 @cache_by_digest(1, plain=True)
-def fused_kernels() -> ModuleType | None:
+def triton_kernels() -> ModuleType | None:
     """Those for CUDA devices, if there is a Triton to compile them."""
     return import_module("ringspan.kernels.fused") if find_spec("triton") is not None else None
 
@@ -55,7 +55,7 @@ def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     With ``old``, that is what into's out was so far, and into's own is only written.
     """
     old = into.out if old is None else old
-    if into.out.is_cuda and into.lse.ndim == 3 and (fused := fused_kernels()) is not None:
+    if into.out.is_cuda and into.lse.ndim == 3 and (fused := triton_kernels()) is not None:
         fused.merge_(into.out, into.lse, other.out, other.lse, old)
         return
     # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is

@@ -23,11 +23,13 @@ from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 
 # (q_BHSD, k_BGTD, v_BGTE, *learned) -> Partial(out_BHSE, lse_BHS), by operations that autograd can follow
-Part = Callable[..., Partial]
+PartFunction = Callable[..., Partial]
 
 
 @torch.no_grad()
-def gradients(part: Part, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+def gradients(
+    part: PartFunction, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
     """Compute the part again, and return the gradients that flow through it: dq, dk, dv and those of what else is learned.
 
     A learned tensor acts through the scores alone, so the identity above, which is one of scores, holds for it as it stands.

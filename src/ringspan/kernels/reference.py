@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, Part, Saved, wide
+from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, PartialRows, Saved, accumulation_dtype
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
 from ringspan.masks import table as tables
@@ -31,15 +31,15 @@ def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Ten
     return Partial(weight_BHST / total_BHS1.masked_fill(empty, 1) @ v, lse.squeeze(-1))
 
 
-def why_not(inputs: Inputs) -> str | None:
-    return NO_MODS if inputs.modded else None
+def unsupported_reason(inputs: Inputs) -> str | None:
+    return NO_MODS if inputs.has_mods else None
 
 
-def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
+def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[PartialRows]:
     seen_ST = _seen(bands, q_BHSD, k_BGTD)
     q, k, v = _zeroed(seen_ST.any(1), q_BHSD), _zeroed(seen_ST.any(0), k_BGTD), _zeroed(seen_ST.any(0), v_BGTE)
     result = dense_attention(q, k, v, seen_ST, scale=scale)
-    yield Part(0, q_BHSD.shape[2], Partial(*(x.to(wide(q_BHSD.dtype)) for x in result)))
+    yield PartialRows(0, q_BHSD.shape[2], Partial(*(x.to(accumulation_dtype(q_BHSD.dtype)) for x in result)))
 
 
 def attend_backward(
@@ -56,7 +56,7 @@ def attend_backward(
         delta_BHS1 = delta_BHS1 - saved.dlse_BHS.double().unsqueeze(-1)
     dscore_BHST = weight_BHST * (dout @ v.mT - delta_BHS1) * scale
     dk, dv = _per_key_head(dscore_BHST.mT @ q, k_BGTD), _per_key_head(weight_BHST.mT @ dout, v_BGTE)
-    dq, dk, dv = (x.to(wide(saved.q_BHSD.dtype)) for x in (dscore_BHST @ k, dk, dv))
+    dq, dk, dv = (x.to(accumulation_dtype(saved.q_BHSD.dtype)) for x in (dscore_BHST @ k, dk, dv))
     yield Gradients(slice(0, q.shape[2]), dq, slice(0, k.shape[2]), dk, dv)
 
 

@@ -26,92 +26,92 @@ from ringspan.torch_private.flash_attention_4 import PROGRAMS
 from ringspan.torch_private.pytree import tree_leaves
 
 # Kinds of calls: shapes × windows. Packed documents bring new ones all the time.
-REMEMBERED = 512
+MAX_CACHED = 512
 # The package copies tensors that do not begin at a multiple of so many bytes. Programs count on it.
-ALIGNED = 16
+ALIGNMENT = 16
 
 # Arguments that say the same in every call of a kind.
-PLAIN = (bool, int, float, str, type(None))
+CONSTANT_TYPES = (bool, int, float, str, type(None))
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A program, its arguments, and where among them the call's own tensors go: (argument, number in q, k, v, out, lse)."""
 
     program: Callable[..., Any]
     arguments: list[Any]
-    places: list[tuple[int, int]]
+    positions: list[tuple[int, int]]
     out: tuple[int, ...]
     lse: tuple[int, ...]
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty(self.out, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.lse, dtype=torch.float32, device=q.device)
         arguments, tensors = self.arguments.copy(), (q, k, v, out, lse)
-        for argument, number in self.places:
+        for argument, number in self.positions:
             arguments[argument] = tensors[number]
         self.program(*arguments)
         return out, lse
 
 
-class Relaunch:
+class Relauncher:
     """The forward pass of the package, ``package(q, k, v, **options) -> (out, lse, …)``."""
 
     def __init__(self, package: Callable[..., Any]) -> None:
         self._package = package
         self._lock = threading.Lock()
-        self._launches: OrderedDict[Hashable, Launch | None] = OrderedDict()
+        self._launches: OrderedDict[Hashable, RecordedLaunch | None] = OrderedDict()
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, shared: Sequence[Tensor] = (), **options: Any
     ) -> tuple[Tensor, Tensor]:
         """``shared`` are those tensors among the options that are the same ones in other calls of the kind."""
         q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
-        if any(x.data_ptr() % ALIGNED for x in (q, k, v)):
-            return self._made_anew(q, k, v, options)
+        if any(x.data_ptr() % ALIGNMENT for x in (q, k, v)):
+            return self._call_package(q, k, v, options)
         # A tensor's id is its own as long as it lives, and a launch that is written down keeps its arguments alive.
         said = tuple(id(x) if isinstance(x, Tensor) else x for x in options.values())
         kind = (q.device, q.dtype, *((x.shape, x.stride()) for x in (q, k, v)), *options, *said)
         try:
             launch = self._launches[kind]
         except KeyError:
-            return self._watched(kind, q, k, v, shared, options)
-        return self._made_anew(q, k, v, options) if launch is None else launch.again(q, k, v)
+            return self._record(kind, q, k, v, shared, options)
+        return self._call_package(q, k, v, options) if launch is None else launch.replay(q, k, v)
 
-    def _made_anew(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _call_package(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         # The number of values it returns has changed from release to release; the first two have not.
         out, lse, *_ = self._package(q, k, v, **options)
         return out, lse
 
-    def _watched(
+    def _record(
         self, kind: Hashable, q: Tensor, k: Tensor, v: Tensor, shared: Sequence[Tensor], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         if not hasattr(self._package, PROGRAMS):
-            return self._made_anew(q, k, v, options)
+            return self._call_package(q, k, v, options)
         with self._lock:
-            with _watch(self._package) as launched:
-                out, lse = self._made_anew(q, k, v, options)
-            self._launches[kind] = _repeatable(launched, (q, k, v, out, lse), shared)
-            if len(self._launches) > REMEMBERED:
+            with _recording(self._package) as launched:
+                out, lse = self._call_package(q, k, v, options)
+            self._launches[kind] = _replayable(launched, (q, k, v, out, lse), shared)
+            if len(self._launches) > MAX_CACHED:
                 self._launches.popitem(last=False)
         return out, lse
 
 
-def _repeatable(launched: list[tuple[Any, Any]], tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> Launch | None:
+def _replayable(launched: list[tuple[Any, Any]], tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> RecordedLaunch | None:
     """What was launched, if it can be launched again with other tensors."""
     if len(launched) != 1 or not all(x.is_contiguous() for x in tensors[3:]):
         return None
     program, arguments = launched[0][0], list(launched[0][1])
-    places = []
+    positions = []
     for n, argument in enumerate(arguments):
         numbers = [i for i, x in enumerate(tensors) if isinstance(argument, Tensor) and _is_same(argument, x)]
         if len(numbers) == 1:
-            places.append((n, numbers[0]))
+            positions.append((n, numbers[0]))
             arguments[n] = None  # else it would live as long as this
-        elif not all(isinstance(x, PLAIN) or any(x is y for y in shared) for x in tree_leaves(argument)):
+        elif not all(isinstance(x, CONSTANT_TYPES) or any(x is y for y in shared) for x in tree_leaves(argument)):
             return None  # a tensor of nobody's, or of two that were given the same memory; a stream, which may be another
-    if len(places) != len(tensors):
+    if len(positions) != len(tensors):
         return None
-    return Launch(program, arguments, places, tuple(tensors[3].shape), tuple(tensors[4].shape))
+    return RecordedLaunch(program, arguments, positions, tuple(tensors[3].shape), tuple(tensors[4].shape))
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -119,7 +119,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
-class _Watch:
+class _RecordingCache:
     """Stands where the package keeps its programs, and writes down what this thread launches."""
 
     def __init__(self, programs: Any) -> None:
@@ -148,8 +148,8 @@ class _Watch:
 
 
 @contextmanager
-def _watch(package: Any) -> Iterator[list[tuple[Any, Any]]]:
-    watch = _Watch(getattr(package, PROGRAMS))
+def _recording(package: Any) -> Iterator[list[tuple[Any, Any]]]:
+    watch = _RecordingCache(getattr(package, PROGRAMS))
     setattr(package, PROGRAMS, watch)
     try:
         yield watch.launched

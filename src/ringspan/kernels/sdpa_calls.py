@@ -9,12 +9,12 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
-# Pairs that are worth computing for nothing if that saves a launch.
+# Pairs that are worth computing for nothing if that saves a call.
 WASTE = 4096
 BLOCK = 512
 
 
-class Launch(NamedTuple):
+class SdpaCall(NamedTuple):
     """One call over a rectangle: all of it, its lower triangle from the top left corner, or just ``bands`` of it."""
 
     q0: int
@@ -26,13 +26,13 @@ class Launch(NamedTuple):
 
 
 @cache_by_digest(4096, plain=True)
-def launches(bands: tuple[Band, ...]) -> tuple[Launch, ...]:
+def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[SdpaCall, ...]:
     """Calls that together cover each band once.
 
-    >>> launches((Band(0, 8, 0, 8, -7, 0),))
-    (Launch(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
+    >>> make_sdpa_calls((Band(0, 8, 0, 8, -7, 0),))
+    (SdpaCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
     """
-    return tuple(launch for group in _grouped(sorted(bands)) for launch in _of_group(group))
+    return tuple(call for group in _grouped(sorted(bands)) for call in _of_group(group))
 
 
 def _grouped(bands: Sequence[Band]) -> Iterator[list[Band]]:
@@ -49,34 +49,34 @@ def _grouped(bands: Sequence[Band]) -> Iterator[list[Band]]:
         yield group
 
 
-def _of_group(group: Sequence[Band]) -> Iterator[Launch]:
+def _of_group(group: Sequence[Band]) -> Iterator[SdpaCall]:
     if len(group) > 1:
-        yield Launch(*_hull(group), bands=tuple(group))
+        yield SdpaCall(*_hull(group), bands=tuple(group))
         return
     (band,) = group
     rectangle = band[:4]
     ahead = band.hi - (band.k0 - band.q0)
     if band.is_full:
-        yield Launch(*rectangle)
+        yield SdpaCall(*rectangle)
     elif band.cut_below:
         yield from _by_rows(band)
     elif ahead == 0:
-        yield Launch(*rectangle, is_causal=True)
+        yield SdpaCall(*rectangle, is_causal=True)
     elif _cells(rectangle) <= band.area + WASTE:
-        yield Launch(*rectangle, bands=(band,))
+        yield SdpaCall(*rectangle, bands=(band,))
     else:
         # The first ``ahead`` keys are seen by all; the rest is a triangle.
-        yield Launch(band.q0, band.q1, band.k0, band.k0 + ahead)
-        yield Launch(band.q0, band.q1, band.k0 + ahead, band.k1, is_causal=True)
+        yield SdpaCall(band.q0, band.q1, band.k0, band.k0 + ahead)
+        yield SdpaCall(band.q0, band.q1, band.k0 + ahead, band.k1, is_causal=True)
 
 
-def _by_rows(band: Band) -> Iterator[Launch]:
+def _by_rows(band: Band) -> Iterator[SdpaCall]:
     """A window: blocks of rows, each with the keys that any of them sees."""
     block = min(BLOCK, max(64, band.hi - band.lo + 1))
     for q0 in range(band.q0, band.q1, block):
         (row,) = tables.table((q0, min(q0 + block, band.q1), *band[2:])).tolist()
         part = Band(*row)
-        yield Launch(*part[:4]) if part.is_full else Launch(*part[:4], bands=(part,))
+        yield SdpaCall(*part[:4]) if part.is_full else SdpaCall(*part[:4], bands=(part,))
 
 
 def _hull(bands: Sequence[Band]) -> tuple[int, int, int, int]:

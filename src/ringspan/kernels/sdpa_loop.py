@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.caching.by_stream import on_device
-from ringspan.kernels.kernel import Gradients, Part, Saved, with_dlse
-from ringspan.kernels.partial import EMPTY_LSE, Partial, finite
-from ringspan.kernels.sdpa_calls import Launch, launches
+from ringspan.kernels.kernel import Gradients, PartialRows, Saved, with_dlse_column
+from ringspan.kernels.partial import EMPTY_LSE, Partial, finite_lse
+from ringspan.kernels.sdpa_calls import SdpaCall, make_sdpa_calls
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
@@ -26,63 +26,65 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
+class SdpaKernel:
     """A pair of PyTorch's kernels, and the tensors they take."""
 
     forward: Forward
     backward: Backward
-    dtype: Callable[[torch.dtype], torch.dtype] = lambda given: given
+    compute_dtype: Callable[[torch.dtype], torch.dtype] = lambda given: given
     """What inputs of a dtype are computed in."""
-    multiple: int = 1
+    dim_multiple: int = 1
     """Head and value dim are padded with zeros to one common multiple of this."""
 
-    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[Part]:
-        for launch in launches(tuple(bands)):
-            q, k, v = self._operands(q_BHSD, k_BGTD, v_BGTE, launch)
-            mask = _mask(launch, q)
-            out, lse = self.forward(q, k, v, mask, launch.is_causal, scale)
+    def attend(
+        self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
+    ) -> Iterator[PartialRows]:
+        for call in make_sdpa_calls(tuple(bands)):
+            q, k, v = self._operands(q_BHSD, k_BGTD, v_BGTE, call)
+            mask = _mask(call, q)
+            out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
             if mask is not None:
                 # A row that sees nothing is 0 and -inf by our word; kernels say nan, or lse 0.
                 blind = (mask[:1, :1] == EMPTY_LSE).all(-1)  # it is the same for all of the batch and all heads
                 out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, EMPTY_LSE)
-            yield Part(launch.q0, launch.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
+            yield PartialRows(call.q0, call.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
 
     def attend_backward(
         self, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
     ) -> Iterator[Gradients]:
-        for launch in launches(tuple(bands)):
-            rows = saved.rows(launch.q0, launch.q1)
+        for call in make_sdpa_calls(tuple(bands)):
+            rows = saved.rows(call.q0, call.q1)
             dout, out, values = rows.dout_BHSE, rows.out_BHSE, v_BGTE
             if rows.dlse_BHS is not None:
-                dout, out, values = with_dlse(dout, out, v_BGTE, rows.dlse_BHS)
-            q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, launch)
-            lse = finite(rows.lse_BHS)
+                dout, out, values = with_dlse_column(dout, out, v_BGTE, rows.dlse_BHS)
+            q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, call)
+            lse = finite_lse(rows.lse_BHS)
             dout, out = (_padded(x.to(q.dtype), q.shape[-1]) for x in (dout, out))
-            dq, dk, dv = self.backward(dout, q, k, v, out, lse, _mask(launch, q), launch.is_causal, scale)
+            dq, dk, dv = self.backward(dout, q, k, v, out, lse, _mask(call, q), call.is_causal, scale)
             dq, dk, dv = (
                 x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (saved.q_BHSD, k_BGTD, v_BGTE), strict=True)
             )
-            yield Gradients(slice(launch.q0, launch.q1), dq, slice(launch.k0, launch.k1), dk, dv)
+            yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
 
-    def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
+    def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
         width = max(q_BHSD.shape[-1], v_BGTE.shape[-1])
-        width += -width % self.multiple
-        dtype = self.dtype(k_BGTD.dtype)
-        q = _padded(q_BHSD[:, :, launch.q0 : launch.q1].to(dtype), width)
-        k = _padded(k_BGTD[:, :, launch.k0 : launch.k1].to(dtype), width)
-        return q, k, _padded(v_BGTE[:, :, launch.k0 : launch.k1].to(dtype), width)
+        width += -width % self.dim_multiple
+        dtype = self.compute_dtype(k_BGTD.dtype)
+        q = _padded(q_BHSD[:, :, call.q0 : call.q1].to(dtype), width)
+        k = _padded(k_BGTD[:, :, call.k0 : call.k1].to(dtype), width)
+        return q, k, _padded(v_BGTE[:, :, call.k0 : call.k1].to(dtype), width)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def _mask(launch: Launch, like: Tensor) -> Tensor | None:
+def _mask(call: SdpaCall, like: Tensor) -> Tensor | None:
     """The launch's bands as an additive mask of its rectangle. Its rows begin at multiples of 16 bytes, as GPUs want it."""
-    if not launch.bands:
+    if not call.bands:
         return None
-    shifted = tables.table(*(band.shifted(-launch.q0, -launch.k0) for band in launch.bands))
-    seen = on_device(tables.dense(shifted, launch.q1 - launch.q0, launch.k1 - launch.k0), like.device)
+    shifted = tables.table(*(band.shifted(-call.q0, -call.k0) for band in call.bands))
+    seen = on_device(tables.dense(shifted, call.q1 - call.q0, call.k1 - call.k0), like.device)
     rows, cols = seen.shape
     mask_ST = like.new_zeros((rows, cols + -cols % 16))[:, :cols].masked_fill_(~seen, EMPTY_LSE)
     return mask_ST.expand(*like.shape[:2], -1, -1)

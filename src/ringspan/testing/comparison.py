@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.kernels import wide
+from ringspan.kernels import accumulation_dtype
 from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import differences
 from ringspan.testing.fuzz import Case
@@ -74,7 +74,7 @@ def tensors(case: Case, mask: rs.Mask) -> Tensors:
         k=normal(case.kv_heads, k_len, case.head_dim).to(dtype),
         v=normal(case.kv_heads, k_len, case.v_dim).to(dtype),
         dout=normal(case.heads, q_len, case.v_dim).to(dtype),
-        dlse=normal(case.heads, q_len).to(wide(dtype)) if case.lse else None,
+        dlse=normal(case.heads, q_len).to(accumulation_dtype(dtype)) if case.lse else None,
     )
 
 
@@ -98,7 +98,7 @@ def torch_alone(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results
     q = q[:, :, sees]
     k, v = k.repeat_interleave(per_head, 1), v.repeat_interleave(per_head, 1)
     out = given.dout.new_zeros(given.dout.shape)
-    lse = given.dout.new_full(given.dout.shape[:3], -torch.inf, dtype=wide(q.dtype))
+    lse = given.dout.new_full(given.dout.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
     if sees.any():
         rows, mask = sees.nonzero()[:, 0], seen_ST[sees]
         scores = q.to(lse.dtype) @ k.to(lse.dtype).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
