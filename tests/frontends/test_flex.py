@@ -293,14 +293,18 @@ class TestBlock:
         for out in seen:
             torch.testing.assert_close(out, want)
 
-    def test_the_function_is_itself_again_however_the_block_is_left(self) -> None:
-        code = flex_attention.__code__
-        with rs.ContextParallel(None, rs.causal(40)) as cp, cp:
-            assert flex_attention.__code__ is not code
-        assert flex_attention.__code__ is code
-        with pytest.raises(ZeroDivisionError), rs.ContextParallel(None, rs.causal(40)):
+    def test_calls_are_not_intercepted_after_the_block_however_it_is_left(self) -> None:
+        q, k, v = (x.float() for x in small())
+        want, of_block = (dense_flex(q, k, v, mask).out.float() for mask in (ragged, causal))
+        cp = rs.ContextParallel(None, rs.causal(40))
+        with cp:
+            with cp:
+                torch.testing.assert_close(flex_attention(q, k, v), of_block)
+            torch.testing.assert_close(flex_attention(q, k, v), of_block)
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks()), want)
+        with pytest.raises(ZeroDivisionError), cp:
             _ = 1 / 0
-        assert flex_attention.__code__ is code
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks()), want)
 
     @pytest.mark.parametrize(("call", "kind", "message"), REFUSED.values(), ids=REFUSED)
     def test_what_cannot_be_is_refused(self, call: Callable[..., Any], kind: type[Exception], message: str) -> None:

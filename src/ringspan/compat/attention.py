@@ -45,7 +45,8 @@ class MaskFromCallMode(AttentionCatcher):
         if call is None:
             # Any ContextParallel refuses the other attention functions, with an error that names the function.
             return ContextParallel(self._contexts.group, full(0)).caught(func, args, kwargs)
-        if torch.compiler.is_compiling():
+        # is_compiling() is True in every thread while one of them compiles (from torch 2.13 on).
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             if not self._ready:
                 raise UnplannedAttention(
                     "attention can be compiled only in a block whose buffers have one length: give it such buffers, or do "

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 
 from ringspan.compat.block_masks import batch_row, unsharded
 from ringspan.kernels import ScoreMod
-from ringspan.torch_private.flex_door import flex_attention
+from ringspan.torch_private.flex_interception import flex_attention
 
 
 class SdpaCall(NamedTuple):

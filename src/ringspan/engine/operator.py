@@ -112,7 +112,7 @@ def _seat_of(ticket: Tensor) -> Seat:
 def is_watched() -> bool:
     """Whether somebody looks at operators. Nobody does in plain eager code, where the operator would only cost time; nor does
     torch's CommDebugMode, which counts messages, and would find none if they were hidden in an operator."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # is_compiling() is True while any thread of the process compiles
         return True
     if dispatch_mode_depth() == 0:
         return False

@@ -1,7 +1,7 @@
 """The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode.
 
-A mode belongs to the thread that entered it, nests, and is gone when the block is left, by whatever way. Nothing is patched but
-``flex_attention``, which no mode can catch, and which is put back (:mod:`ringspan.torch_private.flex_door`).
+A mode belongs to the thread that entered it, nests, and is removed however the block is left. PyTorch is not patched, except
+for ``flex_attention``, which no mode can intercept (:mod:`ringspan.torch_private.flex_interception`).
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.masks import Mask
 from ringspan.torch_private.attention_operators import NATIVE_MULTI_HEAD_ATTENTION, TRANSFORMER_ENCODER_LAYER, VARLEN_ATTENTION
 from ringspan.torch_private.dynamo import dynamo_constant
-from ringspan.torch_private.flex_door import Answer, door, flex_attention
-from ringspan.torch_private.function_modes import disable_torch_function, function_mode_stack, without_modes
+from ringspan.torch_private.flex_interception import (
+    FlexInterceptor,
+    flex_attention,
+    flex_interception_obstacle,
+    install_flex_interception,
+    replace_code_if_imported,
+)
+from ringspan.torch_private.function_modes import disable_torch_function, without_modes
 from ringspan.torch_private.higher_order import HigherOrderOperator
 
 # Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
@@ -37,15 +41,17 @@ OTHER_DOORS = {
 }
 
 
-class local_attention(TorchFunctionMode):  # noqa: N801 (used as `with local_attention():`)
+class local_attention(FlexInterceptor):  # noqa: N801 (used as `with local_attention():`)
     """Inside a ``with cp:`` block, attention that is to stay on this rank: layers that are not part of the split sequence."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_traced = torch.compiler.is_compiling()
+        # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
+        self._is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_traced and torch.compiler.is_compiling():
+        # Asked here and not in a function: Dynamo falls back to eager code only if the frame that raises has asked.
+        if self._is_traced and (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
             # The compiled program would call attention without this mode, inside the block, which would refuse it. Raising
             # makes the compiler leave the call to eager code, or say that it cannot.
             raise UnplannedAttention(
@@ -55,8 +61,12 @@ class local_attention(TorchFunctionMode):  # noqa: N801 (used as `with local_att
         with disable_torch_function():
             return func(*args, **(kwargs or {}))
 
+    def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with without_modes():
+            return flex_attention(*args, **kwargs)
 
-class AttentionCatcher(TorchFunctionMode):
+
+class AttentionCatcher(FlexInterceptor):
     """Hands every call of attention in the block to :meth:`caught`, but those within ``local_attention()``.
 
     Compilers trace this as they trace the model, as long as entering and leaving are plain to them: the mode that is on top
@@ -64,15 +74,10 @@ class AttentionCatcher(TorchFunctionMode):
     """
 
     def __enter__(self) -> Self:
-        if not torch.compiler.is_compiling():
-            door.open(self, _who_answers)
+        if not torch.compiler.is_dynamo_compiling():
+            install_flex_interception()
         super().__enter__()
         return self
-
-    def __exit__(self, *raised: Any) -> None:
-        if not torch.compiler.is_compiling():
-            door.close(self)
-        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,6 +99,10 @@ class AttentionCatcher(TorchFunctionMode):
                 return body(*args, **kwargs)
 
         return inside
+
+    def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with without_modes(down_to=self):
+            return self.caught(flex_attention, args, kwargs)
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,8 +137,9 @@ class AttentionMode(AttentionCatcher):
             return self._sdpa(*args, **kwargs)
         name = _name(func)
         instead = OTHER_DOORS.get(name, "call F.scaled_dot_product_attention")
-        if name == "flex_attention" and door.why_stuck is not None:
-            instead = f"this PyTorch's cannot be caught ({door.why_stuck}): call cp.flex_attention, which takes the same"
+        obstacle = flex_interception_obstacle()
+        if name == "flex_attention" and obstacle is not None:
+            instead = f"this PyTorch's cannot be caught ({obstacle}): call cp.flex_attention, which takes the same"
         raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
 
     def _sdpa(
@@ -197,24 +207,10 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k, v
 
 
-def _who_answers() -> Answer | None:
-    """A call of flex_attention in this thread: for the block that is on top, if there is one."""
-    stack = function_mode_stack()
-    blocks = [mode for mode in stack if isinstance(mode, (AttentionCatcher, local_attention))]
-    return partial(_answer, blocks[-1]) if blocks else None
-
-
-def _answer(block: AttentionCatcher | local_attention, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(block, local_attention):
-        with without_modes():
-            return flex_attention(*args, **kwargs)
-    with without_modes(down_to=block):
-        return block.caught(flex_attention, args, kwargs)
-
-
 def _refuse_reentrant_checkpoint() -> None:
     # A compiler computes again what it traced, and not the function.
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _inside_reentrant_checkpoint():
+    is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    if not torch.is_grad_enabled() and not is_traced and _inside_reentrant_checkpoint():
         raise UnplannedAttention(
             "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
             "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
@@ -241,3 +237,7 @@ def _four_dims(x: Tensor) -> Tensor:
     if x.ndim == 4:
         return x
     return x.unsqueeze(1) if x.ndim == 3 else x.flatten(0, -4)
+
+
+# Before anything is compiled, if possible: replacing the code later costs a recompilation.
+replace_code_if_imported()

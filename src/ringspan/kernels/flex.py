@@ -237,7 +237,7 @@ def attend_intervals(
     """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-    from ringspan.torch_private.flex_code import flex_attention
+    from ringspan.torch_private.flex_original import original_flex_attention
 
     (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
     # Every length is a variable of its own; these are the ones that are always the same.
@@ -261,7 +261,7 @@ def attend_intervals(
 
     # One kernel for all lengths; left to itself it takes another one for few queries.
     options: FlexKernelOptions = {"BACKEND": flex_backend}
-    out, aux = flex_attention(
+    out, aux = original_flex_attention(
         q_BHSD,
         k_BGTD,
         v_BGTE,

@@ -15,8 +15,8 @@ disable_subclass_torch_function = torch._C.DisableTorchFunctionSubclass
 enable_torch_function = torch._C._EnableTorchFunction
 
 function_mode_depth = torch._C._len_torch_function_stack
-# The modes of this thread, the innermost last.
-function_mode_stack = overrides._get_current_function_mode_stack
+# (n) -> the n-th mode of this thread; the innermost is the last.
+function_mode_at = torch._C._get_function_stack_at
 _pop_mode = overrides._pop_mode_temporarily
 
 
