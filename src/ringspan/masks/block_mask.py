@@ -24,7 +24,7 @@ def block_mask(mask: BlockMask) -> Mask:
     >>> block_mask(create_block_mask(lambda b, h, q, k: k <= q, None, None, 300, 300, device="cpu"))
     <Mask block_mask(<lambda>): 300 × 300, area 45150, 1 band>
     """
-    from ringspan.masks import survey as cells
+    from ringspan.user_functions.index_reads import inputs_read
 
     try:
         (q_len, k_len), (batch, heads, *_) = mask.shape[-2:], mask.kv_num_blocks.shape
@@ -32,7 +32,7 @@ def block_mask(mask: BlockMask) -> Mask:
     except (AttributeError, TypeError, ValueError):
         raise MaskError(f"expected a BlockMask of FlexAttention, got {type(mask).__name__}") from None
     function = _sees(mask, batch, heads)
-    looks_at = cells.inputs_read(function)
+    looks_at = inputs_read(function, (q_len, k_len))
     made = mask_mod(
         function,
         q_len,

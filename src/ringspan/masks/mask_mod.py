@@ -44,10 +44,11 @@ def mask_mod(
     x . . x
     """
     from ringspan.masks import survey as cells
+    from ringspan.user_functions.index_reads import inputs_read
 
     lengths = (length("q_len", q_len), length("q_len" if kv_len is None else "kv_len", q_len if kv_len is None else kv_len))
     blocks = _block(block)
-    looks_at = cells.inputs_read(function)
+    looks_at = inputs_read(function, lengths)
     batch = _count("batch", batch) if looks_at.batch else None
     heads = _count("heads", heads) if looks_at.heads else None
     members = (1 if batch is None else batch, 1 if heads is None else heads)

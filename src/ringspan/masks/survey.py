@@ -9,27 +9,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ringspan.errors import MaskError
 from ringspan.masks.predicate import MaskMod, Predicate
 from ringspan.masks.runs_to_bands import RowRuns
-from ringspan.torch_private.function_modes import disable_subclass_torch_function
-from ringspan.torch_private.pytree import tree_leaves
-from ringspan.user_functions.captures import captured_tensors
+from ringspan.user_functions.index_reads import inputs_read
 
 # Cells that are looked at together.
 MOST_CELLS = 2**24
 # RowRuns of seen keys, for each row on average, beyond which a mask is not looked upon as one of bands.
 MOST_RUNS = 16
-
-# What can be asked of an index without asking for its value.
-_VALUELESS = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "size", "dim", "__get__"}
 
 
 class Survey(NamedTuple):
@@ -83,7 +77,7 @@ def strips(
 
 def evaluate(predicate: Predicate, lengths: tuple[int, int], b: int, h: int) -> NDArray[np.bool_]:
     """All cells of one member of the batch and one head, as the functions have them now."""
-    device = inputs_read(predicate.mask_mod).device
+    device = inputs_read(predicate.mask_mod, lengths).device
     rows = [cells_RT for _, cells_RT in strips(predicate.mask_mod, lengths, b, h, 1, device)]
     return np.concatenate(rows) if rows else np.zeros(lengths, dtype=np.bool_)
 
@@ -100,42 +94,3 @@ def _runs(first: int, cells_RT: NDArray[np.bool_]) -> RowRuns:
     edges = np.diff(np.pad(cells_RT, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     q, start = np.nonzero(edges == 1)
     return RowRuns(q + first, start, np.nonzero(edges == -1)[1])
-
-
-class InputsRead(NamedTuple):
-    """What a function looks at, beside queries and keys."""
-
-    batch: bool
-    heads: bool
-    captured: tuple[Tensor, ...]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the function can be called: with its tensors."""
-        return next((x.device for x in self.captured if x.device.type != "cpu"), torch.device("cpu"))
-
-
-def inputs_read(function: MaskMod) -> InputsRead:
-    """Call the function once, and see what it looks at."""
-    b, h = (torch.tensor(0).as_subclass(_Told) for _ in range(2))
-    q, k = torch.zeros(2, dtype=torch.int64).unbind()
-    try:
-        captured = captured_tensors(function, b, h, q, k)
-    except TypeError as error:
-        raise MaskError(f"a mask_mod takes (b, h, q, k), the indices of a pair; {function!r} does not: {error}") from None
-    return InputsRead(b.is_read, h.is_read, captured)
-
-
-class _Told(Tensor):
-    """An index that knows whether anybody asked for its value."""
-
-    is_read: bool = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _VALUELESS:
-            for x in tree_leaves((args, kwargs)):
-                if isinstance(x, _Told):
-                    x.is_read = True
-        with disable_subclass_torch_function():
-            return func(*args, **(kwargs or {}))
