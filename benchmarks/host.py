@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.engine import Call, attend
+from ringspan.engine import AttentionConfig, attend_ranks
 from ringspan.kernels import accumulators, flash_calls, flash_loop
 from ringspan.transports.null import NullTransport
 
@@ -49,9 +49,9 @@ def main() -> None:
     accumulators.merge_ = lambda *args, **kwargs: None
     plan = rs.plan(rs.causal(1024), world=8, rank=3, layout="zigzag", strategy=strategy)
     q, k, v = (torch.randn(1, heads, plan.q_rows, 16, dtype=torch.bfloat16) for heads in (4, 1, 1))
-    call = Call(kernel=Nothing(), scale=0.25, head_dim=16)  # type: ignore[arg-type]
+    config = AttentionConfig(kernel=Nothing(), scale=0.25, head_dim=16)  # type: ignore[arg-type]
     with torch.no_grad():
-        calls, files = _sampled(lambda: attend([plan], [(q, k, v)], call, NullTransport().run))
+        calls, files = _sampled(lambda: attend_ranks([plan], [(q, k, v)], config, NullTransport().run))
     each = SECONDS / calls * 1e6
     launches = sum(
         len(flash_calls.make_flash_calls(task.bands, q.device)) for step in plan.program.forward for task in step.tasks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.engine import Call, attend, shape_of
+from ringspan.engine import AttentionConfig, attend_ranks, shape_of
 from ringspan.kernels import cpu
 from ringspan.testing.assertions import assert_close
 from ringspan.transports import InProcessTransport
@@ -114,8 +114,8 @@ def test_a_graph_that_is_kept_and_not_differentiated_does_no_harm() -> None:
 
 def test_an_input_that_is_changed_before_the_backward_pass() -> None:
     q, k, v = (x.clone().requires_grad_() for x in case(MASK)[:3])
-    call = Call(kernel=cpu, scale=1.0, head_dim=q.shape[-1])
-    (result,) = attend([rs.plan(MASK, world=1)], [(q.detach(), k, v)], call, InProcessTransport(1).run)
+    config = AttentionConfig(kernel=cpu, scale=1.0, head_dim=q.shape[-1])
+    (result,) = attend_ranks([rs.plan(MASK, world=1)], [(q.detach(), k, v)], config, InProcessTransport(1).run)
     with torch.no_grad():
         q.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

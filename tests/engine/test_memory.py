@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringspan as rs
-from ringspan.engine import Call, backward, forward
+from ringspan.engine import AttentionConfig, backward, forward
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, accumulation_dtype, accumulators
 from ringspan.planner import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
@@ -100,10 +100,10 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: Idle = IDLE, 
     kv = torch.empty(t, b, g, d + e, dtype=dtype)
     q, dout, out = (torch.empty(b, h, s, width, dtype=dtype).movedim(2, 0) for width in (d, e, e))
     lse, dlse = (torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0) for _ in range(2))
-    call = Call(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
+    config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
     saved = Saved(q, dout, out, lse, dlse)
     with Ledger([kv, *saved]) as ledger:  # type: ignore[list-item]
-        walk_alone(forward(plan, q, kv, call) if phase == "forward" else backward(plan, saved, kv, call))
+        walk_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, saved, kv, config))
     return ledger.peak + kv.nbytes
 
 

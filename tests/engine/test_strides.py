@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.engine import attend
-from ringspan.frontends.attention import call_for
+from ringspan.engine import attend_ranks, config_for
 from tests.engine.drivers import FarAhead
 
 RANKS, SIZES = 2, (2, 4, 12, 8)  # batch, heads, tokens of a rank, dim
@@ -30,8 +29,8 @@ def test_any_order_of_dims(strategy: str, backend: str) -> None:
     plans = [first.at(rank).for_heads(SIZES[1], SIZES[1]) for rank in range(RANKS)]
     for order in permutations(range(4)):
         q, k, v, dout = ([lying(order).requires_grad_() for _ in range(RANKS)] for _ in range(4))
-        call = call_for(plans[0], q[0], v[0], SIZES[3] ** -0.5, backend)
-        parts = attend(plans, list(zip(q, k, v, strict=True)), call, FarAhead().run)
+        config = config_for(plans[0], q[0], v[0], SIZES[3] ** -0.5, backend)
+        parts = attend_ranks(plans, list(zip(q, k, v, strict=True)), config, FarAhead().run)
         out = torch.cat([part.out for part in parts], 2)
         want = F.scaled_dot_product_attention(*(torch.cat(x, 2).contiguous() for x in (q, k, v)), is_causal=True)
         torch.testing.assert_close(out, want, rtol=0, atol=2e-6)

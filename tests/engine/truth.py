@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.engine import Call, attend
+from ringspan.engine import AttentionConfig, attend_ranks
 from ringspan.kernels import Partial, cpu
 from ringspan.kernels.reference import dense_attention
 from ringspan.masks import Mask
@@ -55,8 +55,8 @@ def worst_error(plans: Sequence[Plan], given: Case, run: Callable[[Sequence[Any]
     leaves = [x.clone().requires_grad_() for x in given[:3]]
     pieces = [(q_layout, leaves[0]), (kv_layout, leaves[1]), (kv_layout, leaves[2])]
     split = [tuple(x.index_select(2, torch.from_numpy(layout.positions(plan.rank))) for layout, x in pieces) for plan in plans]
-    call = Call(kernel=kernel, scale=given.q.shape[-1] ** -0.5, head_dim=given.q.shape[-1])
-    parts = attend(plans, split, call, run)  # type: ignore[arg-type]
+    config = AttentionConfig(kernel=kernel, scale=given.q.shape[-1] ** -0.5, head_dim=given.q.shape[-1])
+    parts = attend_ranks(plans, split, config, run)  # type: ignore[arg-type]
     back = torch.from_numpy(q_layout.order()).argsort()
     result = Partial(*(torch.cat(of_ranks, dim=2).index_select(2, back) for of_ranks in zip(*parts, strict=True)))
     truth_leaves = [x.clone().requires_grad_() for x in given[:3]]

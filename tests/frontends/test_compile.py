@@ -292,7 +292,7 @@ def test_graph_breaks_do_not_leave_the_block() -> None:
 
 @pytest.mark.parametrize("near", [None, NEAR], ids=["one mask", "two masks"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_attend_by_ticket(strict: bool, near: rs.Mask | None) -> None:
+def test_exported_programs_hold_the_plan_id_as_a_constant(strict: bool, near: rs.Mask | None) -> None:
     torch.manual_seed(0)
     block = Block(None if near is None else rs.ContextParallel(None, near)).double()
     x, y = torch.randn(2, 2, N, 16, dtype=torch.float64).unbind()

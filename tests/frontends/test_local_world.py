@@ -141,7 +141,7 @@ GOOD = {"mask": rs.causal(N)}
         (qkv(), {"strategy": "gather(stages=0)"}, rs.PlanError, "at least 1"),
         (qkv(), {"backend": "abacus"}, rs.KernelError, "eager, reference"),
         (qkv(), {"backend": "flsh"}, rs.UnknownKernel, "did you mean flash"),
-        (qkv(), {"mask": None}, rs.MaskError, r"rs\.full\(n\) where everybody sees everybody; got None"),
+        (qkv(), {"mask": None}, rs.MaskError, r"rs\.full\(n\) if every query sees every key; got None"),
         (qkv(), {"scale": "x"}, rs.InputError, "scale must be a number, .* got 'x'"),
         (qkv(), {"score_mod": 3}, rs.InputError, r"takes \(score, b, h, q, k\).*; 3 does not: 'int' object is not callable"),
         (qkv(), {"score_mod": lambda score: score}, rs.InputError, "does not: .* takes 1 positional argument but 5 were given"),

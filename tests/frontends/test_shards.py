@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.attention.flex_attention import flex_attention
 
 import ringspan as rs
-from ringspan.frontends.corners import Parts, parts_of, score_mod_at
+from ringspan.frontends.dtensor.offsets import ShardExtents, extents_of, shard_score_mod
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 from tests.flex_truth import dense_flex
@@ -126,24 +126,24 @@ def test_functions_see_the_indices_of_the_whole(pools: Pools, beside: str, how: 
             assert torch.allclose(got, true, atol=1e-12)
 
 
-def uneven(rank: int) -> Parts:
+def uneven(rank: int) -> ShardExtents:
     """Three members of a batch over two ranks, five heads over two."""
     mesh = init_device_mesh("cpu", (2, 2))
     shape, placements = torch.Size((3, 5, 1, 1)), [Shard(0), Shard(1)]
     q = DTensor.from_local(torch.zeros(0, 0, 1, 1), mesh, placements, run_check=False, shape=shape, stride=(5, 1, 1, 1))
-    return parts_of(q)
+    return extents_of(q)
 
 
-def test_parts_of_uneven_dims(pools: Pools) -> None:
+def test_extents_of_uneven_dims(pools: Pools) -> None:
     batch, heads = [(0, 2, 3), (2, 1, 3)], [(0, 3, 5), (3, 2, 5)]
     assert pools(4).run(uneven) == [(batch[r // 2], heads[r % 2]) for r in range(4)]
 
 
 def test_a_score_mod_is_for_all_heads() -> None:
-    parts = ((0, BATCH, BATCH), (2, 2, HEADS))
-    score_mod_at(parts, rs.alibi(torch.ones(HEADS)))
+    extents = ((0, BATCH, BATCH), (2, 2, HEADS))
+    shard_score_mod(extents, rs.alibi(torch.ones(HEADS)))
     with pytest.raises(rs.InputError, match="made for 2 heads, but q has 4"):
-        score_mod_at(parts, rs.alibi(torch.ones(2)))
+        shard_score_mod(extents, rs.alibi(torch.ones(2)))
 
 
 def shards_of_a_layout(rank: int) -> list[tuple[str, bool]]:
@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[[Any], list[Tensor]], str]] = {
     "head dim": (placed_as(Shard(2), Shard(3)), "only Shard(0) (batch), Shard(1) (heads) and Replicate() are exact there"),
     "tokens over another axis": (placed_as(Shard(2), Shard(2)), "on the axis 'tp' of their mesh"),
     "mixed": (mixed, "v is a Tensor: give q, k and v all as DTensors"),
-    "apart": (apart, "a query must lie with its keys"),
+    "apart": (apart, "they must have the same mesh and placements"),
     "key heads": (three_key_heads, "3 key heads over the 2 ranks that share heads"),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.frontends.validate import given_scale
+from ringspan.frontends.validate import check_scale
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ from ringspan.frontends.validate import given_scale
     ],
 )
 def test_the_scale_that_is_meant(scale: Any, head_dim: int, meant: float) -> None:
-    found = given_scale(scale, head_dim)
+    found = check_scale(scale, head_dim)
     assert (type(found), found) == (float, meant)
 
 
 @pytest.mark.parametrize("scale", ["x", [1.0], torch.ones(2)])
 def test_what_is_no_scale(scale: Any) -> None:
     with pytest.raises(rs.InputError, match=r"scale must be a number, or None for 1 / √\(head dim\); got"):
-        given_scale(scale, 16)
+        check_scale(scale, 16)

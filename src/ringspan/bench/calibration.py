@@ -22,9 +22,8 @@ import ringspan as rs
 from ringspan.bench.fit import Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
 from ringspan.bench.graphs import captured
 from ringspan.costs import Hardware
-from ringspan.engine import attend
-from ringspan.frontends.attention import call_for
-from ringspan.frontends.validate import given_scale
+from ringspan.engine import attend_ranks, config_for
+from ringspan.frontends.validate import check_scale
 from ringspan.plans.data import PHASES
 from ringspan.transports.null import NullTransport
 
@@ -125,9 +124,9 @@ def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable
     q, k, v = (torch.randn(shape.batch, h, mask.lengths[0], shape.head_dim, **options).requires_grad_() for h in heads)
     grad = torch.randn_like(q)
     plan = rs.plan(mask, world=1, strategy="gather")
-    call = call_for(plan, q, v, given_scale(None, shape.head_dim), probes.backend)
+    config = config_for(plan, q, v, check_scale(None, shape.head_dim), probes.backend)
     return (
-        lambda: attend([plan], [(q, k, v)], call, NullTransport().run)[0].out,
+        lambda: attend_ranks([plan], [(q, k, v)], config, NullTransport().run)[0].out,
         lambda out: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
     )
 

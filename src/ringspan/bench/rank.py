@@ -24,10 +24,9 @@ import ringspan as rs
 from ringspan.bench import torch_baseline as bench_torch
 from ringspan.bench.graphs import captured
 from ringspan.cli.numbers import at_least
-from ringspan.engine import attend
+from ringspan.engine import attend_ranks, config_for
 from ringspan.errors import InputError
-from ringspan.frontends.attention import call_for
-from ringspan.frontends.validate import given_scale
+from ringspan.frontends.validate import check_scale
 from ringspan.kernels import Saved, check_backend
 from ringspan.planner import peak_bytes
 from ringspan.plans.data import PHASES
@@ -188,7 +187,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, args: argparse.Namespa
     for rank in ranks:
         plan = first.at(rank)
         share, qkv = _share(plan, backend), _tensors(plan.q_rows, args)
-        kernel: Any = call_for(plan, qkv[0], qkv[2], 1.0, backend).kernel
+        kernel: Any = config_for(plan, qkv[0], qkv[2], 1.0, backend).kernel
         times[rank] = _time(_step(share, *qkv), args)
         host = max(host, _host_time(share, args, *qkv))
         if args.device.startswith("cuda"):
@@ -244,15 +243,15 @@ def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], object]:
     backend = args.whole or args.backends[0]
     (plan,) = rs.LocalWorld(1).plans(mask)
     q, k, v = _tensors(mask.lengths[0], args)
-    call = call_for(plan, q, v, given_scale(None, q.shape[-1]), backend)
-    parts = list(call.kernel.attend(q, k, v, mask.bands, scale=call.scale))
+    config = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend)
+    parts = list(config.kernel.attend(q, k, v, mask.bands, scale=config.scale))
     if len(parts) > 1:  # a kernel that has no one call for this mask: its parts have to be merged
         return _step(_share(plan, backend), q, k, v)
     dout = torch.randn_like(q)
 
     def step() -> None:
-        ((_, _, (out, lse)),) = call.kernel.attend(q, k, v, mask.bands, scale=call.scale)
-        for _ in call.kernel.attend_backward(Saved(q, dout, out, lse), k, v, mask.bands, scale=call.scale):
+        ((_, _, (out, lse)),) = config.kernel.attend(q, k, v, mask.bands, scale=config.scale)
+        for _ in config.kernel.attend_backward(Saved(q, dout, out, lse), k, v, mask.bands, scale=config.scale):
             pass
 
     return step
@@ -260,9 +259,8 @@ def _whole(mask: rs.Mask, args: argparse.Namespace) -> Callable[[], object]:
 
 def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (result,) = attend(
-            [plan], [(q, k, v)], call_for(plan, q, v, given_scale(None, q.shape[-1]), backend), NullTransport().run
-        )
+        config = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend)
+        (result,) = attend_ranks([plan], [(q, k, v)], config, NullTransport().run)
         return result.out
 
     return attention
@@ -361,13 +359,13 @@ def _held(attention: Callable[..., Tensor], *qkv: Tensor) -> int:
 def _scratch(plan: rs.Plan, backend: str, *qkv: Tensor) -> int:
     """What the kernel takes for its own results and scratch space, at most, in any task of the backward pass."""
     q, k, v = (x.detach() for x in qkv)
-    call, most = call_for(plan, q, v, given_scale(None, q.shape[-1]), backend), 0
+    config, most = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend), 0
     for task in (task for step in plan.program.backward for task in step.tasks):
         rows = plan.program.kv_slots[task.kv_slot].rows
         keys, values = (x.new_zeros((*x.shape[:2], rows, x.shape[3])) for x in (k, v))
         saved = Saved(q, q, q, q.new_zeros(q.shape[:3], dtype=torch.float32))
         before = _start_of_peak()
-        for _ in call.kernel.attend_backward(saved, keys, values, task.bands, scale=call.scale):
+        for _ in config.kernel.attend_backward(saved, keys, values, task.bands, scale=config.scale):
             pass
         most = max(most, torch.cuda.max_memory_allocated() - before)
     return most

@@ -1,21 +1,26 @@
-"""The engine: walks plans. No I/O in it; a transport drives it."""
+"""The engine: executes plans. It moves no bytes itself; a transport drives it."""
 
-from ringspan.engine.autograd import attend
-from ringspan.engine.executor import Call, backward, forward
-from ringspan.engine.inputs import DTYPES, Look, look_of, shape_of
-from ringspan.engine.operator import Seat, attend_by_ticket, is_watched, take_seat
+from ringspan.engine.autograd import attend_ranks
+from ringspan.engine.entry import attend
+from ringspan.engine.executor import AttentionConfig, backward, forward
+from ringspan.engine.handles import PlanHandle, registry
+from ringspan.engine.inputs import DTYPES, shape_of
+from ringspan.engine.kernel_choice import check_mask_sizes, check_score_mod_heads, config_for
+from ringspan.engine.operator import attend_by_id, is_traced
 
 __all__ = [
     "DTYPES",
-    "Call",
-    "Look",
-    "Seat",
+    "AttentionConfig",
+    "PlanHandle",
     "attend",
-    "attend_by_ticket",
+    "attend_by_id",
+    "attend_ranks",
     "backward",
+    "check_mask_sizes",
+    "check_score_mod_heads",
+    "config_for",
     "forward",
-    "is_watched",
-    "look_of",
+    "is_traced",
+    "registry",
     "shape_of",
-    "take_seat",
 ]

@@ -1,6 +1,6 @@
-"""The autograd function around the engine: any number of ranks that this process drives, one transport.
+"""The forward and the backward pass of the ranks in this process, and the autograd function around them.
 
-Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim, F = D + E.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.beside import beside
-from ringspan.engine.executor import Call, backward, forward
+from ringspan.engine.executor import AttentionConfig, backward, forward
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial, Saved
 from ringspan.planner import Plan
 
-# Drives the walks of the ranks this process has, to their results: ``transport.run``.
+# Drives the generators of the ranks of this process to their results: ``transport.run``.
 Run = Callable[[Sequence[Any]], list[Any]]
 
 
-def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], call: Call, run: Run) -> list[Partial]:
+def attend_ranks(
+    plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], config: AttentionConfig, run: Run
+) -> list[Partial]:
     """Attention of the ranks in this process. Tensors (B, heads, rows, dim); out and lse are differentiable in all three."""
     for plan, (q, k, _) in zip(plans, qkv, strict=True):
         heads, planned = (q.shape[1], k.shape[1]), plan.program.heads
@@ -32,74 +34,119 @@ def attend(plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], 
                 f"this is a plan for {planned[0]} query heads and {planned[1]} key heads, but the tensors have {heads[0]} and "
                 f"{heads[1]}: use plan.for_heads({heads[0]}, {heads[1]})"
             )
-    size, sign = size_and_sign(call.scale)
-    if sign != 1:
-        qkv = [(q * sign, k, v) for q, k, v in qkv]
-        call = replace(call, scale=size)
+    tensors: list[Tensor] = []
+    for rank in qkv:
+        tensors += rank
+    flat = differentiable(plans, config, run, tensors)
+    results = []
+    for i in range(0, len(flat), 2):
+        results.append(Partial(flat[i].movedim(0, 2), flat[i + 1].movedim(0, 2)))
+    return results
+
+
+def differentiable(plans: Sequence[Plan], config: AttentionConfig, run: Run, qkv: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of each rank out (S, B, H, E) and lse (S, B, H). ``qkv`` has three tensors for each rank, (B, heads, rows, dim)."""
+    if config.scale <= 0:
+        size, sign = positive_scale(config.scale)
+        qkv = [x * sign if i % 3 == 0 else x for i, x in enumerate(qkv)]
+        config = replace(config, scale=size)
     # Rows become the first dim inside the function and the third again outside it, where a view may be changed in place.
-    # What the functions of the call learn is an input as well.
-    learned = () if call.mods is None else call.mods.learned
-    flat = _Attend.apply(plans, call, run, *(tensor for rank in qkv for tensor in rank), *learned)
-    return [Partial(out.movedim(0, 2), lse.movedim(0, 2)) for out, lse in zip(flat[::2], flat[1::2], strict=True)]
+    # The tensors that the user's functions learn are inputs as well.
+    learned = () if config.mods is None else config.mods.learned
+    flat: tuple[Tensor, ...] = _Attend.apply(plans, config, run, *qkv, *learned)
+    return flat
 
 
-def size_and_sign(scale: float) -> tuple[float, float]:
-    """A scale as a positive one, and what the queries are to be multiplied by.
+def positive_scale(scale: float) -> tuple[float, float]:
+    """A positive scale, and the factor by which the queries must be multiplied to make up for it.
 
-    Kernels mask with -inf before or after scaling as they please; with the sign in the queries it makes no difference.
+    Kernels mask with -inf before or after they scale. With the sign in the queries the order makes no difference.
     """
     return (scale, 1.0) if scale > 0 else (-scale or 1.0, -1.0 if scale < 0 else 0.0)
 
 
+def forward_pass(
+    plans: Sequence[Plan], config: AttentionConfig, run: Run, queries: Sequence[Tensor], key_values: Sequence[Tensor]
+) -> list[Partial]:
+    """Out and lse of each rank, rows first, as the kernel or the accumulators left them. Not differentiable."""
+    programs = []
+    for i, plan in enumerate(plans):
+        programs.append(forward(plan, queries[i], key_values[i], config))
+    return run(programs)
+
+
+def backward_pass(
+    plans: Sequence[Plan],
+    config: AttentionConfig,
+    run: Run,
+    queries: Sequence[Tensor],
+    key_values: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+) -> list[tuple[Tensor, ...]]:
+    """dq, dk, dv and the gradients of learned tensors of each rank, rows first.
+
+    ``outputs`` are out and lse of each rank, ``grads`` their gradients; None is zero. All gradients are computed on every rank,
+    needed or not: a rank that skipped its part would leave others waiting.
+    """
+    programs = []
+    for i, plan in enumerate(plans):
+        out, lse = outputs[2 * i : 2 * i + 2]
+        dout, dlse = grads[2 * i : 2 * i + 2]
+        saved = Saved(
+            queries[i],
+            torch.zeros_like(out) if dout is None else dout,
+            out,
+            lse,
+            None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
+        )
+        programs.append(backward(plan, saved, key_values[i], config))
+    return run(programs)
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plans: Sequence[Plan], call: Call, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
-        qkv = inputs[: 3 * len(plans)]
-        queries = [_rows_first(q) for q in qkv[::3]]
-        key_values = [beside(_rows_first(k), _rows_first(v)) for k, v in zip(qkv[1::3], qkv[2::3], strict=True)]
-        walks = [forward(plan, q, kv, call) for plan, q, kv in zip(plans, queries, key_values, strict=True)]
+    def forward(ctx: Any, plans: Sequence[Plan], config: AttentionConfig, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        queries, key_values = [], []
+        for i in range(0, 3 * len(plans), 3):
+            q_BHSD, k_BGTD, v_BGTE = inputs[i : i + 3]
+            queries.append(q_BHSD.movedim(2, 0))
+            key_values.append(beside(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0)))
         outputs: list[Tensor] = []
-        for result, q in zip(run(walks), queries, strict=True):
-            # Detached, since they may be views of a larger buffer, and autograd lets nobody change those in place.
+        for result, q in zip(forward_pass(plans, config, run, queries, key_values), queries, strict=True):
+            # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.
             outputs += [result.out.to(q.dtype).detach(), result.lse.detach()]
         ctx.set_materialize_grads(False)
-        ctx.plans, ctx.call, ctx.run = plans, call, run
-        # What was captured is kept where the functions keep it. It is saved for autograd's word that nobody has changed it.
-        captured = () if call.mods is None else call.mods.captured
+        ctx.plans, ctx.config, ctx.run = plans, config, run
+        # The functions keep what they have captured. It is saved so that autograd checks that it has not changed.
+        captured = () if config.mods is None else config.mods.captured
         ctx.save_for_backward(*queries, *key_values, *outputs, *captured)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
-        tensors = saved_for_backward(ctx)
+        tensors = saved_tensors(ctx)
         queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 4 * n]
-        walks = []
-        for rank, plan in enumerate(ctx.plans):
-            out, lse = outputs[2 * rank : 2 * rank + 2]
-            dout, dlse = grads[2 * rank : 2 * rank + 2]
-            # On every rank all gradients are computed, needed or not: a rank that skipped its part would leave others waiting.
-            saved = Saved(
-                queries[rank],
-                torch.zeros_like(out) if dout is None else dout,
-                out,
-                lse,
-                None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
-            )
-            walks.append(backward(plan, saved, key_values[rank], ctx.call))
-        needed: list[Tensor] = []
-        learned = () if ctx.call.mods is None else ctx.call.mods.learned
-        totals: Sequence[Tensor] = [torch.zeros_like(x) for x in learned]
+        mods = ctx.config.mods
+        dlearned = [] if mods is None else [torch.zeros_like(x) for x in mods.learned]
+        computed: list[Tensor] = []
         with torch.no_grad():
-            for (dq, dk, dv, *dlearned), q in zip(ctx.run(walks), queries, strict=True):
-                needed += [x.movedim(0, 2).to(q.dtype) for x in (dq, dk, dv)]
-                totals = [total + part.to(total.dtype) for total, part in zip(totals, dlearned, strict=True)]
-        needed += totals
-        return None, None, None, *(_once(x) if need else None for x, need in zip(needed, ctx.needs_input_grad[3:], strict=True))
+            for parts in backward_pass(ctx.plans, ctx.config, ctx.run, queries, key_values, outputs, grads):
+                for part in parts[:3]:
+                    computed.append(part.movedim(0, 2).to(queries[0].dtype))
+                for i, part in enumerate(parts[3:]):
+                    dlearned[i] = dlearned[i] + part.to(dlearned[i].dtype)
+        computed += dlearned
+        again = torch.is_grad_enabled()  # create_graph=True: the gradient may be differentiated
+        found: list[Tensor | None] = []
+        for x, needed in zip(computed, ctx.needs_input_grad[3:], strict=True):
+            found.append((once_differentiable(x) if again else x) if needed else None)
+        return None, None, None, *found
 
 
-def saved_for_backward(ctx: Any) -> tuple[Tensor, ...]:
-    """What was saved, or computed again."""
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """What the forward pass saved. Activation checkpointing computes it again here."""
     try:
         tensors: tuple[Tensor, ...] = ctx.saved_tensors
         return tensors
@@ -110,25 +157,21 @@ def saved_for_backward(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated. PyTorch's ``once_differentiable`` would let it pass as a constant where the
-    loss is linear in the result."""
+SECOND_DERIVATIVE = "the gradient of attention was differentiated again: no kernel here computes second derivatives"
 
+
+def once_differentiable(gradient: Tensor) -> Tensor:
+    """A gradient that raises when it is differentiated. PyTorch's decorator of that name would treat it as a constant where the
+    loss is linear in the result."""
+    marked: Tensor = _OnceDifferentiable.apply(gradient.detach().requires_grad_())
+    return marked
+
+
+class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise KernelError("the gradient of attention was differentiated again: no kernel here computes second derivatives")
-
-
-def _once(gradient: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():  # no create_graph=True: nobody can ask
-        return gradient
-    once: Tensor = _Once.apply(gradient.detach().requires_grad_())
-    return once
-
-
-def _rows_first(x_BHS: Tensor) -> Tensor:
-    return x_BHS.movedim(2, 0)
+        raise KernelError(SECOND_DERIVATIVE)

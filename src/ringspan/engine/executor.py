@@ -30,8 +30,8 @@ NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What is the same for all ranks of one call of attention."""
+class AttentionConfig:
+    """What is the same for all ranks and all steps of one call of attention."""
 
     kernel: Kernel
     scale: float
@@ -39,7 +39,7 @@ class Call:
     mods: Mods | None = None
 
 
-def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> RankCoroutine[Partial]:
+def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankCoroutine[Partial]:
     """Run the forward steps.
 
     Returns this rank's result: out (S, B, H, E), wide or as the kernel wrote it, and lse (S, B, H).
@@ -50,14 +50,14 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> RankCoro
     # Queries that travel do so from a copy that lies row by row; those that stay are read as they lie.
     moving = program.moves_queries("forward")
     q = [q_SBHD.contiguous(), *(_room(slot, q_SBHD) for slot in program.q_slots[1:])] if moving else [q_SBHD]
-    value_dim = kv_TBGF.shape[-1] - call.head_dim
+    value_dim = kv_TBGF.shape[-1] - config.head_dim
     like = torch.empty(0, dtype=accumulation_dtype(q_SBHD.dtype), device=q_SBHD.device)
     out = [OutputAccumulator((*x.shape[:3], value_dim), like=like, keeps=x is q[0]) for x in q]
-    queries, keys = [_heads_first(x) for x in q], [_key_value(x, call) for x in kv]
+    queries, keys = [_heads_first(x) for x in q], [_key_value(x, config) for x in kv]
 
     def compute(task: Task, n: int) -> None:
-        options = _options(call, plan, "forward", n, task, q_SBHD.device)
-        for part in call.kernel.attend(queries[task.q_slot], *keys[task.kv_slot], task.bands, **options):
+        options = _options(config, plan, "forward", n, task, q_SBHD.device)
+        for part in config.kernel.attend(queries[task.q_slot], *keys[task.kv_slot], task.bands, **options):
             out[task.q_slot].add(*part)
             del part  # else it would be held while the next is computed
 
@@ -65,7 +65,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, call: Call) -> RankCoro
     return out[0].finish()
 
 
-def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> RankCoroutine[tuple[Tensor, ...]]:
+def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankCoroutine[tuple[Tensor, ...]]:
     """Run the backward steps. ``saved`` is rows first.
 
     Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them; and this
@@ -80,22 +80,22 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, call: Call) -> RankCorou
     if program.moves_queries("backward"):
         own = bundle(saved)
         q = [own, *(_room(slot, own) for slot in program.q_slots[1:])]
-    value_dim = kv_TBGF.shape[-1] - call.head_dim
-    visitors = (unbundle(x, call.head_dim, value_dim) for x in q[1:])
+    value_dim = kv_TBGF.shape[-1] - config.head_dim
+    visitors = (unbundle(x, config.head_dim, value_dim) for x in q[1:])
     queries = [Saved(*(None if x is None else _heads_first(x) for x in rows)) for rows in (saved, *visitors)]  # type: ignore[arg-type]
     like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=kv_TBGF.device)
-    dkv = [GradientAccumulator(x.shape[:3], (call.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
+    dkv = [GradientAccumulator(x.shape[:3], (config.head_dim, value_dim), like=like, keeps=x is kv_TBGF) for x in kv]
     dq = [
-        GradientAccumulator(x.shape[:3], (call.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])
+        GradientAccumulator(x.shape[:3], (config.head_dim,), like=like, keeps=x is saved.q_BHSD) for x in (saved.q_BHSD, *q[1:])
     ]
 
-    keys = [_key_value(x, call) for x in kv]
-    learned = () if call.mods is None else call.mods.learned
+    keys = [_key_value(x, config) for x in kv]
+    learned = () if config.mods is None else config.mods.learned
     dlearned = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in learned]
 
     def compute(task: Task, n: int) -> None:
-        options = _options(call, plan, "backward", n, task, kv_TBGF.device)
-        for grads in call.kernel.attend_backward(queries[task.q_slot], *keys[task.kv_slot], task.bands, **options):
+        options = _options(config, plan, "backward", n, task, kv_TBGF.device)
+        for grads in config.kernel.attend_backward(queries[task.q_slot], *keys[task.kv_slot], task.bands, **options):
             dq[task.q_slot].add(grads.rows.start, grads.rows.stop, _rows_first(grads.dq_BHSD))
             dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, _rows_first(grads.dk_BGTD), _rows_first(grads.dv_BGTE))
             for total, part in zip(dlearned, grads.dlearned, strict=True):
@@ -123,11 +123,11 @@ def _walk(plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task, int],
         del post, arrivals, ticket
 
 
-def _options(call: Call, plan: Plan, phase: Phase, n: int, task: Task, device: torch.device) -> dict[str, Any]:
+def _options(config: AttentionConfig, plan: Plan, phase: Phase, n: int, task: Task, device: torch.device) -> dict[str, Any]:
     """What a kernel is told beside tensors and bands. Only those that know functions of the user are given any."""
-    if call.mods is None:
-        return {"scale": call.scale}
-    return {"scale": call.scale, "mods": placed(call.mods, plan, phase, n, task, device)}
+    if config.mods is None:
+        return {"scale": config.scale}
+    return {"scale": config.scale, "mods": placed(config.mods, plan, phase, n, task, device)}
 
 
 def _span(plan: Plan, phase: Phase, n: int) -> AbstractContextManager[Any]:
@@ -156,6 +156,6 @@ def _rows_first(x_BHS: Tensor) -> Tensor:
     return x_BHS.movedim(2, 0)
 
 
-def _key_value(kv_TBGF: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _key_value(kv_TBGF: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     kv_BGTF = _heads_first(kv_TBGF)
-    return kv_BGTF[..., : call.head_dim], kv_BGTF[..., call.head_dim :]
+    return kv_BGTF[..., : config.head_dim], kv_BGTF[..., config.head_dim :]

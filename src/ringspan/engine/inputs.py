@@ -1,11 +1,9 @@
-"""What the tensors of a call must be, and what is said when they are not.
+"""Checks of q, k and v.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +14,8 @@ from ringspan.plans import Shape
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
-class Look(NamedTuple):
-    """What a tensor looks like from outside."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-def look_of(x: Tensor) -> Look:
-    return Look(x.shape, x.dtype, x.device)
-
-
-def shape_of(q_BHSD: Tensor | Look, k_BGTD: Tensor | Look, v_BGTE: Tensor | Look) -> Shape:
-    """The shape of a call, or an :class:`InputError` if these three do not go together."""
+def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
+    """The shape of a call. Raises :class:`InputError` if q, k and v do not fit each other."""
     for name, x in (("q", q_BHSD), ("k", k_BGTD), ("v", v_BGTE)):
         if len(x.shape) != 4:
             raise InputError(f"{name} must be (batch, heads, tokens, dim); got {tuple(x.shape)}")

@@ -1,117 +1,39 @@
-"""Attention as an operator with a name, for all who look at operators rather than just run them: ``torch.compile``,
-``torch.export``, selective checkpointing, counters of operations.
+"""Attention as the custom operators ``ringspan::attend`` and ``ringspan::attend_backward``, for everything that sees operators:
+``torch.compile``, ``torch.export``, selective checkpointing, dispatch modes.
 
-An operator takes tensors and numbers, and a plan is neither. So a rank has a *seat* (what it needs to know to attend), and the
-operator is handed the seat's *ticket*, a tensor of one whole number. A tensor, since compiled programs take tensors as inputs:
-other documents are another ticket and not another program.
+Both run the same passes as eager code (:mod:`ringspan.engine.autograd`) on the plan registered under their ``plan_id``
+(:mod:`ringspan.engine.handles`).
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import Run, attend, saved_for_backward, size_and_sign
+from ringspan.engine.autograd import SECOND_DERIVATIVE, backward_pass, forward_pass, positive_scale, saved_tensors
 from ringspan.engine.beside import beside
-from ringspan.engine.executor import Call, backward
-from ringspan.errors import InputError, KernelError
-from ringspan.kernels import Partial, Saved, accumulation_dtype
-from ringspan.planner import Plan
+from ringspan.engine.executor import AttentionConfig
+from ringspan.engine.handles import registry
+from ringspan.errors import KernelError
+from ringspan.kernels import Partial, accumulation_dtype
 from ringspan.torch_private.dispatch_keys import default_dispatch_keys
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.function_modes import disable_torch_function
 
-# Checks the tensors of a call (with the peers, the first time) and says which plan, for their heads, and which kernel they get.
-Prepare = Callable[[Tensor, Tensor, Tensor, float], tuple[Plan, Call]]
 
+def is_traced() -> bool:
+    """Whether the call must be a custom operator: while torch.compile traces it, or under a dispatch mode.
 
-# The seats of one ticket, by when they were taken. It is held by them alone, and goes with the last.
-Row: TypeAlias = "WeakValueDictionary[int, Seat]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Seat:
-    """A rank's place at a plan: how its calls are prepared, who moves its bytes, and between which processes.
-
-    Without a ticket it is of this call alone, and no operator.
+    Plain eager code skips the operator, which would only cost time. So does torch's CommDebugMode: it counts messages, and
+    would find none inside an operator.
     """
-
-    prepare: Prepare
-    run: Run
-    processes: tuple[int, ...]
-    ticket: Tensor | None = None
-    row: Row | None = None
-
-    def attend(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float) -> Partial:
-        """Attention of this rank, differentiable; as an operator where somebody looks."""
-        if is_watched():
-            ticket = self._printed_ticket() if _is_exporting() else self.ticket
-            if ticket is not None:
-                return attend_by_ticket(q_BHSD, k_BGTD, v_BGTE, ticket, scale)
-        with disable_torch_function():  # a block around this call would see the kernels' own
-            plan, call = self.prepare(q_BHSD, k_BGTD, v_BGTE, scale)
-            (result,) = attend([plan], [(q_BHSD, k_BGTD, v_BGTE)], call, self.run)
-        return result
-
-    @dynamo_constant
-    def _printed_ticket(self) -> Tensor | None:
-        """The ticket, as a constant of the program: an exported one has no inputs but its function's own."""
-        return self.ticket
-
-
-# A seat lives as long as whoever took it (a ContextParallel), and the latest ones longer: a backward pass may come afterwards.
-_rows: WeakValueDictionary[int, Row] = WeakValueDictionary()
-_latest: OrderedDict[int, Seat] = OrderedDict()
-_clock = count()
-MOST = 256
-
-
-def take_seat(name: str, place: Seat) -> Seat:
-    """The seat with a ticket, a number that follows from ``name`` alone, in every process that takes it.
-
-    Of several seats of one name the one that was taken last is found: after ``destroy_process_group`` a new group may well have
-    an old one's name.
-    """
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward pass
-        ticket = torch.tensor(number, dtype=torch.int64, device="cpu")
-    row = _rows.setdefault(number, WeakValueDictionary())
-    seat = replace(place, ticket=ticket, row=row)
-    row[next(_clock)] = seat
-    _latest.pop(number, None)
-    _latest[number] = seat
-    if len(_latest) > MOST:
-        _latest.popitem(last=False)
-    return seat
-
-
-def _seat_of(ticket: Tensor) -> Seat:
-    row = _rows.get(int(ticket))
-    taken = [] if row is None else list(row)  # a copy: plans are made ahead in other threads
-    seat = row.get(max(taken)) if row is not None and taken else None
-    if seat is None:
-        raise InputError(
-            f"no seat has ticket {int(ticket)}: the ContextParallel that this program was compiled or exported with is gone, "
-            "or is of another process. Make it again with the same mask, layout, strategy, back end and group, and keep it"
-        )
-    return seat
-
-
-def is_watched() -> bool:
-    """Whether somebody looks at operators. Nobody does in plain eager code, where the operator would only cost time; nor does
-    torch's CommDebugMode, which counts messages, and would find none if they were hidden in an operator."""
     if torch.compiler.is_dynamo_compiling():  # is_compiling() is True while any thread of the process compiles
         return True
     if dispatch_mode_depth() == 0:
@@ -120,46 +42,46 @@ def is_watched() -> bool:
 
 
 @dynamo_constant
-def _is_exporting() -> bool:
-    # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first ticket.
+def is_exporting() -> bool:
+    # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first id.
     return torch.compiler.is_exporting()
 
 
-def attend_by_ticket(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ticket: Tensor, scale: float) -> Partial:
-    """:func:`ringspan.engine.attend` of the rank that has this ticket, as one operator."""
-    size, sign = size_and_sign(scale)
+def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float) -> Partial:
+    """Attention under the plan registered under this id, as one operator."""
+    scale, sign = positive_scale(scale)
     q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
-    out_SBHE, lse_SBH = torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, ticket, size)
+    out_SBHE, lse_SBH = torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
     return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
 
 
-# -- the two operators -------------------------------------------------------------------------------------------------
+# Results are rows first and contiguous: a compiled program relies on the strides that the fake implementations promise,
+# whatever the kernel returns.
 #
-# Rows first, and contiguous: what a compiled program is told of an operator's strides must be so, whatever the kernel likes.
-
-# What a compiler captures in a CUDA graph of its own accord, it warms up in memory of that graph; what is made once for a plan
-# must not lie there.
+# cudagraph_unsafe: torch.compile warms up its own CUDA graphs in memory of the graph, where tensors that are cached for a plan
+# must not lie.
 
 TAGS = (torch.Tag.cudagraph_unsafe,)
 torch.library.define(
-    "ringspan::attend", "(Tensor q, Tensor k, Tensor v, Tensor ticket, float scale) -> (Tensor, Tensor)", tags=TAGS
+    "ringspan::attend", "(Tensor q, Tensor k, Tensor v, Tensor plan_id, float scale) -> (Tensor, Tensor)", tags=TAGS
 )
 torch.library.define(
     "ringspan::attend_backward",
-    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ticket, float scale)"
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan_id, float scale)"
     " -> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
 
 @torch.library.impl("ringspan::attend", "CompositeExplicitAutograd")
-def _attend(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    seat = _seat_of(ticket)
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    handle = registry.find(plan_id)
     with disable_torch_function(), torch.no_grad():
-        plan, call = seat.prepare(q, k, v, scale)
-        with _as_outside(call):
-            (result,) = attend([plan], [(q, k, v)], call, seat.run)
-        return result.out.movedim(2, 0).contiguous(), result.lse.movedim(2, 0).contiguous()
+        plan, config = handle.prepare(q, k, v, scale)
+        q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
+        with _outside_operators(config):
+            ((out, lse),) = forward_pass([plan], config, handle.group.run, [q_SBHD], [beside(k_TBGD, v_TBGE)])
+        return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
 @torch.library.impl("ringspan::attend_backward", "CompositeExplicitAutograd")
@@ -171,30 +93,23 @@ def _attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    ticket: Tensor,
+    plan_id: Tensor,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    seat = _seat_of(ticket)
+    handle = registry.find(plan_id)
     with disable_torch_function(), torch.no_grad():
-        plan, call = seat.prepare(q, k, v, scale)
-        q_SBHD, k_TBGD, v_TBGE = (x.movedim(2, 0) for x in (q, k, v))
-        saved = Saved(
-            q_SBHD,
-            torch.zeros_like(out) if dout is None else dout,
-            out,
-            lse,
-            None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
-        )
-        with _as_outside(call):
-            ((dq, dk, dv, *_),) = seat.run([backward(plan, saved, beside(k_TBGD, v_TBGE), call)])
-        return tuple(x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))
+        plan, config = handle.prepare(q, k, v, scale)
+        q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
+        kv_TBGF = beside(k_TBGD, v_TBGE)
+        with _outside_operators(config):
+            ((dq, dk, dv, *_),) = backward_pass([plan], config, handle.group.run, [q_SBHD], [kv_TBGF], [out, lse], [dout, dlse])
+        return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])
 
 
 @contextmanager
-def _as_outside(call: Call) -> Iterator[None]:
-    """Functions of the user are called by ``torch.vmap`` and differentiated by autograd, and whoever looks at operators has
-    turned both off for what runs in one."""
-    if call.mods is None:
+def _outside_operators(config: AttentionConfig) -> Iterator[None]:
+    """Functions of the user need ``torch.vmap`` and autograd, and the dispatcher has turned both off inside an operator."""
+    if config.mods is None:
         yield
         return
     with default_dispatch_keys(), torch.inference_mode(torch.is_inference_mode_enabled()):
@@ -202,7 +117,7 @@ def _as_outside(call: Call) -> Iterator[None]:
 
 
 @torch.library.register_fake("ringspan::attend")
-def _(q: Tensor, k: Tensor, v: Tensor, ticket: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
     return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=accumulation_dtype(q.dtype))
 
@@ -212,21 +127,21 @@ def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tupl
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, ticket, out, lse = saved_for_backward(ctx)
-    grads = torch.ops.ringspan.attend_backward(dout, dlse, q, k, v, out, lse, ticket, ctx.scale)
+    q, k, v, plan_id, out, lse = saved_tensors(ctx)
+    grads = torch.ops.ringspan.attend_backward(dout, dlse, q, k, v, out, lse, plan_id, ctx.scale)
     return *grads, None, None
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise KernelError("the gradient of attention was differentiated again: no kernel here computes second derivatives")
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise KernelError(SECOND_DERIVATIVE)
 
 
-torch.library.register_autograd("ringspan::attend", _differentiate, setup_context=_save)
-torch.library.register_autograd("ringspan::attend_backward", _no_second_derivative)
+torch.library.register_autograd("ringspan::attend", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd("ringspan::attend_backward", _refuse_second_derivative)

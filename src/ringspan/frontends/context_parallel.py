@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.costs import Hardware
-from ringspan.engine import Seat
+from ringspan.engine import PlanHandle
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention_at, seat
-from ringspan.frontends.dtensors import is_dtensor
+from ringspan.frontends.attention import Group, attend_tensors, registered_handle
+from ringspan.frontends.dtensor import is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, plan_of
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sdpa import AttentionMode, under_autocast
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
-from ringspan.frontends.validate import given_mask, given_parameters, given_weights
+from ringspan.frontends.validate import check_mask, check_parameters, check_weights
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
@@ -34,7 +34,7 @@ from ringspan.transports import ProcessGroupTransport, as_transport
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-    from ringspan.frontends.corners import Parts
+    from ringspan.frontends.dtensor.offsets import ShardExtents
 
 Of = Literal["q", "kv"]
 
@@ -74,7 +74,7 @@ class ContextParallel(AttentionMode):
         self.group: ProcessGroupTransport = as_transport(group)
         self.backend = backend
         self.plan: Plan = plan(
-            given_mask(mask),
+            check_mask(mask),
             world=self.group.world,
             rank=self.group.rank,
             strategy=strategy,
@@ -86,9 +86,9 @@ class ContextParallel(AttentionMode):
         super().__init__(mask)
         self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
         self._hardware, self._shape = hardware, shape
-        self._seat = seat(self.plan, self.group, backend)
-        self._seat_number = f"{self._seat.ticket}"
-        self._seats_at: dict[Parts, Seat] = {}
+        self._handle = registered_handle(self.plan, self.group, backend)
+        self._handle_name = f"{self._handle.id}"
+        self._shard_handles: dict[ShardExtents, PlanHandle] = {}
 
     @property
     def mask(self) -> Mask:
@@ -104,7 +104,7 @@ class ContextParallel(AttentionMode):
 
     def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
         """The same tokens on the same ranks with another mask, for models whose layers differ (full and sliding window)."""
-        if given_mask(mask).lengths != self.plan.mask.lengths:
+        if check_mask(mask).lengths != self.plan.mask.lengths:
             raise InputError(
                 f"with_mask keeps the tokens where they are: {mask.name} is over {mask.lengths[0]} × {mask.lengths[1]}, "
                 f"the plan over {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}. Make the mask for those"
@@ -222,20 +222,20 @@ class ContextParallel(AttentionMode):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
-        place = self._seat
+        handle = self._handle
         if self._is_settled and is_dtensor(q):
-            from ringspan.frontends.corners import parts_of
+            from ringspan.frontends.dtensor.offsets import extents_of
 
-            place = self._seat_at(parts_of(q), self._seat_number)
-        return attention_at(place, q, k, v, scale).out
+            handle = self._shard_handle(extents_of(q), self._handle_name)
+        return attend_tensors(handle, q, k, v, scale).out
 
     @dynamo_constant
-    def _seat_at(self, parts: Parts, number: str) -> Seat:
-        """The seat of a shard that has these parts of batch and heads, in the block of this number: a compiled program compares
-        what a method is given before it takes the result to be the same, but not whose method it is."""
-        if parts not in self._seats_at:
-            self._seats_at[parts] = seat(self.plan, self.group, self.backend, parts)
-        return self._seats_at[parts]
+    def _shard_handle(self, extents: ShardExtents, name: str) -> PlanHandle:
+        """The handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards on arguments
+        but not on ``self``."""
+        if extents not in self._shard_handles:
+            self._shard_handles[extents] = registered_handle(self.plan, self.group, self.backend, extents)
+        return self._shard_handles[extents]
 
     def flex_attention(
         self,
@@ -298,7 +298,7 @@ class ContextParallel(AttentionMode):
         Several batches to one step of the optimiser: see :meth:`sum`.
         """
         x = _wide(x)
-        weights = torch.ones_like(x) if weights is None else given_weights(weights, x)
+        weights = torch.ones_like(x) if weights is None else check_weights(weights, x)
         groups = self._ranks(over)
         return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
 
@@ -313,7 +313,7 @@ class ContextParallel(AttentionMode):
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
         """Sum the gradients of parameters that all ranks share. One that is missing here counts as zero; one that is missing on
         all ranks stays missing, so that no optimiser moves a parameter nobody used."""
-        sum_gradients(given_parameters(parameters), self._ranks(over))
+        sum_gradients(check_parameters(parameters), self._ranks(over))
 
     def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
         return [self.group] if over is None else groups_of(over)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, on_device
-from ringspan.engine import attend, shape_of
+from ringspan.engine import attend_ranks, config_for, shape_of
 from ringspan.errors import InputError
-from ringspan.frontends.attention import call_for
 from ringspan.frontends.flex import Answer, asked_for, mask_of
-from ringspan.frontends.validate import given_mask, given_scale
+from ringspan.frontends.validate import check_mask, check_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
@@ -139,7 +138,7 @@ class LocalWorld:
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None
     ) -> list[Plan]:
         """The plans of all ranks."""
-        first = plan(given_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
+        first = plan(check_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
         return [first.at(rank) for rank in range(self.world)]
 
     @dynamo_disable
@@ -167,9 +166,9 @@ class LocalWorld:
         keys, values = _split(k, kv_layout), _split(v, kv_layout)
         transport = InProcessTransport(self.world)
         transport.traffic = self.traffic
-        call = call_for(plans[0], q, v, given_scale(scale, shape.head_dim), backend, score_mod)
+        config = config_for(plans[0], q, v, check_scale(scale, shape.head_dim), backend, score_mod)
         with disable_torch_function():  # the kernels' own calls, which a `with cp:` block around this one would see
-            parts = attend(plans, list(zip(queries, keys, values, strict=True)), call, transport.run)
+            parts = attend_ranks(plans, list(zip(queries, keys, values, strict=True)), config, transport.run)
         back = _way_back(q_layout, q.device)
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)
         lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, back)

@@ -114,16 +114,6 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
     return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
 
 
-def check_heads(score_mod: ScoreMod | None, heads: int) -> None:
-    """Whether one of these was made for as many heads as the queries have. What others look up is for them to know."""
-    made_for = getattr(score_mod, "ringspan_heads", None)
-    if made_for not in (None, heads):
-        raise InputError(
-            f"this score_mod was made for {made_for} heads, but q has {heads}: make it of a tensor that has one row for each "
-            "query head"
-        )
-
-
 def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:
     """Marks a function that looks something up for each of so many heads.
 

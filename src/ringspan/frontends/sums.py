@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group
-from ringspan.frontends.dtensors import is_dtensor
+from ringspan.frontends.dtensor import is_dtensor
 from ringspan.transports import ProcessGroupTransport, as_transport
 
 Grads = Literal["summed", "averaged"]

@@ -1,4 +1,4 @@
-"""What a user may give to a front end, and what is said of anything else. Each returns what is meant by it, or raises."""
+"""Checks of the arguments that users give to front ends. Each returns the argument as it is used inside, or raises."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ringspan.errors import InputError, MaskError
 from ringspan.masks import Mask
 
 
-def given_mask(mask: Any) -> Mask:
+def check_mask(mask: Any) -> Mask:
     if not isinstance(mask, Mask):
         raise MaskError(
-            f"the mask says who sees whom: rs.causal(n), or rs.full(n) where everybody sees everybody; got {_kind(mask)}. "
+            f"the mask must be a Mask: rs.causal(n), or rs.full(n) if every query sees every key; got {_kind(mask)}. "
             "A function of indices becomes a mask with rs.mask_mod, a BlockMask with rs.block_mask"
         )
     return mask
 
 
-def given_scale(scale: Any, head_dim: int) -> float:
-    """The number that scores are multiplied by; where none was given, 1 / √(head dim)."""
+def check_scale(scale: Any, head_dim: int) -> float:
+    """The factor of the scores; None is 1 / √(head dim)."""
     if scale is None:
-        return max(1, head_dim) ** -0.5  # heads of no width are refused with the tensors, where more can be said
+        return max(1, head_dim) ** -0.5  # a head dim of 0 is refused with the tensors, in a better message
     try:
         return float(scale)
     except (TypeError, ValueError):
         raise InputError(f"scale must be a number, or None for 1 / √(head dim); got {scale!r}") from None
 
 
-def given_weights(weights: Any, x: Tensor) -> Tensor:
-    """The weight of each of the values ``x``, to which it is expanded."""
+def check_weights(weights: Any, x: Tensor) -> Tensor:
+    """One weight for each of the values ``x``."""
     if not isinstance(weights, Tensor):
         raise InputError(f"weights must be a tensor of the shape of the values, {tuple(x.shape)}; got {_kind(weights)}")
     try:
@@ -44,8 +44,8 @@ def given_weights(weights: Any, x: Tensor) -> Tensor:
         ) from None
 
 
-def given_parameters(parameters: Any) -> list[Tensor]:
-    """Parameters as a list. A module or a single tensor could be iterated over, too, and would mean something else."""
+def check_parameters(parameters: Any) -> list[Tensor]:
+    """Parameters as a list. Refuses a single tensor, although it can be iterated over."""
     if isinstance(parameters, torch.nn.Module):
         raise InputError("sum_gradients takes parameters, not a module: pass module.parameters()")
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
@@ -57,5 +57,5 @@ def given_parameters(parameters: Any) -> list[Tensor]:
     return found
 
 
-def _kind(given: Any) -> str:
-    return "None" if given is None else type(given).__name__
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__

@@ -7,7 +7,7 @@ rank raises the same :class:`~ringspan.errors.PeerMismatch`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,9 +35,12 @@ class RankSignature(NamedTuple):
     keys: int
 
 
-# The signatures each torch process group has agreed on, by the order of its ranks. Every rank adds and clears the same
-# entries at the same calls, so either all ranks skip the handshake or none does.
-_agreed: WeakKeyDictionary[Any, dict[tuple[int, ...], set[RankSignature]]] = WeakKeyDictionary()
+# The signatures a group has agreed on, each with the digest of its plan. Every rank adds and clears the same entries at the
+# same calls, so either all ranks skip the handshake or none does.
+Agreements: TypeAlias = dict[RankSignature, str]
+
+# Those of each torch process group, by the order of its ranks.
+_agreed: WeakKeyDictionary[Any, dict[tuple[int, ...], Agreements]] = WeakKeyDictionary()
 MAX_AGREED = 4096
 
 # RankSignature.dtype is an index into this tuple.
@@ -45,23 +48,31 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_SCORE_MOD = 0
 
 
+def agreements(group: ProcessGroupTransport) -> Agreements:
+    """What the ranks of the group have agreed on so far. A call whose signature is in it needs no handshake."""
+    return _agreed.setdefault(group.group, {}).setdefault(tuple(group.ranks), {})
+
+
 def check_agreement(
-    group: ProcessGroupTransport, signature: RankSignature, rows: Iterable[tuple[int, int]], device: torch.device
+    group: ProcessGroupTransport,
+    signature: RankSignature,
+    rows: Iterable[tuple[int, int]],
+    device: torch.device,
+    *,
+    plan_digest: str,
 ) -> None:
-    """Compare this rank's signature with all others, unless the group has agreed on it before.
+    """Compare this rank's signature with all others: a collective call.
 
     ``rows`` has the number of queries and keys that the plan gives each rank.
     """
-    agreed = _agreed.setdefault(group.group, {}).setdefault(tuple(group.ranks), set())
-    if signature in agreed:
-        return
     signatures = [RankSignature(*numbers) for numbers in group.gather_numbers(signature, device)]
     problem = first_disagreement(signatures, rows)
     if problem:
         raise PeerMismatch(problem)
+    agreed = agreements(group)
     if len(agreed) >= MAX_AGREED:
         agreed.clear()
-    agreed.add(signature)
+    agreed[signature] = plan_digest
 
 
 def report_invalid_inputs(group: ProcessGroupTransport, device: torch.device) -> None:

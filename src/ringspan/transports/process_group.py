@@ -69,6 +69,15 @@ class ProcessGroupTransport:
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.traffic = Traffic()
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether ``destroy_process_group`` has ended the group."""
+        try:
+            dist.get_backend(self.group)
+        except (AssertionError, RuntimeError, ValueError):
+            return True
+        return False
+
     def run(self, coroutines: Sequence[RankCoroutine[T]]) -> list[T]:
         """Run the coroutine of this process's rank to the end and return its result, in a list of one."""
         (coroutine,) = coroutines

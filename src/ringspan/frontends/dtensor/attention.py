@@ -1,14 +1,14 @@
-"""DTensors in, a DTensor out: attention of the shards that this rank holds.
+"""Attention of DTensors: of the shards that this rank holds, as a DTensor.
 
-q, k and v are (batch, heads, tokens, dim), alike on every axis of one mesh::
+q, k and v are (batch, heads, tokens, dim), with the same placements on one mesh. What is allowed on an axis::
 
     axis of the mesh                 Shard(2), tokens     Shard(0), batch     Shard(1), heads     Replicate()
     the ranks that split a sequence  yes                  no                  no                  no
     any other (data, tensor, …)      no                   yes                 yes                 yes
 
 A shard of the tokens is what the *layout* gives to the rank, in its order; the DTensor only says that they are split. With
-``layout="contiguous"`` and a length that the ranks divide, that is what ``distribute_tensor`` gives, too. A mesh without the
-axis of the sequence will do as well (tensor parallelism alone makes such DTensors): the tokens are this rank's as they lie.
+``layout="contiguous"`` and a length that the ranks divide, that is what ``distribute_tensor`` gives, too. The mesh need not
+have the axis of the sequence (tensor parallelism alone makes such DTensors): the local tensors then hold this rank's tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ringspan.torch_private.dynamo import dynamo_constant
 BATCH, HEADS, TOKENS = 0, 1, 2
 
 
-def on_shards(
+def attend_shards(
     attend: Callable[[Tensor, Tensor, Tensor], Partial], q: Tensor, k: Tensor, v: Tensor, ranks: tuple[int, ...]
 ) -> Partial:
-    """``attend(q, k, v)`` of the shards. ``ranks`` are the processes that split the sequence."""
+    """``attend(q, k, v)`` of the local tensors. ``ranks`` are the processes that split the sequence."""
     if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
         kinds = ", ".join(f"{name} is a {type(x).__name__}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise InputError(f"{kinds}: give q, k and v all as DTensors, or all as plain tensors (x.to_local())")
@@ -40,18 +40,18 @@ def on_shards(
     if not (k.device_mesh == v.device_mesh == mesh and tuple(k.placements) == tuple(v.placements) == tuple(placements)):
         raise InputError(
             f"q is {tuple(placements)} on {mesh}, k is {tuple(k.placements)} on {k.device_mesh}, v is {tuple(v.placements)} on "
-            f"{v.device_mesh}: a query must lie with its keys; redistribute them alike"
+            f"{v.device_mesh}: they must have the same mesh and placements. Redistribute them"
         )
     for axis, placement in enumerate(placements):
         if mesh.size(axis) > 1:  # on an axis of one rank every placement holds everything
-            _check(placement, mesh, axis, is_sequence=_ranks_along(mesh, axis) == tuple(sorted(ranks)))
+            _check_placement(placement, mesh, axis, is_sequence=_ranks_along(mesh, axis) == tuple(sorted(ranks)))
     _check_heads(placements, mesh, k.shape[HEADS])
     out, lse = attend(q.to_local(), k.to_local(), v.to_local())
     whole = (*q.shape[:3], v.shape[3])
-    return Partial(_placed(out, q, whole), _placed(lse, q, whole[:3]))
+    return Partial(_as_dtensor(out, q, whole), _as_dtensor(lse, q, whole[:3]))
 
 
-def _check(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bool) -> None:
+def _check_placement(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bool) -> None:
     name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
     dim = placement.dim if isinstance(placement, Shard) else None
     if is_sequence:
@@ -69,13 +69,13 @@ def _check(placement: Placement, mesh: DeviceMesh, axis: int, *, is_sequence: bo
 
 
 def _check_heads(placements: Sequence[Placement], mesh: DeviceMesh, kv_heads: int) -> None:
-    ranks = 1  # a plain loop, since compilers trace through here
+    ranks = 1  # a plain loop, since torch.compile traces it
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == HEADS:
             ranks *= mesh.size(axis)
     if kv_heads % ranks:
         raise InputError(
-            f"{kv_heads} key heads over the {ranks} ranks that share heads: queries would lie apart from their keys. "
+            f"{kv_heads} key heads over the {ranks} ranks that split the heads: queries and their keys must be on one rank. "
             "Repeat the key heads until the ranks divide them"
         )
 
@@ -85,7 +85,7 @@ def _ranks_along(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(axis))))
 
 
-def _placed(x: Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
+def _as_dtensor(x: Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    # The shape is given and not gathered: ranks may hold differently many tokens.
+    # The shape is given and not gathered: ranks may hold different numbers of tokens.
     return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)

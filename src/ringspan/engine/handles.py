@@ -1,0 +1,212 @@
+"""Plan handles: what one rank needs to attend under a plan, and the registry in which custom operators find it.
+
+A custom operator takes tensors and numbers, and a plan is neither. So a handle may be registered under an id, and the operator
+``ringspan::attend`` receives the id as an int64 tensor. A tensor is an input of a compiled program, so that a new mask is a new
+input and not a recompilation.
+
+Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ringspan.engine.executor import AttentionConfig
+from ringspan.engine.inputs import shape_of
+from ringspan.engine.kernel_choice import choose_config, kernel_inputs
+from ringspan.errors import InputError, TransportError
+from ringspan.kernels import Inputs, ScoreMod, check_backend
+from ringspan.planner import Plan
+from ringspan.torch_private.dynamo import dynamo_constant
+from ringspan.transports import ProcessGroupTransport, RankSignature, check_agreement, digest_as_int64, report_invalid_inputs
+from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, VERSION, Agreements, agreements
+from ringspan.user_functions.digests import function_digest
+
+MAX_PREPARED = 256  # calls of one plan
+MAX_RECENT = 256  # handles that the registry itself keeps alive
+
+# The scale and back end of a call, and the shape, dtype and device of its q, k and v: all that its preparation depends on.
+CallKey: TypeAlias = tuple[object, ...]
+
+
+class PreparedCall(NamedTuple):
+    """What is worked out once for all calls with one key."""
+
+    fitted: Plan | None
+    """The plan for the heads of these tensors; None if it is the handle's own, which must not hold itself."""
+    signature: RankSignature
+    inputs: Inputs
+    config: AttentionConfig | None
+    """None if the user's functions take part: their tensors are looked up in every call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class PlanHandle:
+    """One rank's plan, the group it runs on and the kernel that was asked for.
+
+    Without an ``id`` the handle is not in the registry: it serves eager calls only.
+    """
+
+    plan: Plan
+    group: ProcessGroupTransport
+    backend: str = "auto"
+    id: Tensor | None = None
+    _calls: dict[CallKey, PreparedCall] = field(init=False, repr=False)
+    _agreed: Agreements = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        plan, group = self.plan, self.group
+        if (plan.world, plan.rank) != (group.world, group.rank):
+            raise InputError(
+                f"this is the plan of rank {plan.rank} of {plan.world}, but this process is rank {group.rank} of {group.world} "
+                "in the group: make it with rs.plan(mask, world=..., rank=...) for this group"
+            )
+        object.__setattr__(self, "_calls", plan.derived(_prepared_calls))
+        object.__setattr__(self, "_agreed", agreements(group))
+
+    @dynamo_constant
+    def constant_id(self) -> Any:
+        """The id as a constant of the program: an exported program has no inputs but those of its function."""
+        return self.id
+
+    def prepare(
+        self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float, score_mod: ScoreMod | None = None
+    ) -> tuple[Plan, AttentionConfig]:
+        """The plan for these tensors' heads and the kernel to run, once all ranks have agreed on the call.
+
+        All that a rank can see by itself is checked before it talks to others. What the peers of a rank with bad tensors do:
+
+        - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
+          part, so that they raise :class:`~ringspan.errors.PeerMismatch`, and raises its own error.
+        - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A rank that
+          entered the handshake would wait for them in vain. It raises at once; the peers lose it in the exchange, and their
+          error names it.
+        """
+        # fmt: off
+        key = (
+            scale, self.backend, q_BHSD.shape, k_BGTD.shape, v_BGTE.shape, q_BHSD.dtype, k_BGTD.dtype, v_BGTE.dtype,
+            q_BHSD.device, k_BGTD.device, v_BGTE.device,
+        )
+        # fmt: on
+        call = self._calls.get(key)
+        if call is None:
+            call = self._prepare(key, q_BHSD, k_BGTD, v_BGTE)
+        plan, signature = call.fitted or self.plan, call.signature
+        if score_mod is not None:
+            signature = signature._replace(score_mod=digest_as_int64(function_digest(score_mod)))
+        if signature not in self._agreed:
+            self._agree(plan, signature, q_BHSD.device)
+        if call.config is not None and score_mod is None:
+            return plan, call.config
+        config = choose_config(plan, q_BHSD, call.inputs, scale, self.backend, score_mod)
+        if config.mods is None:
+            self._calls[key] = call._replace(config=config)
+        return plan, config
+
+    def _prepare(self, key: CallKey, q: Tensor, k: Tensor, v: Tensor) -> PreparedCall:
+        try:
+            shape = shape_of(q, k, v)
+            fitted = self.plan.for_heads(shape.heads, shape.kv_heads)
+        except InputError:
+            if self.plan.digest not in self._agreed.values():
+                with suppress(TransportError):  # the peers may not come, and the error of this rank says more
+                    report_invalid_inputs(self.group, q.device)
+            raise
+        signature = RankSignature(
+            version=VERSION,
+            digest=digest_as_int64(fitted.digest),
+            batch=shape.batch,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            v_dim=v.shape[-1],
+            dtype=DTYPES.index(shape.dtype),
+            score_mod=NO_SCORE_MOD,
+            queries=q.shape[2],
+            keys=k.shape[2],
+        )
+        call = PreparedCall(None if fitted is self.plan else fitted, signature, kernel_inputs(fitted, q, v), None)
+        if len(self._calls) >= MAX_PREPARED:
+            self._calls.clear()
+        self._calls[key] = call
+        return call
+
+    def _agree(self, plan: Plan, signature: RankSignature, device: torch.device) -> None:
+        """Run the handshake. Every rank does so when it meets a call that is new to the group."""
+        planned = signature._replace(queries=plan.q_rows, keys=plan.kv_rows)
+        if signature != planned and planned in self._agreed:  # so the peers skip the handshake
+            raise InputError(
+                f"rank {plan.rank} has {signature.queries} queries and {signature.keys} keys where the plan says "
+                f"{plan.q_rows} and {plan.kv_rows}: shard with cp.shard, or make a plan for these lengths"
+            )
+        rows = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
+        check_agreement(self.group, signature, rows, device, plan_digest=self.plan.digest)
+
+
+def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:
+    """The calls prepared for a plan. They are kept with the plan, so that handles made for one call share them."""
+    return {}
+
+
+class HandleRegistry:
+    """Handles by id. May be used from several threads: plans are made ahead in other threads.
+
+    The registry holds handles weakly: a handle lives as long as its ContextParallel. It keeps the most recent ones alive as
+    well, since a backward pass may run after the ContextParallel is gone; but never one whose process group was destroyed.
+
+    Of several handles of one id the last registered is found: after ``destroy_process_group`` a new group may have the name of
+    an old one.
+    """
+
+    def __init__(self, max_recent: int = MAX_RECENT) -> None:
+        self._lock = Lock()
+        self._by_id: dict[int, list[ref[PlanHandle]]] = {}
+        self._recent: OrderedDict[int, PlanHandle] = OrderedDict()
+        self._max_recent = max_recent
+
+    def register(self, name: str, handle: PlanHandle) -> PlanHandle:
+        """The handle with an id, which follows from ``name`` alone in every process."""
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward pass
+            registered = replace(handle, id=torch.tensor(number, dtype=torch.int64, device="cpu"))
+        with self._lock:
+            self._by_id = {n: alive for n, refs in self._by_id.items() if (alive := [r for r in refs if r() is not None])}
+            self._by_id.setdefault(number, []).append(ref(registered))
+            for n, recent in list(self._recent.items()):
+                if n == number or recent.group.is_destroyed:
+                    del self._recent[n]
+            self._recent[number] = registered
+            if len(self._recent) > self._max_recent:
+                self._recent.popitem(last=False)
+        return registered
+
+    def find(self, plan_id: Tensor) -> PlanHandle:
+        number = int(plan_id)
+        with self._lock:
+            for reference in reversed(self._by_id.get(number, [])):
+                handle = reference()
+                if handle is not None:
+                    return handle
+        raise InputError(
+            f"no plan is registered under id {number}: the ContextParallel that this program was compiled or exported with was "
+            "deleted, or belongs to another process. Make it again with the same mask, layout, strategy, back end and group, "
+            "and keep it"
+        )
+
+    def release(self) -> None:
+        """Keep no handle alive from here on; those that others hold are still found."""
+        with self._lock:
+            self._recent.clear()
+
+
+registry = HandleRegistry()

@@ -1,0 +1,78 @@
+"""The kernel of a call, and the user's functions that it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ringspan.engine.executor import AttentionConfig
+from ringspan.errors import InputError
+from ringspan.kernels import Inputs, MaskMod, ScoreMod, mods_of, select_kernel
+from ringspan.masks import Mask
+from ringspan.planner import Plan
+
+
+def config_for(
+    plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor, scale: float, backend: str, score_mod: ScoreMod | None = None
+) -> AttentionConfig:
+    """The kernel, scale and functions for these tensors."""
+    return choose_config(plan, q_BHSD, kernel_inputs(plan, q_BHSD, v_BGTE), scale, backend, score_mod)
+
+
+def kernel_inputs(plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor) -> Inputs:
+    """What kernels are asked about."""
+    return Inputs(
+        device=q_BHSD.device,
+        dtype=q_BHSD.dtype,
+        head_dim=q_BHSD.shape[-1],
+        v_dim=v_BGTE.shape[-1],
+        windows_or_documents=plan.is_ragged,
+    )
+
+
+def choose_config(
+    plan: Plan, q_BHSD: Tensor, inputs: Inputs, scale: float, backend: str, score_mod: ScoreMod | None
+) -> AttentionConfig:
+    """As :func:`config_for`, for kernel inputs that are known."""
+    check_score_mod_heads(score_mod, q_BHSD.shape[1])
+    mods = mods_of(score_mod, _mask_mod(plan.mask, q_BHSD), q_BHSD)
+    if mods is not None:
+        inputs = replace(inputs, has_mods=True)
+    return AttentionConfig(kernel=select_kernel(backend, inputs), scale=scale, head_dim=inputs.head_dim, mods=mods)
+
+
+def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
+    """The function that decides the undecided pairs of the mask, if it has one. Checks that it fits these tensors."""
+    predicate = mask.predicate
+    if predicate is None:
+        return None
+    check_mask_sizes(mask, q_BHSD.shape[0], q_BHSD.shape[1])
+    if predicate.is_stale:
+        raise InputError(
+            f"a tensor that the function of {mask.name} uses was changed in place after the mask was made, so the plan may no "
+            "longer be that of the function: make the mask again"
+        )
+    for x, _ in predicate.captured:
+        if x.device != q_BHSD.device and x.ndim:
+            raise InputError(f"the function of {mask.name} uses a tensor on {x.device}, but q is on {q_BHSD.device}: move it")
+    return predicate.mask_mod
+
+
+def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
+    """Raise if the mask depends on the batch index or the head and was made for another batch size or number of heads."""
+    if mask.predicate is None:
+        return
+    for what, planned, given in (("batch", mask.predicate.batch, batch), ("heads", mask.predicate.heads, heads)):
+        if planned not in (None, given):
+            raise InputError(f"the mask {mask.name} is for {what}={planned}, but q has {given}: make it for these tensors")
+
+
+def check_score_mod_heads(score_mod: ScoreMod | None, heads: int) -> None:
+    """Raise if one of the ready-made score_mods was made for another number of heads. Other functions are not checked."""
+    made_for = getattr(score_mod, "ringspan_heads", None)
+    if made_for not in (None, heads):
+        raise InputError(
+            f"this score_mod was made for {made_for} heads, but q has {heads}: make it of a tensor that has one row for each "
+            "query head"
+        )

@@ -1,0 +1,185 @@
+"""Plan handles: what is prepared once, what ranks with bad tensors do, and how the registry finds handles."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.engine.handles import HandleRegistry, PlanHandle
+from ringspan.transports import ProcessGroupTransport
+from tests.conftest import Pools
+
+N = 24
+LIMIT = 3.0  # seconds that a rank waits for its peers
+
+BAD: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "dtype": lambda q, k, v: (q, k.float(), v),
+    "key heads": lambda q, k, v: (q, torch.cat([k, k], 1)[:, :3], torch.cat([v, v], 1)[:, :3]),
+    "rows": lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]),
+}
+
+
+def tensors(cp: rs.ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = cp.shard(*(torch.randn(1, 2, N, 8, dtype=torch.float64) for _ in range(3)), dim=2)
+    return q, k, v
+
+
+def bad_tensors_on_rank_1(rank: int, how: str, agreed: bool) -> tuple[str, float]:
+    """What each rank raises, and after how many seconds. With ``agreed``, the ranks have made a good call before."""
+    ranks = ProcessGroupTransport(
+        dist.new_group(), timeout=LIMIT
+    )  # of its own: an exchange that was given up leaves a group unusable
+    cp = rs.ContextParallel(ranks, rs.causal(N), strategy="ring")
+    given = tensors(cp)
+    if agreed:
+        cp.attention(*given)
+    start = time.monotonic()
+    try:
+        cp.attention(*(BAD[how](*given) if rank == 1 else given))
+    except rs.RingspanError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    finally:
+        time.sleep(LIMIT if agreed and rank == 1 else 0.0)  # a process that ended would free its peers before the time limit
+    return "no error", time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_bad_tensors_after_an_agreement_raise_at_once(pools: Pools, how: str) -> None:
+    (peer, _), (guilty, seconds), (other, _) = pools(3).run(bad_tensors_on_rank_1, how, True)
+    assert guilty.startswith("InputError: ")
+    assert seconds < LIMIT / 3
+    # The peers exchange rows: at least the one that waits for rank 1 names it.
+    assert {peer.split(":")[0], other.split(":")[0]} <= {"PeerTimeout", "PeerLost", "no error"}
+    assert "rank 1" in peer + other
+
+
+@pytest.mark.parametrize(
+    ("how", "guilty_says", "peers_say"),
+    [
+        ("dtype", "InputError: q, k and v must have one dtype", "PeerMismatch: rank 1 was called with invalid q, k and v"),
+        (
+            "key heads",
+            "InputError: 2 query heads cannot share 3 key heads",
+            "PeerMismatch: rank 1 was called with invalid q, k",
+        ),
+        ("rows", "PeerMismatch: rank 1 has 7 keys where the plan", "PeerMismatch: rank 1 has 7 keys where the plan"),
+    ],
+)
+def test_bad_tensors_in_the_first_call_raise_on_every_rank(pools: Pools, how: str, guilty_says: str, peers_say: str) -> None:
+    (peer, _), (guilty, seconds), (other, _) = pools(3).run(bad_tensors_on_rank_1, how, False)
+    assert guilty.startswith(guilty_says)
+    assert seconds < LIMIT
+    assert peer == other
+    assert peer.startswith(peers_say)
+
+
+# -- in this process: preparing a call, and the registry -----------------------------------------------------------------
+
+
+@pytest.fixture
+def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroupTransport]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield ProcessGroupTransport()
+    dist.destroy_process_group()
+
+
+def handle_of(group: ProcessGroupTransport) -> PlanHandle:
+    return PlanHandle(plan=rs.plan(rs.causal(6), world=1, rank=0), group=group)
+
+
+def qkv(heads: int = 4, rows: int = 6) -> list[Tensor]:
+    return [torch.ones(1, h, rows, 8) for h in (heads, 2, 2)]
+
+
+def test_a_call_is_prepared_once(group_of_one: ProcessGroupTransport) -> None:
+    handle = handle_of(group_of_one)
+    plan, config = handle.prepare(*qkv(), 0.5)
+    assert plan is handle.plan
+    assert (config.head_dim, config.scale, config.mods) == (8, 0.5, None)
+    again = PlanHandle(plan=handle.plan, group=group_of_one).prepare(*qkv(), 0.5)
+    assert again[1] is config
+    assert handle.prepare(*qkv(), 0.25)[1].scale == 0.25
+    assert handle.prepare(*(x.double() for x in qkv()), 0.5)[1] is not config
+
+
+def heads_of_a_prepared_plan(rank: int) -> tuple[object, bool]:
+    cp = rs.ContextParallel(None, rs.causal(N), strategy="ulysses(heads=8, kv_heads=8)")
+    handle = PlanHandle(plan=cp.plan, group=cp.group)
+    q, k, v = qkv(rows=N // 2)
+    plan, _ = handle.prepare(q, k, v, 0.5)
+    return plan.program.heads, handle.prepare(q, k, v, 0.5)[0] is plan
+
+
+def test_a_plan_that_splits_heads_is_fitted_to_the_tensors(pools: Pools) -> None:
+    assert pools(2).run(heads_of_a_prepared_plan) == [((4, 2), True)] * 2
+
+
+def test_prepared_calls_do_not_keep_a_plan_alive(group_of_one: ProcessGroupTransport) -> None:
+    """Without a reference cycle: the tensors of its mask would live until the next garbage collection."""
+    gc.disable()
+    try:
+        copy = replace(rs.plan(rs.causal(6), world=1, rank=0), rank=0)  # not in the cache of plans
+        PlanHandle(plan=copy, group=group_of_one).prepare(*qkv(), 0.5)
+        alive = ref(copy)
+        del copy
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_plan_of_another_rank_is_refused(group_of_one: ProcessGroupTransport) -> None:
+    with pytest.raises(rs.InputError, match="this is the plan of rank 1 of 2, but this process is rank 0 of 1"):
+        PlanHandle(plan=rs.plan(rs.causal(6), world=2, rank=1), group=group_of_one)
+
+
+def test_an_id_follows_from_the_name(group_of_one: ProcessGroupTransport) -> None:
+    registry, handle = HandleRegistry(), handle_of(group_of_one)
+    first, second, other = (registry.register(name, handle) for name in ("a", "a", "b"))
+    assert first.id.item() == second.id.item() != other.id.item()  # type: ignore[union-attr]
+
+
+def test_the_last_handle_of_an_id_is_found(group_of_one: ProcessGroupTransport) -> None:
+    registry = HandleRegistry()
+    first, later = (registry.register("a", handle_of(group_of_one)) for _ in range(2))
+    assert registry.find(first.id) is later  # type: ignore[arg-type]
+    registry.release()
+    del later
+    gc.collect()
+    assert registry.find(first.id) is first  # type: ignore[arg-type]
+
+
+def test_the_registry_keeps_only_recent_handles_alive(group_of_one: ProcessGroupTransport) -> None:
+    registry = HandleRegistry(max_recent=3)
+    held = registry.register("held", handle_of(group_of_one))
+    dropped = registry.register("dropped", handle_of(group_of_one)).id
+    assert dropped is not None
+    registry.find(dropped)
+    for i in range(3):
+        registry.register(f"later {i}", handle_of(group_of_one))
+    gc.collect()
+    assert registry.find(held.id) is held  # type: ignore[arg-type]
+    with pytest.raises(rs.InputError, match=r"no plan is registered under id \d+: .*Make it again"):
+        registry.find(dropped)
+
+
+def test_the_registry_keeps_no_destroyed_group_alive(group_of_one: ProcessGroupTransport) -> None:
+    registry = HandleRegistry()
+    group = dist.new_group([0])
+    alive = ref(registry.register("old", handle_of(ProcessGroupTransport(group))))
+    gc.collect()
+    assert alive() is not None
+    dist.destroy_process_group(group)
+    registry.register("new", handle_of(group_of_one))
+    gc.collect()
+    assert alive() is None
