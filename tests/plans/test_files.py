@@ -84,7 +84,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (without("forward.0.sends.0.peer"), "plan.forward[0].sends[0].peer: missing"),
     (without("backward.0.tasks.0.kv_slot"), "plan.backward[0].tasks[0].kv_slot: missing"),
     # of another version, or not what it says it is
-    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 2, the file has version 99"),
+    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 3, the file has version 99"),
     (at("digest", "0" * 16), "plan.digest: says 0000000000000000, but what the file holds has digest"),
     (at("strategy", "gather(stages=2)"), "plan.digest: says"),
     # of the wrong type
@@ -107,6 +107,12 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("kv_slots.1.heads", "all"), "plan.kv_slots[1].heads: expected a whole number"),
     (at("heads", 8), "plan.heads: expected a list of 2, got 8"),
     (at("heads", [8, 0]), "plan.heads[1]: expected a whole number from 1 to 65536, got 0"),
+    (without("forward.1.tasks.0.kv_tokens"), "plan.forward[1].tasks[0].kv_tokens: missing"),
+    (at("forward.1.tasks.0.kv_tokens", []), "plan.forward[1].tasks[0].kv_tokens: expected an object, got []"),
+    (at("forward.1.tasks.0.kv_tokens.spans.0", [0, 4]), "plan.forward[1].tasks[0].kv_tokens.spans[0]: expected a list of 3"),
+    (at("forward.1.tasks.0.kv_tokens.spans.0.2", 0), "plan.forward[1].tasks[0].kv_tokens.spans[0]: expected a span"),
+    (at("forward.1.tasks.0.kv_tokens.spans.0.1", 2**40), "kv_tokens.spans[0][1]: expected a whole number from 0"),
+    (at("forward.1.tasks.0.kv_tokens.first_head", -1), "kv_tokens.first_head: expected a whole number from 0"),
     # out of range
     (at("rank", 3), "plan.rank: expected a whole number from 0 to 2, got 3"),
     (at("rank", -1), "plan.rank: expected a whole number from 0 to 2, got -1"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from ringspan.masks import Band
 from ringspan.planner import Plan
 from ringspan.plans import Slot, Step, Task, Transfer, verify
 from ringspan.plans.data import PHASES, Phase
+from ringspan.plans.slot_tokens import SlotTokens
 from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import all_plans
 
@@ -74,6 +76,10 @@ def shorter(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
 
 def bands(f: Callable[[tuple[Band, ...]], Sequence[Band]]) -> Callable[[tuple[Task, ...]], Sequence[Task]]:
     return lambda of: (replace(of[0], bands=tuple(f(of[0].bands))), *of[1:])
+
+
+def spans(*given: tuple[int, int, int], first_head: int = 0) -> SlotTokens:
+    return SlotTokens(np.array(given), first_head)
 
 
 def slots(rank: int, **changed: tuple[Slot, ...]) -> Change:
@@ -255,6 +261,42 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         some_heads,
         both(*(heads(rank, (6, 4)) for rank in range(2))),
         "the program is for 6 query heads and 4 key heads: they cannot be shared evenly",
+    ),
+    # tokens
+    "other tokens are recorded": (
+        a_full_ring,
+        edit(F, 1, 1, tasks=to(kv_tokens=spans((4, 8, 1)))),
+        "forward step 1 on rank 1: row 0 of kv slot 1 does not hold what the task records: token 4 of head 0",
+    ),
+    "tokens are recorded in another order": (
+        a_full_ring,
+        edit(B, 2, 2, tasks=to(kv_tokens=spans((0, 2, 1), (3, 4, 1), (2, 3, 1)))),
+        "backward step 2 on rank 2: row 2 of kv slot 2 does not hold what the task records: token 3 of head 0",
+    ),
+    "fewer tokens are recorded than read": (
+        a_full_ring,
+        edit(F, 1, 1, tasks=to(kv_tokens=spans((0, 3, 1)))),
+        "forward step 1 on rank 1: the task records 3 tokens of kv slot 1, but reads 4 rows of its 4",
+    ),
+    "more tokens are recorded than there are rows": (
+        a_full_ring,
+        edit(F, 1, 1, tasks=to(kv_tokens=spans((0, 5, 1)))),
+        "forward step 1 on rank 1: the task records 5 tokens of kv slot 1, but reads 4 rows of its 4",
+    ),
+    "tokens beyond the sequence are recorded": (
+        a_full_ring,
+        edit(F, 1, 1, tasks=to(kv_tokens=spans((0, 40, 10)))),
+        "forward step 1 on rank 1: the task records tokens or heads of kv slot 1 that do not exist",
+    ),
+    "no tokens are recorded": (
+        a_full_ring,
+        edit(F, 1, 1, tasks=to(kv_tokens=None)),
+        "forward step 1 on rank 1: the task reads kv slot 1 and does not record which tokens it holds (kv_tokens)",
+    ),
+    "other heads are recorded": (
+        some_heads,
+        edit(F, 1, 1, tasks=to(q_tokens=spans((0, 8, 1), first_head=1))),
+        "forward step 1 on rank 1: row 0 of q slot 1 does not hold what the task records: token 0 of head 1",
     ),
     # slots
     "home is too small": (a_ring, slots(1, kv_slots=(Slot(rows=3), Slot(rows=4), Slot(rows=4))), "rank 1: kv slot 0 must hold"),

@@ -8,23 +8,22 @@ from torch import Tensor
 from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.kernels import IndexedMods, Mods
 from ringspan.planner import Plan
-from ringspan.planner.slot_tokens import Contents, held
 from ringspan.plans import Task
 from ringspan.plans.data import Phase
+from ringspan.plans.slot_tokens import SlotTokens
 
 
 def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: torch.device) -> IndexedMods:
     """The functions of a call, for the rows that a task of this step brings together."""
-    contents = held(plan, phase)[step]
-    queries, keys = contents["q", task.q_slot], contents["kv", task.kv_slot]
+    queries, keys = plan.task_tokens(task, "q"), plan.task_tokens(task, "kv")
     return IndexedMods(
         mods=mods,
-        q_tokens_S=_tokens(queries, device),
-        k_tokens_T=_tokens(keys, device),
+        q_tokens_S=_tokens(queries, plan.program.q_slots[task.q_slot].rows, device),
+        k_tokens_T=_tokens(keys, plan.program.kv_slots[task.kv_slot].rows, device),
         first_head=queries.first_head,
     )
 
 
 @cache_by_stream(1024)
-def _tokens(contents: Contents, device: torch.device) -> Tensor:
-    return on_device(contents.tokens, device)
+def _tokens(tokens: SlotTokens, rows: int, device: torch.device) -> Tensor:
+    return on_device(tokens.expand(rows), device)

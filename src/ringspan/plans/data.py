@@ -30,12 +30,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
+from ringspan.plans.slot_tokens import SlotTokens, home_tokens
 from ringspan.torch_private.dynamo import dynamo_constant
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 FEW = 4  # bands
 MOST_DERIVED = 256
 
@@ -68,11 +69,17 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Attend from a query slot to a key slot, through bands in the slots' rows."""
+    """Attend from a query slot to a key slot, through bands in the slots' rows.
+
+    ``q_tokens`` and ``kv_tokens`` say which tokens and heads the slots hold at this step. They are None for slot 0, which
+    always holds the rank's own tokens.
+    """
 
     q_slot: int = 0
     kv_slot: int
     bands: tuple[Band, ...]
+    q_tokens: SlotTokens | None = None
+    kv_tokens: SlotTokens | None = None
 
     @property
     def area(self) -> int:
@@ -212,6 +219,11 @@ class RankPlan:
         It is a method because before torch 2.12 a function marked in this way cannot be given a plan as an argument.
         """
         return taker(self, *args, **kwargs)
+
+    def task_tokens(self, task: Task, of: Side) -> SlotTokens:
+        """Which tokens and heads the query slot or the key slot of a task holds."""
+        recorded, layout = (task.q_tokens, self.q_layout) if of == "q" else (task.kv_tokens, self.kv_layout)
+        return home_tokens(layout)[self.rank] if recorded is None else recorded
 
     def transfers(self, phase: Phase, way: Literal["sends", "recvs"]) -> Iterator[Transfer]:
         for step in self.program.steps(phase):

@@ -12,8 +12,9 @@ from ringspan.errors import LayoutError, MaskError, PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
-from ringspan.masks.table import Q0, Q1
+from ringspan.masks.table import MAX_LENGTH, Q0, Q1
 from ringspan.plans.data import VERSION, WHATS, Program, RankPlan, Slot, Step, Task, Transfer
+from ringspan.plans.slot_tokens import SlotTokens
 
 T = TypeVar("T")
 P = TypeVar("P", bound=RankPlan)
@@ -173,14 +174,33 @@ def _slot(field: _Field) -> Slot:
     return Slot(rows=field.get("rows").whole(0), heads=field.get("heads").optional(lambda h: h.whole(0)))
 
 
+def _tokens_out(tokens: SlotTokens | None) -> dict[str, Any] | None:
+    return None if tokens is None else {"first_head": tokens.first_head, "spans": tokens.spans.tolist()}
+
+
+def _tokens(field: _Field) -> SlotTokens:
+    def span(s: _Field) -> tuple[int, int, int]:
+        start, stop, step = s.items(lambda x: x.whole(0, MAX_LENGTH), 3)
+        if not start < stop or step < 1:
+            raise s.wrong("a span [start, stop, step] with start < stop and step >= 1")
+        return start, stop, step
+
+    spans = np.array(field.get("spans").items(span), dtype=np.int64).reshape(-1, 3)
+    return SlotTokens(spans, first_head=field.get("first_head").whole(0, MOST_HEADS))
+
+
 def _step_out(step: Step) -> dict[str, Any]:
     def transfer(t: Transfer) -> dict[str, Any]:
         return {"what": t.what, "peer": t.peer, "slot": t.slot, "rows": t.rows, "heads": t.heads}
 
+    def task(t: Task) -> dict[str, Any]:
+        tokens = {"q_tokens": _tokens_out(t.q_tokens), "kv_tokens": _tokens_out(t.kv_tokens)}
+        return {"q_slot": t.q_slot, "kv_slot": t.kv_slot, "bands": t.bands, **tokens}
+
     return {
         "sends": [transfer(t) for t in step.sends],
         "recvs": [transfer(t) for t in step.recvs],
-        "tasks": [{"q_slot": t.q_slot, "kv_slot": t.kv_slot, "bands": t.bands} for t in step.tasks],
+        "tasks": [task(t) for t in step.tasks],
     }
 
 
@@ -198,7 +218,13 @@ def _step(field: _Field) -> Step:
         )
 
     def task(t: _Field) -> Task:
-        return Task(q_slot=t.get("q_slot").whole(0), kv_slot=t.get("kv_slot").whole(0), bands=t.get("bands").items(_band))
+        return Task(
+            q_slot=t.get("q_slot").whole(0),
+            kv_slot=t.get("kv_slot").whole(0),
+            bands=t.get("bands").items(_band),
+            q_tokens=t.get("q_tokens").optional(_tokens),
+            kv_tokens=t.get("kv_tokens").optional(_tokens),
+        )
 
     return Step(
         sends=field.get("sends").items(transfer),

@@ -12,6 +12,7 @@ from ringspan.masks import Band
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 from ringspan.plans.data import Phase, Task, What
 from ringspan.plans.problem import Ints, Problem, union
+from ringspan.plans.slot_tokens import SlotTokens
 
 
 class RowRanges(NamedTuple):
@@ -49,9 +50,11 @@ class MovingSide:
         moved[:, [LO, HI]] += self.slant * by[:, None]
         return moved
 
-    def task(self, slot: int, bands: tuple[Band, ...]) -> Task:
-        """Home meets what lies in the slot."""
-        return Task(kv_slot=slot, bands=bands) if self.what == "kv" else Task(q_slot=slot, kv_slot=0, bands=bands)
+    def task(self, slot: int, bands: tuple[Band, ...], tokens: SlotTokens | None) -> Task:
+        """Attend between the rank's own rows of the other side and the rows in the slot, which are of these tokens."""
+        if self.what == "kv":
+            return Task(kv_slot=slot, bands=bands, kv_tokens=tokens)
+        return Task(q_slot=slot, kv_slot=0, bands=bands, q_tokens=tokens)
 
     def incoming(self, problem: Problem, tiles: Tiles) -> RowRanges:
         """Just the rows of others that the rank's tiles need."""

@@ -9,14 +9,16 @@ Legend: H heads, S rows of a slot.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.errors import PlanError
-from ringspan.plans.data import PHASES, RankPlan, Slot, Task, Transfer, side
+from ringspan.layouts import Layout
+from ringspan.plans.data import PHASES, RankPlan, Side, Slot, Task, Transfer, side
+from ringspan.plans.slot_tokens import SlotTokens
 
 Ints = NDArray[np.int64]
 NOTHING = -1
@@ -145,3 +147,43 @@ class SymbolicSlots:
         if not len(k_HS) or len(q_HS) * self.heads.unit % len(k_HS):
             raise PlanError(f"{where}: {len(q_HS) * self.heads.unit} query heads cannot share {len(k_HS)} key heads evenly")
         return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
+
+    def wrong_tokens(self, task: Task, first_heads: Mapping[Side, Ints]) -> Iterator[str]:
+        """Where the task records other tokens or heads than its slots hold. ``first_heads`` are the names of all tokens."""
+        sides: tuple[tuple[Side, int, SlotTokens | None, int], ...] = (
+            ("q", task.q_slot, task.q_tokens, max((band.q1 for band in task.bands), default=0)),
+            ("kv", task.kv_slot, task.kv_tokens, max((band.k1 for band in task.bands), default=0)),
+        )
+        for of, slot, recorded, rows in sides:
+            held_HS = self.names[of][slot]
+            if recorded is None:
+                if slot != 0:
+                    yield f"the task reads {of} slot {slot} and does not record which tokens it holds ({of}_tokens)"
+                continue
+            count, capacity = recorded.count, held_HS.shape[1]
+            if not rows <= count <= capacity:
+                yield f"the task records {count} tokens of {of} slot {slot}, but reads {rows} rows of its {capacity}"
+                continue
+            tokens = recorded.expand(0)
+            unit = self.heads.unit if of == "q" else 1
+            first_head, remainder = divmod(recorded.first_head, unit)
+            if remainder or (tokens >= len(first_heads[of])).any():
+                yield f"the task records tokens or heads of {of} slot {slot} that do not exist"
+                continue
+            heads_H1 = np.arange(first_head, first_head + len(held_HS))[:, None]
+            expected_HS = first_heads[of][tokens] + (heads_H1 << ROW_BITS)
+            differs = (held_HS[:, : len(tokens)] != expected_HS).any(axis=0)
+            if differs.any():
+                row = int(np.flatnonzero(differs)[0])
+                recorded_row = f"token {tokens[row]} of head {recorded.first_head}"
+                yield f"row {row} of {of} slot {slot} does not hold what the task records: {recorded_row}"
+
+
+def first_head_names(layout: Layout, heads: int) -> Ints:
+    """For each token, the name of its first head in the slot of its owner."""
+    counts = np.array(layout.counts)
+    owner = np.repeat(np.arange(layout.world), counts)
+    row = np.arange(layout.length) - np.repeat(np.cumsum(counts) - counts, counts)
+    names = np.empty(layout.length, dtype=np.int64)
+    names[layout.order()] = ((owner * heads) << ROW_BITS) + row
+    return names

@@ -1,11 +1,11 @@
 """Prove a plan right from its data, by walking all ranks' programs with symbols in the place of tensors.
 
-Three proofs. *Contents*: every head of every row of every slot carries the name of what it holds, and transfers copy names, so
+Four proofs. *Contents*: every head of every row of every slot carries the name of what it holds, and transfers copy names, so
 a task's bands can be said in the owners' rows and compared with the mask: every visible pair exactly once for every query head,
 and with the key head that it shares. *Flow*: every task gives each row it touches a random weight, transfers of results and
 gradients add weights, and at the end each owner must hold the sum of all that was given to its rows: nothing lost, nothing
 twice. *Races*: no slot is overwritten while a task or a message of the same step reads it, nor are results sent while a task
-still adds to them.
+still adds to them. *Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Task, side
-from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, heads_of
+from ringspan.plans.data import PHASES, Phase, RankPlan, Side, Step, Task, side
+from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_names, heads_of
 
 
 class Cells(NamedTuple):
@@ -42,7 +42,10 @@ def verify(plans: Sequence[RankPlan]) -> None:
         _check_home(p)
     heads = heads_of(plans)
     for phase in PHASES:
-        _check_cells(first, heads, _walk(plans, heads, phase), phase)
+        cells, wrong_tokens = _simulate(plans, heads, phase)
+        _check_cells(first, heads, cells, phase)
+        if wrong_tokens:
+            raise PlanError(wrong_tokens[0])
 
 
 def _check_home(plan: RankPlan) -> None:
@@ -68,8 +71,13 @@ class _Owed:
         return self.total[first:last].reshape(self.heads, -1)
 
 
-def _walk(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> list[Cells]:
-    """Run all ranks in step. Returns what they computed."""
+def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[list[Cells], list[str]]:
+    """Run all ranks in step. Returns what they computed, and where a task records other tokens than its slots hold."""
+    first_heads: dict[Side, Ints] = {
+        "q": first_head_names(plans[0].q_layout, heads.q),
+        "kv": first_head_names(plans[0].kv_layout, heads.kv),
+    }
+    wrong_tokens: list[str] = []
     ranks = [SymbolicSlots(plan, heads) for plan in plans]
     rng = np.random.default_rng(0)
     results = ("out",) if phase == "forward" else ("dq", "dkv")
@@ -90,6 +98,7 @@ def _walk(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> list[Cells]:
                 where = f"{phase} step {n} on rank {r.plan.rank}"
                 cells += _compute(r, task, where)
                 _weigh(r, task, results, owed, rng)
+                wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, first_heads)]
         for r, step in zip(ranks, steps, strict=True):
             for t in step.recvs:
                 where = f"{phase} step {n} on rank {r.plan.rank}"
@@ -112,7 +121,7 @@ def _walk(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> list[Cells]:
             if lacking.any():
                 row = int(np.flatnonzero(lacking)[0])
                 raise PlanError(f"{phase}: not all {what} of row {row} gets home to rank {r.plan.rank}, or some of it twice")
-    return cells
+    return cells, wrong_tokens
 
 
 def _size(shape: tuple[int, ...], heads: Heads) -> str:

@@ -20,7 +20,8 @@ from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
 from ringspan.plans.problem import Problem, Rows
-from ringspan.strategies.heads import share_heads
+from ringspan.plans.slot_tokens import SlotTokens, home_tokens
+from ringspan.strategies.heads import Run, share_heads
 from ringspan.strategies.incoming_rows import by_peer
 from ringspan.strategies.nodes import Nodes, beside, by_node
 
@@ -36,7 +37,7 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
     place = problem.rank - members.start
     shares = share_heads(heads, kv_heads, nodes.per_node)
     runs = shares[place]
-    middle = _middle(problem.mask, problem.q_layout, problem.kv_layout, nodes, node, between)
+    middle, node_tokens = _middle(problem.mask, problem.q_layout, problem.kv_layout, nodes, node, between)
     here = {"q": problem.q_layout.pieces.of(problem.rank), "kv": problem.kv_layout.pieces.of(problem.rank)}
     there = {"q": beside(problem.q_layout, members), "kv": beside(problem.kv_layout, members)}
 
@@ -64,7 +65,10 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
         home = RESULTS[phase]
         return (
             Step(sends=(*own("q"), *own("kv")), recvs=(*everybody("q"), *everybody("kv"))),
-            *(_for_each_run(step, middle, len(runs), lambda node: nodes.ranks(node)[place]) for step in middle.steps(phase)),
+            *(
+                _for_each_run(step, middle, node_tokens, runs, lambda node: nodes.ranks(node)[place])
+                for step in middle.steps(phase)
+            ),
             Step(sends=tuple(t for x in home for t in everybody(x)), recvs=tuple(t for x in home for t in own(x))),
         )
 
@@ -80,24 +84,34 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
 @cache_by_digest(64)
 def _middle(
     mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Problem], Program]
-) -> Program:
-    """The same for all ranks of a node."""
-    return between(Problem(mask=mask, q_layout=by_node(q_layout, nodes), kv_layout=by_node(kv_layout, nodes), rank=node))
+) -> tuple[Program, dict[Side, SlotTokens]]:
+    """The program between nodes, and the tokens of the node. They are the same for all ranks of the node."""
+    queries, keys = by_node(q_layout, nodes), by_node(kv_layout, nodes)
+    program = between(Problem(mask=mask, q_layout=queries, kv_layout=keys, rank=node))
+    return program, {"q": home_tokens(queries)[node], "kv": home_tokens(keys)[node]}
 
 
-def _for_each_run(step: Step, middle: Program, runs: int, rank_on: Callable[[int], int]) -> Step:
+def _for_each_run(
+    step: Step, middle: Program, node_tokens: dict[Side, SlotTokens], runs: tuple[Run, ...], rank_on: Callable[[int], int]
+) -> Step:
     """A step between nodes, once for each run of heads, with the ranks that have the same heads on the other nodes."""
 
     def moved(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
         return tuple(
             replace(t, peer=rank_on(t.peer), slot=_slot(middle, side(t.what), run, t.slot))
-            for run in range(runs)
+            for run in range(len(runs))
             for t in transfers
         )
 
     tasks = (
-        replace(task, q_slot=_slot(middle, "q", run, task.q_slot), kv_slot=_slot(middle, "kv", run, task.kv_slot))
-        for run in range(runs)
+        replace(
+            task,
+            q_slot=_slot(middle, "q", n, task.q_slot),
+            kv_slot=_slot(middle, "kv", n, task.kv_slot),
+            q_tokens=(task.q_tokens or node_tokens["q"]).for_heads(run.q[0]),
+            kv_tokens=(task.kv_tokens or node_tokens["kv"]).for_heads(run.kv[0]),
+        )
+        for n, run in enumerate(runs)
         for task in step.tasks
     )
     return Step(sends=moved(step.sends), recvs=moved(step.recvs), tasks=tuple(tasks))

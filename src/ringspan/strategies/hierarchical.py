@@ -89,7 +89,9 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[FIRST_HAND], rows=rows) for peer, rows in held)
 
     def tasks(stage: int) -> tuple[Task, ...]:
-        return (KEYS.task(SLOT[stage], bands[stage]),) if stage in bands else ()
+        if stage not in bands:
+            return ()
+        return (KEYS.task(SLOT[stage], bands[stage], None if stage == HOME else placed.tokens(stage)),)
 
     across = Step(
         sends=own("kv", [*near, *forwarders]),
@@ -121,8 +123,8 @@ def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, second_han
     owner, start, stop = union(owner, bands[:, K0], bands[:, K1])
     away = owner != problem.rank
     rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
-    arriving, token = by_token(problem.kv_layout, rows)
-    return lay_out(arriving, token, np.where(np.isin(arriving.of, second_hand), SECOND_HAND, FIRST_HAND))
+    arriving, token, step = by_token(problem.kv_layout, rows)
+    return lay_out(arriving, token, step, np.where(np.isin(arriving.of, second_hand), SECOND_HAND, FIRST_HAND))
 
 
 def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
@@ -134,7 +136,7 @@ def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
     by, start, stop = union(receiver[tiles.q_rank], tiles.bands[:, K0], tiles.bands[:, K1])
     away = by != problem.rank
     rows = RowRanges(*(x[away] for x in (np.full_like(by, problem.rank), by, start, stop)))
-    leaving, _ = by_token(problem.kv_layout, rows)
+    leaving, _, _ = by_token(problem.kv_layout, rows)
     return by_peer(leaving.by, leaving.start, leaving.stop)
 
 
@@ -144,7 +146,7 @@ def _passed_on(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dic
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )
     by, of = np.divmod(pair, problem.world)
-    rows, _ = by_token(problem.kv_layout, RowRanges(of, by, start, stop))
+    rows, _, _ = by_token(problem.kv_layout, RowRanges(of, by, start, stop))
     hit = placed.find(rows.of, rows.start)
     at = rows.start + (placed.at - placed.start)[hit]
     return by_peer(rows.by * problem.world + rows.of, at, at + rows.stop - rows.start)

@@ -11,6 +11,7 @@ from ringspan.masks import Band
 from ringspan.masks import table as tables
 from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, Rows, bands_by_group
+from ringspan.plans.slot_tokens import SlotTokens, slot_tokens
 
 # Up to so many ranges of rows travel as messages of their own.
 APART = 2
@@ -19,13 +20,19 @@ HOME = -1
 
 
 class IncomingRows(NamedTuple):
-    """Rows of other ranks, in the order of their owners' rows, and where they lie: from row ``at`` of their stage's slot."""
+    """Ranges of other ranks' rows, in the order of their owners' rows, and where they are received.
+
+    Rows ``start`` to ``stop`` of ``owner`` are received from row ``at`` on of the slot of their ``stage``. They hold the tokens
+    ``token``, ``token + step``, …
+    """
 
     owner: Ints
     start: Ints
     stop: Ints
     stage: Ints
     at: Ints
+    token: Ints
+    step: Ints
 
     @property
     def size(self) -> Ints:
@@ -35,6 +42,12 @@ class IncomingRows(NamedTuple):
         """How many rows a stage has."""
         return int(self.size[self.stage == stage].sum())
 
+    def tokens(self, stage: int) -> SlotTokens:
+        """The tokens of a stage, in the order of its slot's rows."""
+        there = np.flatnonzero(self.stage == stage)
+        there = there[np.argsort(self.at[there])]
+        return slot_tokens(self.token[there], self.size[there], self.step[there])
+
     def find(self, owner: Ints, row: Ints) -> Ints:
         """The placed among which these rows of these owners are."""
         key = (self.owner << 32) + self.start
@@ -42,7 +55,7 @@ class IncomingRows(NamedTuple):
         return order[np.searchsorted(key[order], (owner << 32) + row, side="right") - 1]
 
 
-def lay_out(rows: RowRanges, token: Ints, stage: Ints) -> IncomingRows:
+def lay_out(rows: RowRanges, token: Ints, step: Ints, stage: Ints) -> IncomingRows:
     """A place for everything that comes: stage by stage, and there in the order of the whole sequence, so that bands which a
     layout has cut apart join again."""
     order = np.lexsort((token, stage))
@@ -51,11 +64,11 @@ def lay_out(rows: RowRanges, token: Ints, stage: Ints) -> IncomingRows:
     first = np.searchsorted(stage[order], stage[order], side="left")
     at = np.empty_like(before)
     at[order] = before - before[first] if len(before) else before
-    return IncomingRows(rows.of, rows.start, rows.stop, stage, at)
+    return IncomingRows(rows.of, rows.start, rows.stop, stage, at, token, step)
 
 
-def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints]:
-    """The rows cut where their owner's tokens stop being neighbours, and the first token of each."""
+def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, Ints]:
+    """The rows cut at the spans of their owner's tokens, with the first token of each range and the step between tokens."""
     p = layout.pieces
     of, at = rows.of << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
     i, j = tables.overlapping(of + rows.start, of + rows.stop, at, at + p.size)
@@ -63,7 +76,7 @@ def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints]:
     stop = np.minimum(rows.stop[i], p.at[j] + p.size[j])
     order = np.lexsort((start, rows.by[i], rows.of[i]))
     cut = RowRanges(*(column[order] for column in (rows.of[i], rows.by[i], start, stop)))
-    return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order]
+    return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order], p.step[j][order]
 
 
 def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = APART) -> dict[int, list[Rows]]:
@@ -77,7 +90,8 @@ def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = APART) -> dict[
 
 def bands_by_stage(moving: MovingSide, tiles: Tiles, placed: IncomingRows, rank: int) -> dict[int, tuple[Band, ...]]:
     """The tiles moved from their owners' rows to the rows of the slots, joined; those at home under stage ``HOME``."""
-    home = np.array([rank]), np.array([0]), np.array([0]), np.array([HOME]), np.array([0])
+    zero = np.array([0])
+    home = np.array([rank]), zero, zero, np.array([HOME]), zero, zero, zero
     everybody = IncomingRows(*(np.append(column, own) for column, own in zip(placed, home, strict=True)))
     hit = everybody.find(moving.owner(tiles), tiles.bands[:, moving.rows[0]])
     shift = (everybody.at - everybody.start)[hit]

@@ -23,6 +23,7 @@ from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import Program, Slot, Step, Task, Transfer
 from ringspan.plans.problem import Problem, bands_by_group, seen_ranks
+from ringspan.plans.slot_tokens import home_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Ring:
         tiles = problem.seen()
         bands = bands_by_group(tiles.bands, tiles.k_rank)
         hops = max(reach)
+        block_tokens = home_tokens(problem.kv_layout)
 
         def travels(block: int, hop: int) -> bool:
             """Whether the block makes its ``hop``-th step away from home."""
@@ -55,7 +57,8 @@ class Ring:
             if travels(coming, step + 1):
                 recvs.append(_block("kv", (rank - 1) % world, slot(step + 1), rows[coming]))
             seen = bands.get(block, ())
-            tasks = (Task(kv_slot=slot(step), bands=seen),) if seen else ()
+            tokens = block_tokens[block] if step else None
+            tasks = (Task(kv_slot=slot(step), bands=seen, kv_tokens=tokens),) if seen else ()
             return Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tasks)
 
         def gradients(step: int) -> Step:

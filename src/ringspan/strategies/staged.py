@@ -19,7 +19,7 @@ import numpy as np
 
 from ringspan.errors import PlanError
 from ringspan.layouts import Tiles
-from ringspan.plans.data import Phase, Program, Slot, Step, Transfer, What
+from ringspan.plans.data import Phase, Program, Slot, Step, Task, Transfer, What
 from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Problem
 from ringspan.strategies.incoming_rows import HOME, bands_by_stage, by_peer, by_token, lay_out
@@ -35,9 +35,9 @@ def staged(
     world, rank = problem.world, problem.rank
     stages = min(stages, world - 1)
     stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
-    arriving, token = by_token(moving.layout(problem), incoming)
-    placed = lay_out(arriving, token, stage_of[(rank - arriving.of) % world])
-    leaving, _ = by_token(moving.layout(problem), outgoing)
+    arriving, token, token_step = by_token(moving.layout(problem), incoming)
+    placed = lay_out(arriving, token, token_step, stage_of[(rank - arriving.of) % world])
+    leaving, _, _ = by_token(moving.layout(problem), outgoing)
     bands = bands_by_stage(moving, tiles, placed, rank)
 
     def slot(stage: int) -> int:
@@ -59,14 +59,19 @@ def staged(
         askers = ((rank + d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
 
+    def task(stage: int) -> Task:
+        if stage == HOME:
+            return moving.task(0, bands[HOME], None)
+        return moving.task(slot(stage), bands[stage], placed.tokens(stage))
+
+    by_stage = {stage: (task(stage),) for stage in bands}
+
     def step(n: int, back: What | None) -> Step:
         sends, recvs = (own(moving.what, n), guests(moving.what, n)) if n < stages else ((), ())
         if back and n >= 2:
             sends += guests(back, n - 2)
             recvs += own(back, n - 2)
-        computed = bands.get(HOME if n == 0 else n - 1, ())
-        tasks = (moving.task(0 if n == 0 else slot(n - 1), computed),) if computed else ()
-        return Step(sends=sends, recvs=recvs, tasks=tasks)
+        return Step(sends=sends, recvs=recvs, tasks=by_stage.get(HOME if n == 0 else n - 1, ()))
 
     def steps(phase: Phase) -> tuple[Step, ...]:
         back = moving.back[phase]

@@ -1,0 +1,81 @@
+"""Which global tokens the rows of a slot hold, and which heads.
+
+Kernels see rows of slots. A user's function (``score_mod``, ``mask_mod``) asks for global indices, so every task records what
+its slots hold when it runs::
+
+    ring, 3 ranks of 2 tokens: key slots of rank 0, while it computes step …
+      0   slot 0: tokens 0 1        its own; not recorded, since they follow from the layout
+      1   slot 1: tokens 4 5        from rank 2
+      2   slot 2: tokens 2 3        from rank 1, forwarded by rank 2
+
+``ringspan.plans.verify`` proves that the transfers of all ranks deliver exactly these tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.layouts import Layout
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotTokens:
+    """The tokens of a slot's first rows as spans (start, stop, step), in the order of the rows, and the first of its heads.
+
+    >>> tokens = SlotTokens(np.array([[4, 6, 1], [1, 8, 3]]))
+    >>> tokens.count, tokens.expand(7).tolist()
+    (5, [4, 5, 1, 4, 7, 0, 0])
+    """
+
+    spans: Ints
+    first_head: int = 0
+
+    def __post_init__(self) -> None:
+        self.spans.setflags(write=False)
+
+    @property
+    def sizes(self) -> Ints:
+        start, stop, step = self.spans.T
+        return -(-(stop - start) // step)
+
+    @property
+    def count(self) -> int:
+        """How many rows are described."""
+        return int(self.sizes.sum())
+
+    def expand(self, rows: int) -> Ints:
+        """The token of each row, and 0 for further rows of the slot, up to ``rows``."""
+        sizes, (start, _, step) = self.sizes, self.spans.T
+        count = int(sizes.sum())
+        index = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        tokens = np.zeros(max(rows, count), dtype=np.int64)
+        tokens[:count] = np.repeat(start, sizes) + index * np.repeat(step, sizes)
+        return tokens
+
+    def for_heads(self, first_head: int) -> SlotTokens:
+        return replace(self, first_head=first_head)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SlotTokens):
+            return NotImplemented
+        return self is other or (self.first_head == other.first_head and np.array_equal(self.spans, other.spans))
+
+    def __hash__(self) -> int:  # of the ends only, so that a look-up does not read all spans
+        return hash((self.first_head, len(self.spans), self.spans[:1].tobytes(), self.spans[-1:].tobytes()))
+
+
+def slot_tokens(start: Ints, size: Ints, step: Ints) -> SlotTokens:
+    """Tokens ``start, start + step, …`` of each size, one after the other."""
+    return SlotTokens(np.stack([start, start + (size - 1) * step + 1, step], axis=1))
+
+
+@cache_by_digest(64)
+def home_tokens(layout: Layout) -> tuple[SlotTokens, ...]:
+    """What slot 0 of each rank holds: its own tokens."""
+    return tuple(SlotTokens(np.array(spans, dtype=np.int64).reshape(-1, 3)) for spans in layout.spans)
