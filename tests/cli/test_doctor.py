@@ -24,7 +24,7 @@ def test_on_a_cpu_the_cpu_kernel_is_chosen_and_the_others_say_why_not(capsys: py
     cpu = found["kernels"][0]
     assert (cpu["device"], cpu["dtype"], cpu["chosen"]) == ("cpu", "float32", "cpu")
     for_cuda = dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "flex", "flex_flash"), "serves CUDA devices, not cpu")
-    assert cpu["why_not"] == {**for_cuda, "eager": "is for a score_mod or a mask_mod, and there is none"}
+    assert cpu["why_not"] == {**for_cuda, "eager": "is taken only if there is a score_mod or a mask_mod"}
     assert cpu["lacks"] == {}
 
 

@@ -199,7 +199,7 @@ def test_it_is_chosen_for_functions_and_for_nothing_else() -> None:
     assert select_kernel("auto", Inputs(**inputs, has_mods=True)) is eager  # type: ignore[arg-type]
     assert select_kernel("auto", Inputs(**inputs)) is not eager  # type: ignore[arg-type]
     assert select_kernel("eager", Inputs(**inputs)) is eager  # type: ignore[arg-type]
-    with pytest.raises(rs.KernelError, match='backend="cpu" knows no score_mod and no mask_mod; use backend="auto"'):
+    with pytest.raises(rs.KernelError, match='backend="cpu" supports neither score_mod nor mask_mod; use backend="auto"'):
         select_kernel("cpu", Inputs(**inputs, has_mods=True))  # type: ignore[arg-type]
 
 

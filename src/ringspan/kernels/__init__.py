@@ -1,7 +1,8 @@
 """Kernels: attention over a list of bands on one device. They know nothing of ranks, plans or transports.
 
-:mod:`~ringspan.kernels.kernel` defines what a kernel is, :mod:`~ringspan.kernels.registry` lists them in order of preference,
-:mod:`~ringspan.kernels.partial` merges partial results and :mod:`~ringspan.kernels.accumulators` collects them.
+:mod:`~ringspan.kernels.kernel` defines what a kernel is, :mod:`~ringspan.kernels.registry` lists them in order of
+preference, :mod:`~ringspan.kernels.partial` merges partial results and :mod:`~ringspan.kernels.accumulators` collects
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Accumulators: the rows of a slot while the parts that kernels compute for them come in.
+"""Accumulators: combine the parts of a result, row by row, as kernels compute them.
 
-A query meets the keys of several ranks, so its output comes in several parts; so do the gradients of queries and of keys. Most
-rows have one part or two, and their cost is what matters. Each row is in one of four states::
+A query attends to the keys of several ranks, one after the other. Its output is computed in as many parts, and so are
+the gradients of queries and of keys. Most rows have one part or two, so these must be cheap. Each row is in one of four
+states::
 
                    narrow part               narrow part                any part
                    of all rows
@@ -15,16 +16,14 @@ rows have one part or two, and their cost is what matters. Each row is in one of
     WAITING   a second part waits beside the kept one
     WIDE      the combination so far, in a buffer of at least float32
 
-A part is *narrow* if its dtype is narrower than that of the buffer: a kernel that computes in bfloat16 writes bfloat16. Only an
-accumulator with ``keeps=True`` has the states KEPT and WAITING. ``clear`` makes rows EMPTY again. ``finish`` combines each
-waiting part with its kept one, in place: computed in float32, rounded once. What a row costs by then:
+A part is *narrow* if its dtype is narrower than that of the buffer: a kernel that computes in bfloat16 writes bfloat16.
+Only an accumulator with ``keeps=True`` has the states KEPT and WAITING. ``clear`` makes rows EMPTY again. ``finish``
+combines each waiting part with its kept one, in place: computed in float32, rounded once. So a row of one part costs no
+pass over memory, and a row of two parts costs one. A row of more parts costs about one pass for each, and one more to
+copy it back if other rows are still kept.
 
-    one part      no pass over memory
-    two parts     one
-    more parts    one for each, since the first two are made wide together (gradients: one more, to copy the first); and one
-                  to copy wide rows back, if other rows are still kept
-
-There are two ways to combine parts: :class:`OutputAccumulator` merges outputs by their lse, :class:`GradientAccumulator` adds.
+There are two ways to combine parts: :class:`OutputAccumulator` merges outputs by their lse,
+:class:`GradientAccumulator` adds.
 
 Legend: rows first everywhere. S rows, B batch, H heads, E value dim, D width of a gradient, F = sum of all widths.
 """
@@ -45,8 +44,8 @@ Tensors = tuple[Tensor, ...]
 class RowAccumulator(ABC):
     """The state machine. Subclasses say how parts are written, combined and read.
 
-    A part, the kept tensors and the wide buffers are tuples of tensors, rows first. ``like`` gives the dtype and device of the
-    wide buffers, and ``shape`` (S, B, H, width) is that of the first of them.
+    A part, the kept tensors and the wide buffers are tuples of tensors, rows first. ``like`` gives the dtype and device
+    of the wide buffers, and ``shape`` (S, B, H, width) is that of the first of them.
     """
 
     def __init__(self, shape: Sequence[int], *, like: Tensor, keeps: bool) -> None:

@@ -1,11 +1,11 @@
-"""Which blocks of 128 × 128 a block-sparse kernel visits, read off the intervals of the rows and never off the pairs.
+"""The blocks of 128 × 128 pairs that a block-sparse kernel computes, found from intervals of rows, not from pairs.
 
-A block is *full* if all its pairs are seen, *partial* if some are. One that reaches over the edge of the sequence is partial::
+A block is *full* if all its pairs are visible, *partial* if some are. One that extends beyond the sequence is partial::
 
     rows of 2, blocks of 2 × 2
 
     x x x . . .      f p .      full: from the last start to the first stop of its rows
-    x x x . . .                 partial: the rest of what any of its rows touches, which may lie apart
+    x x x . . .                 partial: all other blocks that an interval of its rows touches
     x . . . . .      p . p
     . . . . x x
 """
@@ -22,20 +22,20 @@ from ringspan.masks.table import Ints, ranges
 
 BLOCK = 128
 
-# A compiler that serves all lengths with one program still takes 0 and 1 for constants: no list is so short.
+# torch.compile treats the sizes 0 and 1 as constants even with dynamic shapes, so tables are at least this large.
 MIN_LENGTH = 2
 
 
 class BlockTable(NamedTuple):
-    """For each block of queries some blocks of keys, or the other way round: as many of its row as its count says."""
+    """A list of blocks of keys for each block of queries, or the reverse: the first ``counts[i]`` of ``indices[i]``."""
 
     counts: NDArray[np.int32]  # (blocks,)
-    indices: NDArray[np.int32]  # (blocks, most)
+    indices: NDArray[np.int32]  # (blocks, length of the longest list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockTables:
-    """The same blocks twice: the forward pass goes along the keys, the gradient of keys along the queries."""
+    """The same blocks by query and by key: the forward pass loops over keys, the gradient of keys over queries."""
 
     partial: BlockTable
     full: BlockTable
@@ -46,16 +46,16 @@ class BlockTables:
 def block_tables(
     start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False, min_length: int = MIN_LENGTH
 ) -> BlockTables:
-    """The blocks of rows that each see the keys from start to stop (nothing, where they are equal).
+    """The blocks of rows that each see the keys from start to stop (none if they are equal).
 
-    ``all_partial``: no block counts as full, since something else has a say in its pairs, too. ``shortest``: no list is
-    shorter, and there are no fewer lists.
+    ``all_partial``: no block counts as full, because a ``mask_mod`` may hide any pair. ``min_length``: the least number
+    of lists, and their least length.
 
     >>> found = block_tables(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
     >>> found.full.counts.tolist(), found.partial.counts.tolist(), found.partial.indices.tolist()
     ([1, 0], [1, 2], [[1, 0], [0, 2]])
     """
-    # Rows over the edge see nothing, so that no block they belong to is full.
+    # Rows beyond the sequence see no key, so a block with such rows is never full.
     over = -len(start) % size
     start_RN, stop_RN = (np.pad(x, (0, over)).reshape(-1, size) for x in (start, stop))
     q, k = _touched(start_RN // size, -(-stop_RN // size))
@@ -68,10 +68,10 @@ def block_tables(
 
 
 def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
-    """All pairs (block of queries, block of keys) that lie in the interval of one of its N rows, in order."""
+    """All pairs (block of queries, block of keys) in which one of the N rows sees a key, in order."""
     order = np.argsort(first_RN, axis=1)
     first_RN, last_RN = (np.take_along_axis(x, order, axis=1) for x in (first_RN, last_RN))
-    # Rows in order of their first block: one begins a new run if it begins behind all that came before it.
+    # Rows in order of their first block: one begins a new run if it begins after the end of all rows before it.
     reach_RN = np.maximum.accumulate(last_RN, axis=1)
     begins = np.ones(first_RN.size + 1, dtype=np.bool_)
     begins[:-1].reshape(first_RN.shape)[:, 1:] = first_RN[:, 1:] > reach_RN[:, :-1]
@@ -81,9 +81,9 @@ def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
 
 
 def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int, min_length: int) -> list[BlockTable]:
-    """Pairs ordered by owner, as one list for each owner: those that are not full, and those that are.
+    """Pairs ordered by owner, as one list for each owner: first the partial blocks, then the full ones.
 
-    Both have room for as many: FlexAttention finds the row of a full list by the stride of the partial one.
+    Both tables are equally wide: FlexAttention indexes the full one with the stride of the partial one.
     """
     counts = [np.bincount(owner[which], minlength=max(owners, min_length)) for which in (~full, full)]
     most = max(min_length, *(int(n.max()) for n in counts))

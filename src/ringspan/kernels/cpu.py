@@ -27,7 +27,7 @@ def _forward(
     out, lse = cpu_flash_forward(q_BHSD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask_BHST, scale=scale)
     lost = ~torch.isfinite(q_BHSD.sum(-1))
     if lost.any():
-        # The kernel can give 0 for a query of nan; whoever looks for what went wrong must find it.
+        # The kernel may return 0 for a query that is NaN or infinite. The NaN must reach the result, where it is seen.
         out.masked_fill_(lost.unsqueeze(-1), torch.nan)
         lse.masked_fill_(lost, torch.nan)
     return out, lse

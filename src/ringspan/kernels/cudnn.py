@@ -1,4 +1,4 @@
-"""cuDNN's attention as PyTorch ships it: the fastest on Hopper and Blackwell where FlashAttention-4 is not installed.
+"""cuDNN's attention, part of PyTorch: the fastest on Hopper and Blackwell where FlashAttention-4 is not installed.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim.
 """
@@ -13,7 +13,7 @@ from ringspan.kernels.kernel import NO_MODS, Inputs
 from ringspan.kernels.sdpa_loop import SdpaKernel
 from ringspan.torch_private.attention_operators import cudnn_backward, cudnn_forward
 
-WIDEST = 128
+MAX_DIM = 128
 
 
 def unsupported_reason(inputs: Inputs) -> str | None:
@@ -25,16 +25,16 @@ def unsupported_reason(inputs: Inputs) -> str | None:
     if major < 8:
         return f"needs compute capability 8 or higher; this device has {major}.{minor}"
     if not torch.backends.cudnn.is_available():
-        return "is missing: this PyTorch was built without cuDNN"
+        return "is not available: this PyTorch was built without cuDNN"
     if inputs.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, not {inputs.dtype}"
-    if max(inputs.head_dim, inputs.v_dim) > WIDEST:
-        return f"takes head and value dims up to {WIDEST}, not {inputs.head_dim} and {inputs.v_dim}"
+    if max(inputs.head_dim, inputs.v_dim) > MAX_DIM:
+        return f"takes head and value dims up to {MAX_DIM}, not {inputs.head_dim} and {inputs.v_dim}"
     return None
 
 
 def auto_skip_reason(inputs: Inputs) -> str | None:
-    return "needs a call for each document and for each block of a window" if inputs.windows_or_documents else None
+    return "needs one call for each document, and for each block of rows of a window" if inputs.windows_or_documents else None
 
 
 def _forward(
@@ -47,12 +47,12 @@ def _forward(
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.shape[-1] > WIDEST:
+    if q.shape[-1] > MAX_DIM:
         raise KernelError(
-            f'the gradient of lse needs one more column than the values have, and backend="cudnn" takes {WIDEST} at most; '
+            f'the gradient of lse needs one more column than the values have, and backend="cudnn" takes {MAX_DIM} at most; '
             'use backend="flash" or "fa4"'
         )
-    # PyTorch looks its cuDNN graphs up by the strides of q, k and v alone: those of the rest must always be the same.
+    # PyTorch caches cuDNN graphs by the strides of q, k and v alone, so those of dout and out must always be the same.
     dout, out = dout.contiguous(), out.contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     # fmt: off

@@ -1,7 +1,8 @@
-"""Attention by plain operations, block of rows by block of rows: any device, any dtype, any ``score_mod`` and ``mask_mod``.
+"""Attention by plain operations, block of rows by block of rows: any device, dtype, ``score_mod`` and ``mask_mod``.
 
-It is what serves functions of the user where no compiler does, and what knows their gradients on a CPU, too. A block of rows
-meets the keys from the first to the last that any of them may see; what lies between is computed and masked.
+It runs ``score_mod`` and ``mask_mod`` where FlexAttention cannot be compiled, and computes their gradients on a CPU,
+too. A block of rows is multiplied with the keys from the first to the last that any of its rows sees; hidden pairs are
+masked.
 
 Legend: B batch, H query heads, G key heads (G divides H), R = H / G, S queries, T keys, D head dim, E value dim.
 """
@@ -26,7 +27,7 @@ from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1, Table
 from ringspan.user_functions.captures import SubstituteTensors, enable_function_mode
 
-# Scores that are held at a time, and rows: fewer rows meet fewer keys that they do not see.
+# The most scores in memory at a time, and the most rows of a block. Small blocks compute fewer hidden pairs.
 MAX_SCORES = 2**22
 MAX_ROWS = 256
 
@@ -36,7 +37,7 @@ def unsupported_reason(inputs: Inputs) -> str | None:
 
 
 def auto_skip_reason(inputs: Inputs) -> str | None:
-    return None if inputs.has_mods else "is for a score_mod or a mask_mod, and there is none"
+    return None if inputs.has_mods else "is taken only if there is a score_mod or a mask_mod"
 
 
 def attend(
@@ -73,7 +74,7 @@ def attend_backward(
 
 
 class RowBlock(NamedTuple):
-    """Some rows, the keys that they meet, and which of these pairs the bands hold."""
+    """Some rows, the range of keys that they see, and the bands within this rectangle."""
 
     rows: slice
     keys: slice
@@ -99,7 +100,7 @@ def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> Iterator[R
 def _attend(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: RowBlock, scale: float, mods: IndexedMods | None
 ) -> Partial:
-    """One block, by operations that autograd can follow; ``learned``, if given, in the place of what the functions captured."""
+    """One block, by operations that autograd records. ``learned`` replaces the tensors of ``Mods.learned``."""
     q, k, v = (x.to(accumulation_dtype(k_BGTD.dtype)) for x in (q_BHSD, k_BGTD, v_BGTE))
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
     seen = _seen(block, q.device)
@@ -113,7 +114,7 @@ def _attend(
 
 
 def _seen(block: RowBlock, device: torch.device) -> Tensor:
-    """The pairs of the bands, (S, T)."""
+    """The pairs that the bands of the block contain, (S, T)."""
     rows, keys = block.rows, block.keys
     turn = keys.start - rows.start
     corner = np.array([rows.start, rows.start, keys.start, keys.start, turn, turn])
@@ -121,7 +122,7 @@ def _seen(block: RowBlock, device: torch.device) -> Tensor:
 
 
 def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:
-    """The average of the values. A row whose scores are all -inf is 0 and -inf, and none of its gradients is nan."""
+    """The softmax average of the values. A row of scores -inf has out 0, lse -inf and gradients without NaN."""
     top_BHS1 = score_BHST.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(score_BHST.dtype).min)
     weight_BHST = (score_BHST - top_BHS1).exp()
     total_BHS1 = weight_BHST.sum(-1, keepdim=True)

@@ -13,7 +13,7 @@ from ringspan.kernels.kernel import NO_MODS, Inputs
 from ringspan.kernels.sdpa_loop import SdpaKernel
 from ringspan.torch_private.attention_operators import efficient_backward, efficient_forward
 
-# It keeps lse in rows of a multiple of this.
+# The rows of its lse are padded to a multiple of this.
 LSE_ROWS = 32
 
 
@@ -41,8 +41,8 @@ def _forward(
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    padded = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)  # rows that are not there weigh nothing
-    # It takes the queries of out to lie one after the other, heads and all.
+    padded = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)  # exp(score - inf) = 0
+    # It assumes that out and dout are contiguous as (B, S, H, D).
     dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     keys, values = _every_head(k, q), _every_head(v, q)
@@ -54,7 +54,7 @@ def _backward(
 
 
 def _every_head(x_BGTD: Tensor, q_BHSD: Tensor) -> Tensor:
-    """Keys for every query head: this kernel knows of no shared ones."""
+    """Repeat key heads for every query head: this kernel does not support grouped queries."""
     return x_BGTD.repeat_interleave(q_BHSD.shape[1] // x_BGTD.shape[1], dim=1)
 
 

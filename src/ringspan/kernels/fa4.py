@@ -53,18 +53,18 @@ def is_installed() -> bool:
 
 @cache_by_digest(1, plain=True)
 def load() -> ModuleType:
-    """The package's interface; where it cannot be imported, the error says what to install."""
+    """Import the package's interface. If that fails, the error says what to install."""
     try:
         from flash_attn.cute import interface
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"FlashAttention-4 needs the module {error.name}, which is not here: pip install {PACKAGE}", name=error.name
+            f"FlashAttention-4 needs the module {error.name}, which is not installed: pip install {PACKAGE}", name=error.name
         ) from error
     except ImportError as error:
         raise ImportError(
             f"FlashAttention-4 ({PACKAGE}) is installed, but cannot be imported: {error}", name=error.name
         ) from error
-    is_installed.cache_clear()  # it may have been installed since we last looked
+    is_installed.cache_clear()  # it may have been installed after the last call of is_installed
     return interface
 
 
@@ -81,7 +81,7 @@ def attend_backward(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One launch: (out, lse). ``into`` is where out is to lie, if that matters."""
+    """One call: (out, lse). ``into``, if given, is the tensor that out is written to."""
     options = {**_options(call), "softmax_scale": scale, "return_lse": True}
     if into is None:
         shared = [x.cu_seqlens for x in (call.q_sequences, call.k_sequences) if x is not None]
@@ -99,10 +99,10 @@ def _relauncher(package: Callable[..., Any]) -> Relauncher:
 def backward(
     saved: Saved, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch: (dq, dk, dv). ``into`` is where they are to lie, if that matters."""
+    """One call: (dq, dk, dv). ``into``, if given, are the tensors that they are written to."""
     q, dout, out, lse, dlse = saved
     d, e = q.shape[-1], v.shape[-1]
-    if d != e and q.shape[-2] != k.shape[-2]:  # its backward pass shares key heads only where both dims are one
+    if d != e and q.shape[-2] != k.shape[-2]:  # its backward pass supports grouped queries only if D = E
         q, k, v, dout, out = (F.pad(x, (0, max(d, e) - x.shape[-1])) for x in (q, k, v, dout, out))
     dq, dk, dv = into or (None, None, None)
     dq, dk, dv, *_ = backward_of(load())(

@@ -1,4 +1,4 @@
-"""FlashAttention-2 as PyTorch ships it: any CUDA device from Ampere on.
+"""FlashAttention-2, part of PyTorch: CUDA devices from Ampere on.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -30,7 +30,7 @@ def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, not {inputs.dtype}"
     if inputs.head_dim != inputs.v_dim:
-        return f"takes one dim for heads and values, not {inputs.head_dim} and {inputs.v_dim}"
+        return f"takes a value dim equal to the head dim, not {inputs.head_dim} and {inputs.v_dim}"
     if inputs.head_dim % 8 or inputs.head_dim > 256:
         return f"takes a head dim that is a multiple of 8 up to 256, not {inputs.head_dim}"
     return None
@@ -51,7 +51,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float) -> 
         q, k, v, *_sequences(q, k, call), 0.0, call.window.is_causal, False, scale=scale, **_sides(call)
     )
     if call.q_sequences is not None:
-        lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # its lse of a query that has no keys
+        lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # what FlashAttention-2 writes for a query without keys
     return out, lse
 
 

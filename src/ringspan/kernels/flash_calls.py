@@ -1,9 +1,9 @@
-"""From bands to flash attention's own calls: a tight band is exactly one window, and many small bands are one call.
+"""From bands to calls of flash attention: a tight band is exactly one window, and many small bands are one call.
 
 Flash attention counts its window from the bottom right corner: query ``i`` of S sees key ``j`` of T iff
-``-left <= j - i - (T - S) <= right``. In a tight band both corners of the diagonal lie inside the rectangle, so that left and
-right are never negative and any band is one launch: rectangle, triangle, window or trapezoid. Bands of one window that share
-neither queries nor keys are the *sequences* of one call of variable lengths, and so are the gaps between them::
+``-left <= j - i - (T - S) <= right``. In a tight band both corners of the diagonal lie inside the rectangle. So left
+and right are never negative, and any band is one call: rectangle, triangle, window or trapezoid. Bands of one window
+that share neither queries nor keys are the *sequences* of one variable-length call, and so are the gaps between them::
 
     x . . . . .
     x x . . . .        queries  0 1 | 2 |     | 3 4      four sequences: 2, 1, 0, 2 queries
@@ -28,7 +28,7 @@ from ringspan.masks import table as tables
 
 
 class Window(NamedTuple):
-    """A band as flash attention says it; None is no limit on that side."""
+    """A band in the terms of flash attention. None: no limit on that side."""
 
     left: int | None
     right: int | None
@@ -51,14 +51,14 @@ def window(band: Band) -> Window:
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of one side begin and end: int32, on the device, one more than there are sequences."""
+    """The sequences of queries, or of keys: cumulative lengths (int32, on the device) and the greatest length."""
 
     cu_seqlens: Tensor
     max_seqlen: int
 
 
 class FlashCall(NamedTuple):
-    """One call: these rows and keys through this window, as one sequence or, where lengths are given, as many."""
+    """One call: these queries and keys through this window, as one sequence or as several."""
 
     rows: slice
     keys: slice
@@ -69,35 +69,37 @@ class FlashCall(NamedTuple):
 
 @cache_by_stream(1024)
 def make_flash_calls(bands: tuple[Band, ...], device: torch.device) -> tuple[FlashCall, ...]:
-    """Calls that together cover each band once."""
-    return tuple(_make_call(layer, device) for layer in group_bands(bands))
+    """The calls that together compute each pair of the bands once."""
+    return tuple(_make_call(group, device) for group in group_bands(bands))
 
 
 def group_bands(bands: Sequence[Band]) -> Iterator[list[Band]]:
-    """Bands of one window in as few groups as possible in which queries and keys both go up from band to band.
+    """As few groups as possible of bands that have one window and whose queries and keys increase from band to band.
 
-    >>> [len(layer) for layer in group_bands([Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)])]
+    >>> bands = [Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)]
+    >>> [len(group) for group in group_bands(bands)]
     [2, 1]
     """
     of_window: dict[Window, list[list[Band]]] = {}
-    for band in sorted(part for whole in bands for part in _within_reach(whole)):
-        stacks = of_window.setdefault(window(band), [])
-        open_ = [layer for layer in stacks if layer[-1].q1 <= band.q0 and layer[-1].k1 <= band.k0]
-        if open_:
-            max(open_, key=lambda layer: layer[-1].k1).append(band)  # the tightest fit leaves most room for those to come
+    for band in sorted(part for whole in bands for part in _split_tall_band(whole)):
+        groups = of_window.setdefault(window(band), [])
+        fitting = [group for group in groups if group[-1].q1 <= band.q0 and group[-1].k1 <= band.k0]
+        if fitting:
+            max(fitting, key=lambda group: group[-1].k1).append(band)  # the tightest fit leaves the most groups open
         else:
-            stacks.append([band])
-    for stacks in of_window.values():
-        yield from stacks
+            groups.append([band])
+    for groups in of_window.values():
+        yield from groups
 
 
-def _within_reach(band: Band) -> list[Band]:
-    """The band, or where it has more queries than keys, its rows in parts of which no window reaches beyond the keys.
+def _split_tall_band(band: Band) -> list[Band]:
+    """The band or, if it has more queries than keys, its rows cut into bands whose windows are no longer than the keys.
 
-    FlashAttention-2 takes a side of a window that is at least as long as the keys for open, and an open side to be as long as
-    the keys: both are wrong where there are more queries. So the rows are cut where a diagonal begins or ceases to cut them.
+    FlashAttention-2 treats a side of a window that is at least as long as the keys as unlimited, and an unlimited side
+    as one of the length of the keys. Both are wrong if there are more queries than keys. So the rows are cut where
+    either diagonal enters or leaves the range of keys.
 
-    >>> [tuple(part) for part in _within_reach(Band(0, 6, 0, 2, -4, 0))]
+    >>> [tuple(part) for part in _split_tall_band(Band(0, 6, 0, 2, -4, 0))]
     [(0, 1, 0, 1, 0, 0), (1, 5, 0, 2, -4, 0), (5, 6, 1, 2, -4, -4)]
     """
     if band.rows <= band.cols or band.is_full:
@@ -107,20 +109,20 @@ def _within_reach(band: Band) -> list[Band]:
     return [Band(*row) for q0, q1 in pairwise(cuts) for row in tables.table((q0, q1, *band[2:])).tolist()]
 
 
-def _make_call(layer: Sequence[Band], device: torch.device) -> FlashCall:
-    rows, keys = slice(layer[0].q0, layer[-1].q1), slice(layer[0].k0, layer[-1].k1)
-    if len(layer) == 1:
-        return FlashCall(rows, keys, window(layer[0]))
+def _make_call(group: Sequence[Band], device: torch.device) -> FlashCall:
+    rows, keys = slice(group[0].q0, group[-1].q1), slice(group[0].k0, group[-1].k1)
+    if len(group) == 1:
+        return FlashCall(rows, keys, window(group[0]))
     q, k = [0], [0]
-    for band in layer:
+    for band in group:
         q0, q1, k0, k1 = (band.q0 - rows.start, band.q1 - rows.start, band.k0 - keys.start, band.k1 - keys.start)
-        # What no band has becomes a sequence of queries without keys, or of keys without queries.
+        # Between two bands: a sequence of queries without keys, and one of keys without queries.
         if q[-1] < q0:
             q, k = [*q, q0], [*k, k[-1]]
         if k[-1] < k0:
             q, k = [*q, q[-1]], [*k, k0]
         q, k = [*q, q1], [*k, k1]
-    return FlashCall(rows, keys, window(layer[0]), _make_sequences(q, device), _make_sequences(k, device))
+    return FlashCall(rows, keys, window(group[0]), _make_sequences(q, device), _make_sequences(k, device))
 
 
 def _make_sequences(cuts: list[int], device: torch.device) -> Sequences:

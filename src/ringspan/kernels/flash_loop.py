@@ -1,6 +1,7 @@
-"""What flash-attention's own kernels have in common: a loop over their calls (:mod:`ringspan.kernels.flash_calls`).
+"""The loop over calls (:mod:`ringspan.kernels.flash_calls`) that the kernels flash and fa4 share.
 
-Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim; N = B × H or B × G.
+Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim, N = B × H or
+B × G.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from ringspan.kernels.partial import Partial, finite_lse
 from ringspan.masks import Band
 
 # (q_BSHD, k_BTGD, v_BTGE, call, scale) -> (out_BSHE, lse_BHS)
-# and, of several sequences, (q_SND, k_TND, v_TNE, call, scale) -> (out_SNE, lse_NS)
+# or, for several sequences, (q_SND, k_TND, v_TNE, call, scale) -> (out_SNE, lse_NS)
 Forward = Callable[[Tensor, Tensor, Tensor, FlashCall, float], tuple[Tensor, Tensor]]
-# (saved with BSH… or SN… tensors, k, v, call, scale) -> (dq, dk, dv), shaped as q, k and v are
+# (saved with tensors BSH… or SN…, k, v, call, scale) -> (dq, dk, dv), in the shapes of q, k and v
 Backward = Callable[[Saved, Tensor, Tensor, FlashCall, float], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -57,7 +58,7 @@ def attend_backward(
 
 
 def _slice_rows(x_BHSD: Tensor, rows: slice, call: FlashCall) -> Tensor:
-    """The rows as (B, S, H, D). Several sequences come without a batch: its members are so many more heads, (S, B × H, D)."""
+    """The rows as (B, S, H, D), or for several sequences as (S, B × H, D): variable-length calls have no batch dim."""
     if rows.stop - rows.start < x_BHSD.shape[2]:
         x_BHSD = x_BHSD[:, :, rows]
     return x_BHSD.transpose(1, 2) if call.q_sequences is None else x_BHSD.flatten(0, 1).transpose(0, 1)

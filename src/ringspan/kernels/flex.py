@@ -1,10 +1,12 @@
-"""FlexAttention, PyTorch's compiler for attention: a whole list of bands in one call, where every query sees one interval.
+"""FlexAttention, compiled by PyTorch: one call for all bands if every query sees one interval of keys.
 
-The compiled program reads each query's interval from two tensors, and which blocks to visit from four lists, so that another
-mask is other numbers and not another program. It is compiled at first use, for each dtype, number of heads, head dim and scale.
+The compiled program reads the interval of each query from two tensors, and the blocks to compute from four tables. So a
+new mask is new data, not a recompilation. A program is compiled at first use of each dtype, number of heads, head dim
+and scale.
 
-Functions of the user are compiled into it, behind a look-up of the tokens that stand in its rows. The tensors that they capture
-are inputs: other tensors, or another closure of the same code, are not another program.
+``score_mod`` and ``mask_mod`` are compiled into it. They are called with the tokens of the rows, which the program
+looks up. Captured tensors are inputs of the program: other tensors, or another closure of the same code, need no
+recompilation.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -42,26 +44,28 @@ if TYPE_CHECKING:
 
 PACKAGE = "triton"
 
-# The compiler's own back ends. For the second one see :mod:`ringspan.kernels.flex_flash`.
+# The back ends of FlexAttention. For the second one see :mod:`ringspan.kernels.flex_flash`.
 FlexBackend = Literal["TRITON", "FLASH"]
 
-# What tokens are counted in: the second one cannot look anything up by longer numbers.
+# The dtype of token indices. FLASH cannot index a tensor by int64.
 INDEX_DTYPES: dict[FlexBackend, torch.dtype] = {"TRITON": torch.int64, "FLASH": torch.int32}
 
-# Programs, not masks: dtypes × heads × dims × scales, with and without gradient. Left alone, PyTorch gives up at 8.
+# Dynamo stops compiling after 8 programs of one function by default. Here there is one for each combination of dtype,
+# heads, dims and scale, with and without gradient; masks do not count.
 MAX_PROGRAMS = 256
 
-# Lists of bands whose launches stay on the device: 16 MB for 128k × 128k tokens, four times that for twice as many.
+# How many lists of bands have their tables cached on the device. A list needs 16 MB for 128k × 128k tokens, four times
+# as much for twice as many.
 MAX_CACHED = 32
 
 
 class FlexCall(NamedTuple):
-    """One layer, where the device can read it."""
+    """One layer, with its intervals and blocks as tensors on the device."""
 
     layer: IntervalLayer
     start_S: Tensor
     stop_S: Tensor
-    lists: dict[str, Any]  # the blocks to visit, by BlockMask's names: "kv" for each block of queries, "q" for each of keys
+    lists: dict[str, Any]  # arguments of BlockMask: "kv" are lists for each block of queries, "q" for each of keys
 
 
 def unsupported_reason(inputs: Inputs) -> str | None:
@@ -73,7 +77,7 @@ def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"computes in float16, bfloat16 and float32, not {inputs.dtype}"
     for what, dim in (("head dim", inputs.head_dim), ("value dim", inputs.v_dim)):
-        # Below, tensor cores have no tile so narrow; above, a block may not fit into the device's shared memory.
+        # 16 is the smallest tile of tensor cores. Above 256 a block may not fit into shared memory.
         if not 16 <= dim <= 256:
             return f"takes a {what} from 16 to 256, not {dim}"
     return None
@@ -113,7 +117,7 @@ def attend_backward(
     flex_backend: FlexBackend = "TRITON",
     compute_gradients: Callable[..., Sequence[Tensor]] = gradients,
 ) -> Iterator[Gradients]:
-    """``through`` computes the gradients of a launch: see :mod:`ringspan.kernels.recompute`."""
+    """``compute_gradients`` computes those of a call: see :func:`ringspan.kernels.recompute.gradients`."""
     learned = () if mods is None else mods.mods.learned
     for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), flex_backend, k_BGTD.device):
         rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
@@ -135,26 +139,26 @@ def _has_mask_mod(mods: IndexedMods | None) -> bool:
 def make_flex_calls(
     bands: tuple[Band, ...], has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device
 ) -> tuple[FlexCall, ...]:
-    """The layers of the bands, on the device; ``settled``, if a function has the last word on every pair."""
+    """One call for each layer of the bands. With a ``mask_mod`` no block counts as full."""
     return tuple(_make_call(layer, has_mask_mod, flex_backend, device) for layer in interval_layers(bands))
 
 
 def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device) -> FlexCall:
     start_S, stop_S = (on_device(x.astype(np.int32), device) for x in (layer.start, layer.stop))
-    min_length = MIN_LENGTH if flex_backend == "TRITON" else 1  # FLASH wants to see as many blocks as there are
+    min_length = MIN_LENGTH if flex_backend == "TRITON" else 1  # FLASH requires tables of exactly the number of blocks
     found = block_tables(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=has_mask_mod, min_length=min_length)
     lists = {}
     named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
     for name, (counts, indices) in named.items():
-        # One for the whole batch and all heads.
+        # The leading dims are batch and heads: one table for all.
         lists[f"{name}_num_blocks"] = on_device(counts[None, None], device)
         lists[f"{name}_indices"] = on_device(indices[None, None], device)
     return FlexCall(layer, start_S, stop_S, lists)
 
 
 def _as_base_tensor(x: Tensor) -> Tensor:
-    """The same memory, but neither a view nor at an offset: the compiler would compile again where there is another one."""
-    with torch.cuda.device_of(x):  # it takes tensors of the current device only
+    """The same memory as a tensor without a base and storage offset: Dynamo guards on both and would recompile."""
+    with torch.cuda.device_of(x):  # from_dlpack takes tensors of the current device only
         return from_dlpack(x.detach())
 
 
@@ -168,15 +172,15 @@ def _run_call(
     mods: IndexedMods | None = None,
     flex_backend: FlexBackend = "TRITON",
 ) -> Partial:
-    """One launch; ``learned``, if given, in the place of what the functions captured."""
+    """Run one call. ``learned`` replaces the captured tensors that require a gradient."""
     with (
-        # A length is a variable of its own, even where two happen to be equal when the program is compiled.
+        # Every size gets its own symbol, even if two are equal when the program is compiled.
         distinct_sizes(),
-        # Numbers are constants of the program: the scale, and what functions capture beside tensors.
+        # Python numbers are constants of the program: the scale, and captured numbers.
         dynamo_config(recompile_limit=MAX_PROGRAMS, specialize_float=True, specialize_int=True),
-        # Backward may run inside a block that catches attention. This attention is that of the block.
+        # Backward may run inside a ContextParallel block, whose mode must not intercept this call.
         without_modes(),
-        # The compiler has a mode of its own, by which it reads tensors at indices that are tensors.
+        # FlexAttention needs its own function mode to index tensors by tensors.
         enable_torch_function(),
     ):
         mod_arguments = () if mods is None else _mod_arguments(mods, learned, q_BHSD.shape[1], flex_backend)
@@ -185,7 +189,7 @@ def _run_call(
 
 
 class ModArguments(NamedTuple):
-    """What the compiled program is given of the functions of a call."""
+    """The arguments of the compiled program for ``score_mod`` and ``mask_mod``."""
 
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
@@ -206,7 +210,7 @@ def _mod_arguments(mods: IndexedMods, learned: Sequence[Tensor], count: int, fle
             )
     tokens = (x.to(INDEX_DTYPES[flex_backend], copy=True) for x in (mods.q_tokens_S, mods.k_tokens_T))
     heads: Tensor | int = mods.first_head
-    if flex_backend == "TRITON":  # the other one cannot look something up by what it has looked up
+    if flex_backend == "TRITON":  # FLASH cannot index a tensor by a value that was itself looked up
         heads = torch.arange(mods.first_head, mods.first_head + count, device=mods.q_tokens_S.device)
     return ModArguments(score_mod, mods.mods.mask_mod, heads, *tokens)
 
@@ -231,16 +235,17 @@ def attend_intervals(
     q_tokens_S: Tensor | None = None,
     k_tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What is compiled: attention where query i sees the keys from start to stop. Returns out and lse.
+    """The function that is compiled: attention in which query i sees the keys from start to stop. Returns out and lse.
 
-    Functions see the tokens that these tensors say, not the rows; and the heads that a tensor says, or those from a first on.
+    ``score_mod`` and ``mask_mod`` are called with ``q_tokens_S[i]`` and ``k_tokens_T[j]`` in place of rows i and j.
+    ``heads`` is the global index of each head, or that of the first one.
     """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
     from ringspan.torch_private.flex_original import original_flex_attention
 
     (B, _, S, _), (_, _, T, _) = q_BHSD.shape, k_BGTD.shape
-    # Every length is a variable of its own; these are the ones that are always the same.
+    # Every size has its own symbol; these are always equal.
     for same in (k_BGTD.shape[0] == B, v_BGTE.shape[0] == B, v_BGTE.shape[2] == T, len(start_S) == S, len(stop_S) == S):
         check_size(same)
 
@@ -254,12 +259,12 @@ def attend_intervals(
         return seen
 
     def scores(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        # To the compiler of torch 2.11 what is looked up is one number, not one for each row, and it cannot tell where to add
-        # up the gradient of a tensor that is read there. The zero of each row reminds it.
+        # The compiler of torch 2.11 takes a looked-up token for a single number, not for one per row, and then cannot
+        # place the gradient of a tensor that is indexed by it. Adding a zero that depends on the row avoids this.
         q_token, k_token = q_tokens_S[i] + (i - i), k_tokens_T[j] + (j - j)  # type: ignore[index]
         return score_mod(score, b, head(h), q_token, k_token)  # type: ignore[misc]
 
-    # One kernel for all lengths; left to itself it takes another one for few queries.
+    # Name the back end: by default FlexAttention uses another kernel for few queries.
     options: FlexKernelOptions = {"BACKEND": flex_backend}
     out, aux = original_flex_attention(
         q_BHSD,
@@ -273,4 +278,4 @@ def attend_intervals(
         kernel_options=options,
     )
     lse = cast(Tensor, aux.lse)
-    return out, lse if flex_backend == "TRITON" else lse.detach()  # the other one refuses to compile where it had a gradient
+    return out, lse if flex_backend == "TRITON" else lse.detach()  # FLASH does not compile if lse has a gradient

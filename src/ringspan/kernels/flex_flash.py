@@ -1,15 +1,16 @@
-"""FlexAttention by its FLASH back end: PyTorch compiles the functions of the user into FlashAttention-4.
+"""FlexAttention with its FLASH back end: PyTorch compiles ``score_mod`` and ``mask_mod`` into FlashAttention-4.
 
-It is the program of :mod:`ringspan.kernels.flex`, asked for another back end. PyTorch calls it experimental, so it is never
-chosen unasked. Two things stand between it and the parts of a ring:
+It is the program of :mod:`ringspan.kernels.flex` with another back end. PyTorch calls it experimental, so it is used
+only when named. Two problems are worked around here:
 
-- A part's gradients need the out and lse over *all* keys. PyTorch's autograd gives the back end those of the part, and knows no
-  way to correct them, since it takes no gradient of lse. So what autograd has saved is exchanged before it is used.
-- In some releases lse is taken for one of base 2, and turned into what it already was. What it is of is looked up once.
+- The gradients of a part need out and lse over *all* keys. Autograd saves those of the part, and the back end takes no
+  gradient of lse by which they could be corrected. So the saved tensors are replaced before the backward pass reads
+  them.
+- Some releases of PyTorch convert lse from base 2 although it is natural already. The factor is measured once.
 
-What the back end cannot do is done by Triton, with a warning: gradients of lse, sums that are the same every time, and
-gradients through functions of the user. Those it does compute, but they were found to be wrong where query heads share key
-heads (torch 2.11, flash-attn-4 4.0.0b36, on Hopper).
+Triton computes what the back end cannot, with a warning: gradients of lse, deterministic gradients, and gradients
+through ``score_mod`` and ``mask_mod``. The back end does compute the last, but they were found to be wrong where query
+heads share key heads (torch 2.11, flash-attn-4 4.0.0b36, on Hopper).
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -47,7 +48,7 @@ def unsupported_reason(inputs: Inputs) -> str | None:
 
 
 def auto_skip_reason(inputs: Inputs) -> str | None:
-    return "is experimental in PyTorch, and there for those who ask for it"
+    return "is experimental in PyTorch, and used only when named"
 
 
 def is_installed() -> bool:
@@ -86,19 +87,19 @@ def attend_backward(
 
 def _unsupported_backward_reason(saved: Saved, mods: IndexedMods | None) -> str | None:
     if mods is not None:
-        return "those of the FLASH back end through a score_mod or mask_mod are not always right"
+        return "those of the FLASH back end through a score_mod or mask_mod are not always correct"
     if saved.dlse_BHS is not None:
         return "the FLASH back end takes no gradient of lse"
     if torch.are_deterministic_algorithms_enabled():
-        return "the FLASH back end does not add up in the same order every time"
+        return "the FLASH back end is not deterministic"
     return None
 
 
 @cache_by_digest(64, plain=True)
 def _lse_unit(device: torch.device) -> float:
-    """What lse is to be divided by: of queries that are zero it must be the log of the number of keys."""
-    nothing = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)
-    ((_, _, (_, lse)),) = flex.attend(nothing, nothing, nothing, full(BLOCK).bands, scale=1.0, flex_backend="FLASH")
+    """The factor to divide lse by. For queries that are zero, lse must be the log of the number of keys."""
+    zeros = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)
+    ((_, _, (_, lse)),) = flex.attend(zeros, zeros, zeros, full(BLOCK).bands, scale=1.0, flex_backend="FLASH")
     found = float(lse.mean()) / math.log(BLOCK)
     for unit in (1.0, math.log(2.0), 1 / math.log(2.0)):
         if math.isclose(found, unit, rel_tol=1e-3):
@@ -107,16 +108,16 @@ def _lse_unit(device: torch.device) -> float:
 
 
 class FinalResult(NamedTuple):
-    """The out and lse over all keys, to be found in the place of a part's own."""
+    """Out and lse over all keys, which replace the part's own."""
 
     out_BHSE: Tensor
     lse_BHS: Tensor
-    part: list[int]  # the address of the part's out, once it is known
-    outs: set[int]  # addresses of what was exchanged
+    part: list[int]  # the address of the part's out, once it is known; else empty
+    outs: set[int]  # addresses of the saved tensors that were replaced
     lses: set[int]
 
 
-_thread = threading.local()  # the FinalResult of what this thread is about to save
+_thread = threading.local()  # .final: the FinalResult for the tensors that this thread saves
 
 
 def _pack(x: Tensor) -> tuple[Tensor, FinalResult]:
@@ -137,7 +138,7 @@ def _unpack(packed: tuple[Tensor, FinalResult]) -> Tensor:
 def _gradients(
     part: Callable[..., Partial], saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """As :func:`ringspan.kernels.recompute.gradients`, of a part whose back end reads the final result."""
+    """As :func:`ringspan.kernels.recompute.gradients`, but the back end reads the final out and lse."""
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
     final = FinalResult(saved.out_BHSE, finite_lse(saved.lse_BHS), [], set(), set())
     _thread.final = final
@@ -150,8 +151,8 @@ def _gradients(
     grads = torch.autograd.grad(out, leaves, saved.dout_BHSE.to(out.dtype), allow_unused=True, materialize_grads=True)
     if (len(final.outs), len(final.lses)) != (1, 1):
         raise KernelError(
-            'backend="flex_flash": out and lse of the whole are to be exchanged for those that PyTorch has saved for the '
-            f"backward pass, but {len(final.outs)} and {len(final.lses)} were found where one each should be, in PyTorch "
-            f'{torch.__version__}: use backend="flex"'
+            'backend="flex_flash" replaces the one out and the one lse that PyTorch saves for the backward pass, but PyTorch '
+            f"{torch.__version__} saved {len(final.outs)} and {len(final.lses)} of them: "
+            'use backend="flex"'
         )
     return grads

@@ -1,7 +1,7 @@
-"""What is done between launches of attention: each as one Triton kernel that reads and writes everything once, on CUDA devices.
+"""Triton kernels for the work between calls of attention on CUDA devices. Each reads and writes every element once.
 
-:func:`merge_` merges two partial results. :func:`write_side_by_side_` writes the gradients of keys and of values into one
-buffer, side by side, or adds them to what it holds.
+:func:`merge_` merges two partial results. :func:`write_side_by_side_` writes the gradients of keys and of values into
+one buffer, side by side, or adds them to what it holds.
 
 Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim; F = D + E.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 BLOCK = 16
 
-# Addresses that are multiples of so many bytes Triton takes for round, and loads from them in words.
+# Triton compiles vector loads for addresses that are multiples of this many bytes.
 ALIGNMENT = 16
 
 
@@ -39,7 +39,8 @@ def _merge(  # type: ignore[no-untyped-def]
     a = tl.load(a_at, mask=here, other=float("-inf"))
     c = tl.load(new_lse + s * new_lse_s + b * new_lse_b + h * new_lse_h, mask=here, other=float("-inf")).to(a.dtype)
     top = tl.maximum(a, c)
-    # Two empty rows have no top to subtract; with 0 in its place both weights are exp(-inf) = 0.
+    # If both rows are empty the maximum is -inf, and -inf + inf is NaN. With 0 in its place both weights are exp(-inf)
+    # = 0.
     top = tl.where(top == float("-inf"), 0.0, top)
     old_weight, new_weight = tl.exp(a - top), tl.exp(c - top)
     total = old_weight + new_weight
@@ -52,7 +53,7 @@ def _merge(  # type: ignore[no-untyped-def]
     wide = a.dtype
     old = tl.load(old_out + (s * old_s + b * old_b + h * old_h)[:, None] + e[None, :], mask=inside, other=0.0).to(wide)
     new = tl.load(new_out + (s * new_s + b * new_b + h * new_h)[:, None] + e[None, :], mask=inside, other=0.0).to(wide)
-    # As torch.lerp does it: exact at both ends.
+    # The formula of torch.lerp: exact at both ends.
     w = share[:, None]
     merged = tl.where(w < 0.5, old + w * (new - old), new - (new - old) * (1.0 - w))
     tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
@@ -60,9 +61,9 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
-    """Merge the new part with the old one, which may be out itself, into out and lse. Each out may be narrower than lse."""
-    assert out_SBHE.stride(-1) == 1, "kernels write the numbers of a row side by side"
-    new_out_SBHE, old_SBHE = _with_whole_rows(new_out_SBHE, old_SBHE)
+    """Merge the old part, which may be out itself, and a new one into out and lse. Any out may be narrower than lse."""
+    assert out_SBHE.stride(-1) == 1, "the last dim of out must be contiguous"
+    new_out_SBHE, old_SBHE = _with_contiguous_rows(new_out_SBHE, old_SBHE)
     e = out_SBHE.shape[-1]
     _run(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, _power_of_2(e), BLOCK))
 
@@ -92,13 +93,13 @@ def _write_side_by_side(  # type: ignore[no-untyped-def]
 
 
 def write_side_by_side_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, add: bool) -> None:
-    """Lay both gradients side by side, or add them to what lies there."""
-    dk_TBGD, dv_TBGE = _with_whole_rows(dk_TBGD, dv_TBGE)
+    """Write both gradients side by side into one buffer, or add them to what it holds."""
+    dk_TBGD, dv_TBGE = _with_contiguous_rows(dk_TBGD, dv_TBGE)
     d, e = dk_TBGD.shape[-1], dv_TBGE.shape[-1]
     _run(_write_side_by_side, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], (d, e, _power_of_2(max(d, e)), add, BLOCK))
 
 
-def _with_whole_rows(*tensors: Tensor) -> list[Tensor]:
+def _with_contiguous_rows(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -107,38 +108,38 @@ def _power_of_2(n: int) -> int:
 
 
 class TritonLaunch(NamedTuple):
-    """A compiled program for a grid, and what it takes beside tensors."""
+    """A compiled program with its grid, and its arguments beside the tensors."""
 
     launch: Callable[..., Any]
     numbers: tuple[int, ...]
 
 
-# Kinds of launches: shapes × strides. Packed documents bring new ones all the time.
+# Launches differ by shapes and strides. Every packed batch of documents has new ones.
 MAX_CACHED = 1024
 _launches: dict[Hashable, TritonLaunch] = {}
 
 
 def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tuple[int, ...]) -> None:
-    """Run a kernel on as many rows, which it counts by these three dims.
+    """Run a kernel on all rows of these three dims.
 
-    To find out which program that is takes Triton longer than to launch it, so that it is asked once.
+    Triton needs longer to look up the compiled program than to launch it, so the program is cached here.
     """
     count = rows.numel()
     if not count:
         return
     strides = tuple([x.stride() for x in tensors])
-    # It compiles for what these are, and for whether addresses are round.
+    # Triton compiles one program for each combination of these, and of aligned addresses.
     aligned = tuple([x.data_ptr() % ALIGNMENT == 0 for x in tensors])
-    kind = (kernel, tensors[0].device, rows, sizes, strides, aligned, *[x.dtype for x in tensors])
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which need not be theirs
-        known = _launches.get(kind)
+    key = (kernel, tensors[0].device, rows, sizes, strides, aligned, *[x.dtype for x in tensors])
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which may be another one
+        known = _launches.get(key)
         if known is not None:
             known.launch(*tensors, *known.numbers)
             return
         grid = (triton.cdiv(count, BLOCK), 1, 1)
-        numbers = (count, *rows[1:], *(n for of_one in strides for n in of_one[:3]), *sizes)
+        numbers = (count, *rows[1:], *(n for stride in strides for n in stride[:3]), *sizes)
         program = kernel[grid](*tensors, *numbers)
-        if program is not None:  # Triton's interpreter has none
+        if program is not None:  # Triton's interpreter returns None
             if len(_launches) >= MAX_CACHED:
                 _launches.clear()
-            _launches[kind] = TritonLaunch(program[grid], numbers)
+            _launches[key] = TritonLaunch(program[grid], numbers)

@@ -1,7 +1,7 @@
-"""From bands to layers: in a layer every query sees one interval of keys, so that two numbers a row are the whole mask.
+"""From bands to layers. In a layer every query sees one interval of keys, so two numbers per row are the whole mask.
 
-Bands that lie side by side in a row are one interval of it. The first interval of every row makes the first layer, the second
-ones the second: as few layers as the row with the most intervals allows, whatever the number of bands::
+Adjacent bands are one interval of a row. The first intervals of all rows are the first layer, the second intervals the
+second. So there are as many layers as the row with the most intervals has intervals, whatever the number of bands::
 
     all but the diagonal             layer 0          layer 1
     . x x x x                        . x x x x        . . . . .
@@ -25,7 +25,7 @@ from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IntervalLayer:
-    """A rectangle of queries × keys; its query ``i`` sees its keys ``start[i] <= k < stop[i]``, counted from its corner."""
+    """A rectangle. Its query ``i`` sees its keys ``start[i] <= k < stop[i]``, both counted from its corner."""
 
     q0: int
     q1: int
@@ -45,7 +45,7 @@ def interval_layers(bands: Sequence[Band]) -> Iterator[IntervalLayer]:
     q, start, stop = _join_intervals(*_rows(tables.table(*bands)))
     if not len(q):
         return
-    # The n-th run of its row goes to the n-th layer.
+    # The n-th interval of a row belongs to the n-th layer.
     first_of_row = np.searchsorted(q, q)
     layer = np.arange(len(q)) - first_of_row
     by_layer = np.argsort(layer, kind="stable")
@@ -54,7 +54,7 @@ def interval_layers(bands: Sequence[Band]) -> Iterator[IntervalLayer]:
 
 
 def _rows(t: tables.Table) -> tuple[Ints, Ints, Ints]:
-    """Every row of every band: its query, and the interval of keys that the band shows it. Ordered by query, then keys."""
+    """For every row of every band its query and its interval of keys, ordered by query, then by key."""
     count = t[:, Q1] - t[:, Q0]
     q = tables.ranges(t[:, Q0], count)
     band = t[np.repeat(np.arange(len(t)), count)]
@@ -65,7 +65,7 @@ def _rows(t: tables.Table) -> tuple[Ints, Ints, Ints]:
 
 
 def _join_intervals(q: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Join the intervals of a row that lie side by side."""
+    """Join adjacent intervals of a row."""
     apart = np.ones(len(q) + 1, dtype=np.bool_)
     apart[1:-1] = (q[1:] != q[:-1]) | (start[1:] != stop[:-1])
     return q[apart[:-1]], start[apart[:-1]], stop[apart[1:]]

@@ -1,4 +1,4 @@
-"""What a kernel is: two functions over a list of bands, and a word on whether it can serve.
+"""What a kernel is: attention over a list of bands, its gradients, and a function that says which inputs are supported.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -19,7 +19,7 @@ from ringspan.masks import Band
 
 
 class PartialRows(NamedTuple):
-    """A partial result for the queries ``start:stop``; its tensors are (B, H, rows, E) and (B, H, rows)."""
+    """The partial result of the queries ``start:stop``: out (B, H, rows, E) and lse (B, H, rows)."""
 
     start: int
     stop: int
@@ -27,9 +27,9 @@ class PartialRows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What flows through some bands to the queries ``rows`` and to the keys ``keys``: (B, heads, rows, dim) each.
+    """The gradients of the queries ``rows`` and of the keys ``keys`` through some bands: (B, heads, rows, dim) each.
 
-    And to what the functions of a call have captured and learn (``Mods.learned``), each of its own shape.
+    ``dlearned`` are those of the captured tensors that require a gradient (``Mods.learned``), in the shapes of these.
     """
 
     rows: slice
@@ -42,41 +42,41 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a kernel may depend on to say whether it can serve."""
+    """The properties of a call that decide which kernels support it."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     v_dim: int
     windows_or_documents: bool = False
-    """Whether there are windows, or many bands at once."""
+    """Whether the mask has sliding windows, or so many documents that a task has many bands."""
     has_mods: bool = False
-    """Whether functions of the user change scores or hide pairs: only then is a kernel given ``mods``."""
+    """Whether there is a ``score_mod`` or a ``mask_mod``. Only then is a kernel called with ``mods``."""
 
 
-NO_MODS = "knows no score_mod and no mask_mod"
+NO_MODS = "supports neither score_mod nor mask_mod"
 
 
 class Kernel(Protocol):
-    """A back end. A module with these is one. One that says :data:`NO_MODS` need not take ``mods``.
+    """A kernel is a module with these functions. One that answers :data:`NO_MODS` need not take ``mods``.
 
-    Tensors come in any layout, but for their last dim, whose numbers lie side by side.
+    Tensors have any strides, except that the last dim is contiguous.
     """
 
     PACKAGE: str
-    """What to install before it can serve anything. A kernel that comes with PyTorch may leave this and the next out."""
+    """The package to install. A kernel that is part of PyTorch may omit this and ``is_installed``."""
 
     def is_installed(self) -> bool:
-        """Whether that is here."""
+        """Whether the package is installed."""
 
     def unsupported_reason(self, inputs: Inputs) -> str | None:
-        """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name.
+        """None if it supports these inputs, else the reason, as the end of a sentence that starts with its name.
 
-        Of the inputs alone: it is asked about them whether or not its package is here.
+        The answer depends on the inputs and the device alone, not on whether the package is installed.
         """
 
     def auto_skip_reason(self, inputs: Inputs) -> str | None:
-        """A reason to let others go first although it can serve, for ``"auto"``. A kernel without one may leave this out."""
+        """Why ``"auto"`` must not take it although it supports these inputs, or None. A kernel may omit this."""
 
     def attend(
         self,
@@ -88,7 +88,7 @@ class Kernel(Protocol):
         scale: float,
         mods: IndexedMods | None = None,
     ) -> Iterator[PartialRows]:
-        """Attend through disjoint bands. Each query may appear in several parts, or in none if it sees nothing."""
+        """Attention over disjoint bands. A query may be in several of the parts, or in none if it sees no key."""
 
     def attend_backward(
         self,
@@ -100,11 +100,11 @@ class Kernel(Protocol):
         scale: float,
         mods: IndexedMods | None = None,
     ) -> Iterator[Gradients]:
-        """The gradients that flow through these bands. A query or key may appear in several, or in none."""
+        """The gradients through these bands. A query or key may be in several of the parts, or in none."""
 
 
 class Saved(NamedTuple):
-    """What the backward pass knows of the queries. ``out`` and ``lse`` are final: over all keys of all ranks."""
+    """What the backward pass needs of the queries. ``out`` and ``lse`` are final: over all keys of all ranks."""
 
     q_BHSD: Tensor
     dout_BHSE: Tensor
@@ -122,10 +122,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_dlse_column(dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Say the gradient of lse in the kernel's own words.
+    """Express the gradient of lse as one more value column, for a kernel that takes no such gradient.
 
-    The kernel knows ``dscore = p * (dout · v - sum(dout * out))``, and what dlse asks for is ``+ p * dlse``. One more
-    value column does it: 1 in dout, -dlse in out, 0 in v. dout and out come back as wide as dlse is.
+    The kernel computes ``dscore = p * (dout · v - sum(dout * out))``, and dlse adds ``p * dlse`` to it. A column with 1
+    in dout, -dlse in out and 0 in v has the same effect. dout and out are returned in the dtype of dlse.
     """
     column = dlse.unsqueeze(-1)
     return (

@@ -1,7 +1,7 @@
-"""The user's functions of a call, in FlexAttention's words, and where the rows of a kernel stand in the whole sequence.
+"""``score_mod`` and ``mask_mod`` of a call, as FlexAttention defines them, and the global indices they are called with.
 
-``score_mod(score, b, h, q, k)`` gives a pair another score, ``mask_mod(b, h, q, k)`` says whether the query sees the key. Both
-are called with *global* indices, whatever rows a kernel was given: a look-up stands between the two.
+``score_mod(score, b, h, q, k)`` returns the new score of a pair, ``mask_mod(b, h, q, k)`` whether the query sees the
+key. Both are called with *global* indices. A kernel has local rows, and looks up the token of each.
 
 Legend: B batch, H query heads, S queries, T keys.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from ringspan.errors import InputError
 from ringspan.user_functions.captures import captured_tensors
 
-# (score, b, h, q, k) -> score, and (b, h, q, k) -> bool; of one pair each
+# (score, b, h, q, k) -> score, and (b, h, q, k) -> bool, both for one pair
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -33,13 +33,13 @@ class Mods:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """Those that get a gradient."""
+        """The captured tensors that require a gradient."""
         return tuple(x for x in self.captured if x.requires_grad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexedMods:
-    """The functions, and of each row of a kernel its token; of its heads, the first."""
+    """The functions with the global indices of a kernel's inputs: the token of each row, and the first of the heads."""
 
     mods: Mods
     q_tokens_S: Tensor
@@ -50,13 +50,13 @@ class IndexedMods:
         return replace(self, q_tokens_S=self.q_tokens_S[rows], k_tokens_T=self.k_tokens_T[keys])
 
     def apply_score_mod(self, score_BHST: Tensor) -> Tensor:
-        """What ``score_mod`` makes of the scores."""
+        """The scores after ``score_mod``."""
         if self.mods.score_mod is None:
             return score_BHST
         return for_all_pairs(self.mods.score_mod, given=1)(score_BHST, *self._indices(*score_BHST.shape[:2]))
 
     def apply_mask_mod(self, batch: int, heads: int) -> Tensor | None:
-        """What ``mask_mod`` shows, (B, H, S, T); None if that is everything."""
+        """The pairs that ``mask_mod`` shows, (B, H, S, T); None if there is no ``mask_mod``."""
         if self.mods.mask_mod is None:
             return None
         return for_all_pairs(self.mods.mask_mod)(*self._indices(batch, heads))
@@ -68,14 +68,14 @@ class IndexedMods:
 
 
 def for_all_pairs(function: Callable[..., Tensor], *, given: int = 0) -> Callable[..., Tensor]:
-    """A function of one pair as one of all: of the indices (B,), (H,), (S,) and (T,), after ``given`` tensors (B, H, S, T)."""
+    """Vectorise a function of one pair: to ``given`` tensors (B, H, S, T) and the indices (B,), (H,), (S,), (T,)."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*[0] * given, *dims))
     return function
 
 
 def mods_of(score_mod: ScoreMod | None, mask_mod: MaskMod | None, like: Tensor) -> Mods | None:
-    """The functions of a call on tensors like this one; None if there are none."""
+    """Collect the functions of a call and the tensors that they capture; None if there are no functions."""
     if score_mod is None and mask_mod is None:
         return None
     score = torch.zeros((), dtype=like.dtype, device=like.device)
@@ -90,19 +90,16 @@ def _captured_by_score_mod(score_mod: ScoreMod, *example: Tensor) -> tuple[Tenso
     def checked(*given: Tensor) -> Tensor:
         score = score_mod(*given)
         if not isinstance(score, Tensor):
-            raise InputError(
-                f"a score_mod gives another score, a tensor made of the one that it is given; {score_mod!r} gives {score!r}: "
-                "let it return one"
-            )
+            raise InputError(f"a score_mod must return the new score, a tensor; {score_mod!r} returns {score!r}")
         return score
 
     try:
         return captured_tensors(checked, *example)
     except TypeError as error:
         if _takes(score_mod, len(example)):
-            raise  # it went wrong inside, and knows best itself
+            raise  # the function takes these arguments, so the error comes from inside it
         raise InputError(
-            f"a score_mod takes (score, b, h, q, k), a score and the indices of its pair, and gives another score; "
+            f"a score_mod takes (score, b, h, q, k), a score and the indices of its pair, and returns the new score; "
             f"{score_mod!r} does not: {error}"
         ) from None
 

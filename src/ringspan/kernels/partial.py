@@ -1,4 +1,4 @@
-"""Partial results of attention, and the one way they are put together.
+"""Partial results of attention over different keys, and the one way to merge them.
 
 Legend: B batch, H query heads, S queries, E value dim.
 """
@@ -19,9 +19,9 @@ EMPTY_LSE = float("-inf")
 
 
 class Partial(NamedTuple):
-    """What some keys contribute to the output of some queries: their softmax average and the log of the sum of exponentials.
+    """Attention of some queries over some keys: the softmax average of values, and the log of the sum of exponentials.
 
-    A query that saw none of the keys has ``out = 0`` and ``lse = -inf``. Both tensors are at least float32.
+    A query that sees none of these keys has ``out = 0`` and ``lse = -inf``.
     """
 
     out: Tensor  # (..., E)
@@ -29,9 +29,9 @@ class Partial(NamedTuple):
 
 
 def finite_lse(lse: Tensor) -> Tensor:
-    """With 0 for rows that see nothing: they have no part in any band, but kernels must not meet exp(x + inf) all the same.
+    """lse with 0 for rows that see no key, and contiguous, as memory-efficient attention requires.
 
-    Contiguous, as memory-efficient attention wants it.
+    Such rows are in no band and their gradient is 0, but a kernel may still compute ``exp(score - lse)`` for them.
     """
     return torch.nan_to_num(lse.contiguous(), nan=torch.nan, posinf=torch.inf, neginf=0.0)
 
@@ -45,21 +45,21 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 @cache_by_digest(1, plain=True)
 def triton_kernels() -> ModuleType | None:
-    """Those for CUDA devices, if there is a Triton to compile them."""
+    """The fused kernels for CUDA devices, or None if Triton is not installed."""
     return import_module("ringspan.kernels.fused") if find_spec("triton") is not None else None
 
 
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
-    """:func:`merge`, in place. Each out may be narrower than lse, in which it is computed.
+    """:func:`merge` in place. Either out may be narrower than lse; the computation has the dtype of lse.
 
-    With ``old``, that is what into's out was so far, and into's own is only written.
+    ``old`` is read in place of ``into.out``, which is then only written.
     """
     old = into.out if old is None else old
     if into.out.is_cuda and into.lse.ndim == 3 and (fused := triton_kernels()) is not None:
         fused.merge_(into.out, into.lse, other.out, other.lse, old)
         return
-    # b's share of the sum is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are it is
-    # nobody's, and -inf + inf must not make it nan. lerp is exact at both ends.
+    # The weight of b is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are empty, b -
+    # a is NaN, and the weight is set to 0. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).masked_fill_(other.lse == EMPTY_LSE, 0.0)
     dtype = into.lse.dtype
     into.out.copy_(torch.lerp(old.to(dtype), other.out.to(dtype), share.unsqueeze(-1)))

@@ -1,13 +1,15 @@
 """Gradients of a part of attention, from any differentiable computation of that part.
 
-Backward knows the *final* out and lse, over all keys of all ranks; autograd through a part knows only the part's own. A pair of
-weight ``p`` in the part has ``share * p`` in the whole, with ``share = exp(lse of the part - lse of the whole)``. The gradient
-of its score, as it is wanted and as autograd computes it from what it is given for the part::
+Backward knows the *final* out and lse, over all keys of all ranks; autograd through a part knows only the part's own.
+A pair of weight ``p`` in the part has the weight ``share * p`` in the whole, with
+``share = exp(lse of the part - lse of the whole)``. The gradient of its score, first as it is wanted, then as autograd
+computes it from the gradients of the part's out and lse::
 
     share * p * (dout      · v - (dout      · out      - dlse     ))
             p * (dout_part · v - (dout_part · out_part - dlse_part))
 
-These are the same for ``dout_part = share * dout`` and ``dlse_part = dout_part · out_part - share * (dout · out - dlse)``.
+These are the same for ``dout_part = share * dout`` and
+``dlse_part = dout_part · out_part - share * (dout · out - dlse)``.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 
-# (q_BHSD, k_BGTD, v_BGTE, *learned) -> Partial(out_BHSE, lse_BHS), by operations that autograd can follow
+# (q_BHSD, k_BGTD, v_BGTE, *learned) -> Partial(out_BHSE, lse_BHS), by operations that autograd records
 PartFunction = Callable[..., Partial]
 
 
@@ -30,29 +32,29 @@ PartFunction = Callable[..., Partial]
 def gradients(
     part: PartFunction, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """Compute the part again, and return the gradients that flow through it: dq, dk, dv and those of what else is learned.
+    """Compute the part again, and return the gradients through it: dq, dk, dv and those of ``learned``.
 
-    A learned tensor acts through the scores alone, so the identity above, which is one of scores, holds for it as it stands.
+    A learned tensor acts through the scores alone. The identity above is one of scores, so it holds for them, too.
     """
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE, *learned)]
     with torch.enable_grad():
         again = part(*leaves)
-    # A score_mod may leave aside what it is given: then lse depends on nothing, and nothing depends on what is left aside.
-    ways = [(x, grad) for x, grad in zip(again, _of_part(saved, again), strict=True) if x.requires_grad]
-    outputs, grads = zip(*ways, strict=True)
+    # If a score_mod ignores the score that it is given, then lse may not depend on any leaf.
+    pairs = [(x, grad) for x, grad in zip(again, _of_part(saved, again), strict=True) if x.requires_grad]
+    outputs, grads = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
 
 
 def _of_part(saved: Saved, part: Partial) -> Partial:
     """The gradients of the part's own out and lse."""
     wide = part.lse.dtype
-    # Where the part is empty the whole may be, too, and -inf + inf must not make the share nan.
+    # Where the part is empty the whole may be empty, too, and then the difference of their lse is NaN.
     share_BHS1 = torch.exp(part.lse - saved.lse_BHS).masked_fill_(part.lse == EMPTY_LSE, 0.0).unsqueeze(-1)
     dout, out = saved.dout_BHSE.to(wide), saved.out_BHSE.to(wide)
     delta_BHS = (dout * out).sum(-1)
     if saved.dlse_BHS is not None:
         delta_BHS -= saved.dlse_BHS
-    # Rounded before it is used: then what autograd subtracts is exactly what is added here.
+    # Round dout_part before dlse_part is computed from it: the term that autograd subtracts then cancels exactly.
     dout_part = (share_BHS1 * dout).to(part.out.dtype)
     dlse_part = (dout_part.to(wide) * part.out.to(wide)).sum(-1) - share_BHS1.squeeze(-1) * delta_BHS
     return Partial(dout_part, dlse_part)

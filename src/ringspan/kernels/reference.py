@@ -1,4 +1,4 @@
-"""The reference: dense attention in float64, by the book. What every other path is compared with.
+"""The reference: dense attention in float64. Every other kernel, strategy and front end is compared with it.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -17,7 +17,7 @@ from ringspan.masks import table as tables
 
 
 def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Tensor, *, scale: float | None = None) -> Partial:
-    """softmax(q kᵀ · scale) v over the visible keys, and its lse. Differentiable; a query that sees nothing has 0 and -inf."""
+    """softmax(q kᵀ · scale) v over visible keys, and its lse. Differentiable. A query without keys has 0 and -inf."""
     q, k, v = q_BHSD.double(), _per_query_head(k_BGTD, q_BHSD), _per_query_head(v_BGTE, q_BHSD)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     score_BHST = (q @ k.mT * scale).masked_fill(~seen_ST, -torch.inf)

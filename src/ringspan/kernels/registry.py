@@ -16,8 +16,8 @@ In order of preference:
     reference   dense attention in float64                              never
     ==========  ======================================================  =========================================
 
-``"auto"`` takes the first available kernel in this order that supports the inputs. flex_flash and reference are used only when
-named: the first is experimental in PyTorch, the second is slow.
+``"auto"`` takes the first available kernel in this order that supports the inputs. flex_flash and reference are used
+only when named: the first is experimental in PyTorch, the second is slow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_backend(backend: str) -> None:
 
 
 def select_kernel(backend: str, inputs: Inputs) -> Kernel:
-    """The kernel called ``backend``, or the one that ``"auto"`` takes. If there is none, the ``KernelError`` says why."""
+    """The kernel called ``backend``, or the one that ``"auto"`` takes. The ``KernelError`` says why there is none."""
     check_backend(backend)
     if backend != "auto":
         reason = _unavailable_reason(_load(backend), inputs)

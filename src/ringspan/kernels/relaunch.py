@@ -1,14 +1,14 @@
-"""A launch of FlashAttention-4's forward pass once more, without the Python around it.
+"""Replay launches of FlashAttention-4's forward pass without the package's host code.
 
-Which compiled program the package launches, and with what, follows from the shapes of the tensors and from the options of the
-call; to find it out takes the package several times as long as the launch. So the first call of a kind is watched, and what it
-launched is launched again for later ones, with other tensors in the same places::
+The compiled program that the package launches, and its arguments, depend only on the shapes of the tensors and on the
+options of the call. The package needs several times as long to find them as to launch. So the first call with given
+shapes and options is recorded, and later ones replay its launch with other tensors in the same places::
 
-    first call     package(q, k, v, options)   ->  program(q, k, v, out, lse, 0.088, None, …)      written down
+    first call     package(q, k, v, options)   ->  program(q, k, v, out, lse, 0.088, None, …)      recorded
     later calls                                    program(Q, K, V, OUT, LSE, 0.088, None, …)
 
-A call that launches more than one program, or gives it anything of the package's own, is made as the package makes it, every
-time. So is every call, should the package no longer keep its programs where it does today.
+A call that launches several programs, or passes an object that the package made for it, is never replayed. Nothing is
+replayed if a later release keeps its programs elsewhere.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch import Tensor
 from ringspan.torch_private.flash_attention_4 import PROGRAMS
 from ringspan.torch_private.pytree import tree_leaves
 
-# Kinds of calls: shapes × windows. Packed documents bring new ones all the time.
+# Calls differ by shapes and windows. Every packed batch of documents has new ones.
 MAX_CACHED = 512
-# The package copies tensors that do not begin at a multiple of so many bytes. Programs count on it.
+# The package copies tensors whose address is no multiple of this many bytes, because its programs require it.
 ALIGNMENT = 16
 
-# Arguments that say the same in every call of a kind.
+# Types of arguments that are constants of the recorded launch.
 CONSTANT_TYPES = (bool, int, float, str, type(None))
 
 
 class RecordedLaunch(NamedTuple):
-    """A program, its arguments, and where among them the call's own tensors go: (argument, number in q, k, v, out, lse)."""
+    """A program and its arguments. ``positions``: (index of an argument, index of its tensor in q, k, v, out, lse)."""
 
     program: Callable[..., Any]
     arguments: list[Any]
@@ -64,17 +64,17 @@ class Relauncher:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, shared: Sequence[Tensor] = (), **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """``shared`` are those tensors among the options that are the same ones in other calls of the kind."""
+        """``shared``: tensors among the options that are the same objects in every call with these options."""
         q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
         if any(x.data_ptr() % ALIGNMENT for x in (q, k, v)):
             return self._call_package(q, k, v, options)
-        # A tensor's id is its own as long as it lives, and a launch that is written down keeps its arguments alive.
-        said = tuple(id(x) if isinstance(x, Tensor) else x for x in options.values())
-        kind = (q.device, q.dtype, *((x.shape, x.stride()) for x in (q, k, v)), *options, *said)
+        # A tensor's id is unique while the tensor lives, and a recorded launch keeps its arguments alive.
+        values = tuple(id(x) if isinstance(x, Tensor) else x for x in options.values())
+        key = (q.device, q.dtype, *((x.shape, x.stride()) for x in (q, k, v)), *options, *values)
         try:
-            launch = self._launches[kind]
+            launch = self._launches[key]
         except KeyError:
-            return self._record(kind, q, k, v, shared, options)
+            return self._record(key, q, k, v, shared, options)
         return self._call_package(q, k, v, options) if launch is None else launch.replay(q, k, v)
 
     def _call_package(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -83,21 +83,21 @@ class Relauncher:
         return out, lse
 
     def _record(
-        self, kind: Hashable, q: Tensor, k: Tensor, v: Tensor, shared: Sequence[Tensor], options: dict[str, Any]
+        self, key: Hashable, q: Tensor, k: Tensor, v: Tensor, shared: Sequence[Tensor], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         if not hasattr(self._package, PROGRAMS):
             return self._call_package(q, k, v, options)
         with self._lock:
             with _recording(self._package) as launched:
                 out, lse = self._call_package(q, k, v, options)
-            self._launches[kind] = _replayable(launched, (q, k, v, out, lse), shared)
+            self._launches[key] = _replayable(launched, (q, k, v, out, lse), shared)
             if len(self._launches) > MAX_CACHED:
                 self._launches.popitem(last=False)
         return out, lse
 
 
 def _replayable(launched: list[tuple[Any, Any]], tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> RecordedLaunch | None:
-    """What was launched, if it can be launched again with other tensors."""
+    """The launch, if it can be replayed with other tensors."""
     if len(launched) != 1 or not all(x.is_contiguous() for x in tensors[3:]):
         return None
     program, arguments = launched[0][0], list(launched[0][1])
@@ -106,21 +106,21 @@ def _replayable(launched: list[tuple[Any, Any]], tensors: Sequence[Tensor], shar
         numbers = [i for i, x in enumerate(tensors) if isinstance(argument, Tensor) and _is_same(argument, x)]
         if len(numbers) == 1:
             positions.append((n, numbers[0]))
-            arguments[n] = None  # else it would live as long as this
+            arguments[n] = None  # else the record would keep the tensor alive
         elif not all(isinstance(x, CONSTANT_TYPES) or any(x is y for y in shared) for x in tree_leaves(argument)):
-            return None  # a tensor of nobody's, or of two that were given the same memory; a stream, which may be another
+            return None  # an unknown tensor, one that matches two of ours, or a stream, which may differ next time
     if len(positions) != len(tensors):
         return None
     return RecordedLaunch(program, arguments, positions, tuple(tensors[3].shape), tuple(tensors[4].shape))
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether both are the same part of memory, seen alike."""
+    """Whether both have the same memory, dtype, shape and strides."""
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
 class _RecordingCache:
-    """Stands where the package keeps its programs, and writes down what this thread launches."""
+    """Replaces the package's cache of programs for the time of one call, and records what this thread launches."""
 
     def __init__(self, programs: Any) -> None:
         self.programs, self._thread = programs, threading.get_ident()
@@ -149,9 +149,9 @@ class _RecordingCache:
 
 @contextmanager
 def _recording(package: Any) -> Iterator[list[tuple[Any, Any]]]:
-    watch = _RecordingCache(getattr(package, PROGRAMS))
-    setattr(package, PROGRAMS, watch)
+    cache = _RecordingCache(getattr(package, PROGRAMS))
+    setattr(package, PROGRAMS, cache)
     try:
-        yield watch.launched
+        yield cache.launched
     finally:
-        setattr(package, PROGRAMS, watch.programs)
+        setattr(package, PROGRAMS, cache.programs)

@@ -1,4 +1,4 @@
-"""From bands to launches: calls that cover a list of bands, for flash kernels that know full, causal and dense masks."""
+"""From bands to calls of PyTorch's fused attention, which knows full, causal and dense masks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
-# Pairs that are worth computing for nothing if that saves a call.
+# How many hidden pairs may be computed if that saves a call.
 WASTE = 4096
+# The most rows of a call within a window.
 BLOCK = 512
 
 
 class SdpaCall(NamedTuple):
-    """One call over a rectangle: all of it, its lower triangle from the top left corner, or just ``bands`` of it."""
+    """One call over a rectangle: all of it, its lower triangle from the top left, or ``bands`` by a dense mask."""
 
     q0: int
     q1: int
@@ -27,7 +28,7 @@ class SdpaCall(NamedTuple):
 
 @cache_by_digest(4096, plain=True)
 def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[SdpaCall, ...]:
-    """Calls that together cover each band once.
+    """The calls that together compute each pair of the bands once.
 
     >>> make_sdpa_calls((Band(0, 8, 0, 8, -7, 0),))
     (SdpaCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
@@ -36,7 +37,7 @@ def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[SdpaCall, ...]:
 
 
 def _grouped(bands: Sequence[Band]) -> Iterator[list[Band]]:
-    """Small neighbours together, as long as their common rectangle is not much larger than they are."""
+    """Groups of neighbouring bands whose common rectangle has few more pairs than they have."""
     group: list[Band] = []
     area = 0
     for band in bands:
@@ -65,13 +66,13 @@ def _of_group(group: Sequence[Band]) -> Iterator[SdpaCall]:
     elif _cells(rectangle) <= band.area + WASTE:
         yield SdpaCall(*rectangle, bands=(band,))
     else:
-        # The first ``ahead`` keys are seen by all; the rest is a triangle.
+        # All rows see the first ``ahead`` keys; the rest is a triangle.
         yield SdpaCall(band.q0, band.q1, band.k0, band.k0 + ahead)
         yield SdpaCall(band.q0, band.q1, band.k0 + ahead, band.k1, is_causal=True)
 
 
 def _by_rows(band: Band) -> Iterator[SdpaCall]:
-    """A window: blocks of rows, each with the keys that any of them sees."""
+    """A window, as blocks of rows, each with the keys that any of its rows sees."""
     block = min(BLOCK, max(64, band.hi - band.lo + 1))
     for q0 in range(band.q0, band.q1, block):
         (row,) = tables.table((q0, min(q0 + block, band.q1), *band[2:])).tolist()

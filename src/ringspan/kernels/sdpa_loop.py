@@ -1,4 +1,4 @@
-"""What PyTorch's fused kernels have in common: a loop over calls that know full, causal and dense masks.
+"""The loop over calls (:mod:`ringspan.kernels.sdpa_calls`) that the kernels cudnn, efficient and cpu share.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -27,14 +27,14 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaKernel:
-    """A pair of PyTorch's kernels, and the tensors they take."""
+    """Forward and backward of one of PyTorch's fused kernels, and the dtype and dims that they take."""
 
     forward: Forward
     backward: Backward
     compute_dtype: Callable[[torch.dtype], torch.dtype] = lambda given: given
-    """What inputs of a dtype are computed in."""
+    """The dtype in which inputs of a dtype are computed."""
     dim_multiple: int = 1
-    """Head and value dim are padded with zeros to one common multiple of this."""
+    """Head dim and value dim are padded with zeros to the same multiple of this."""
 
     def attend(
         self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
@@ -44,8 +44,8 @@ class SdpaKernel:
             mask = _mask(call, q)
             out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
             if mask is not None:
-                # A row that sees nothing is 0 and -inf by our word; kernels say nan, or lse 0.
-                blind = (mask[:1, :1] == EMPTY_LSE).all(-1)  # it is the same for all of the batch and all heads
+                # For a row without keys PyTorch returns NaN, or lse 0; here it is out 0 and lse -inf.
+                blind = (mask[:1, :1] == EMPTY_LSE).all(-1)  # the mask is the same for all batch members and heads
                 out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, EMPTY_LSE)
             yield PartialRows(call.q0, call.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
 
@@ -80,7 +80,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _mask(call: SdpaCall, like: Tensor) -> Tensor | None:
-    """The launch's bands as an additive mask of its rectangle. Its rows begin at multiples of 16 bytes, as GPUs want it."""
+    """The bands of the call as an additive mask of its rectangle. Rows are 16-byte aligned, as GPU kernels require."""
     if not call.bands:
         return None
     shifted = tables.table(*(band.shifted(-call.q0, -call.k0) for band in call.bands))
