@@ -118,7 +118,7 @@ def test_backward_inside_a_block_that_catches_attention() -> None:
 
 
 def test_what_inference_leaves_behind_can_be_trained_with() -> None:
-    flex.launches.cache_clear()  # type: ignore[attr-defined]
+    flex.make_flex_calls.cache_clear()  # type: ignore[attr-defined]
     with torch.inference_mode():
         (call,) = flex.make_flex_calls(MASKS["causal"].bands, False, "TRITON", torch.device("cpu"))
     assert not any(x.is_inference() for x in (call.start_S, call.stop_S, *call.lists.values()))

@@ -92,7 +92,7 @@ def test_what_is_forgotten_while_another_stream_still_reads_it() -> None:
     with torch.cuda.stream(other):
         torch.cuda._sleep(200_000_000)
         got = world.attention(q, k, v, mask=mask, backend="flex")
-    flex.launches.cache_clear()  # type: ignore[attr-defined]
+    flex.make_flex_calls.cache_clear()  # type: ignore[attr-defined]
     # Memory of all sizes that the launches had, in the order of the stream that they were made on, full of something else.
     rubbish = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]
     torch.cuda.synchronize()
