@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.frontends import sdpa
 from ringspan.kernels.reference import dense_attention
 
 N = 12
@@ -168,6 +169,67 @@ def test_local_attention_is_left_alone(cp: rs.ContextParallel) -> None:
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
     with rs.local_attention(), cp:
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
+
+
+def test_local_attention_keeps_the_default_device(cp: rs.ContextParallel) -> None:
+    try:
+        torch.set_default_device("meta")
+        with cp, rs.local_attention():
+            assert torch.zeros(2).device.type == "meta"
+            torch.set_default_device("cpu")
+            assert torch.zeros(2).device.type == "cpu"
+            torch.set_default_device("meta")
+        assert torch.zeros(2).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert torch.zeros(2).device.type == "cpu"
+
+
+class Doubling(torch.Tensor):
+    """A tensor whose attention gives twice the result."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        return 2 * result if func is F.scaled_dot_product_attention else result
+
+
+def test_local_attention_calls_the_torch_function_of_subclasses(cp: rs.ContextParallel) -> None:
+    q, k, v = qkv(2)
+    with cp, rs.local_attention():
+        out = F.scaled_dot_product_attention(q.as_subclass(Doubling), k, v)
+    assert close(out.as_subclass(torch.Tensor), 2 * plain(q, k, v))
+
+
+def test_one_local_attention_can_be_entered_again(cp: rs.ContextParallel) -> None:
+    q, k, v = qkv(2)
+    local = rs.local_attention()
+    with cp, local, cp, local:
+        assert close(F.scaled_dot_product_attention(q, k, v), plain(q, k, v))
+    with cp:
+        assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
+
+
+class NotHashable:
+    __hash__ = None  # type: ignore[assignment]
+    __name__ = "scaled_dot_product_of_mine"
+
+    def __call__(self, *args: Any) -> str:
+        return "called"
+
+
+def test_functions_that_cannot_be_kept_in_a_dictionary_are_recognised_too(cp: rs.ContextParallel) -> None:
+    with cp, pytest.raises(rs.UnplannedAttention, match="scaled_dot_product_of_mine would see only the keys"):
+        torch.overrides.handle_torch_function(NotHashable(), ())
+
+
+def test_functions_made_for_one_call_do_not_pile_up(cp: rs.ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_treatments", {})
+    monkeypatch.setattr(sdpa, "MOST_TREATMENTS", 3)
+    with cp:
+        for n in range(10):
+            assert torch.overrides.handle_torch_function(lambda n=n: n, ()) == n
+    assert len(sdpa._treatments) == 3
 
 
 def test_reentrant_checkpointing_is_refused(cp: rs.ContextParallel) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +28,11 @@ from ringspan.torch_private.flex_interception import (
     install_flex_interception,
     replace_code_if_imported,
 )
-from ringspan.torch_private.function_modes import disable_torch_function, without_modes
+from ringspan.torch_private.function_modes import without_modes
 from ringspan.torch_private.higher_order import HigherOrderOperator
 
-# Attention by other doors, which would see only this rank's keys: refused by name, with what to do instead.
-OTHER_DOORS = {
+# Attention through other functions, which would attend only to this rank's keys: name -> what to call instead.
+REFUSED = {
     "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
     NATIVE_MULTI_HEAD_ATTENTION: "project q, k and v yourself and call F.scaled_dot_product_attention",
     TRANSFORMER_ENCODER_LAYER: "project q, k and v yourself and call F.scaled_dot_product_attention",
@@ -40,37 +41,75 @@ OTHER_DOORS = {
     VARLEN_ATTENTION: "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
 }
 
+# What a block does with a call: intercept it; run the functions that it is given inside the block; replace the method by the
+# function of the same name. None: nothing, as with almost all calls.
+Treatment = Literal["attention", "runs functions", "unflatten"] | None
 
-class local_attention(FlexInterceptor):  # noqa: N801 (used as `with local_attention():`)
-    """Inside a ``with cp:`` block, attention that is to stay on this rank: layers that are not part of the split sequence."""
+# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time.
+_treatments: dict[Any, Treatment] = {}
+# A function made anew for every call must not fill the memory.
+MOST_TREATMENTS = 10_000
+
+
+@dynamo_constant
+def _treatment(func: Any) -> Treatment:
+    try:
+        return _treatments[func]
+    except (KeyError, TypeError):  # not yet seen, or not hashable
+        return _find_treatment(func)
+
+
+def _find_treatment(func: Any) -> Treatment:
+    name, treatment = _name(func), cast(Treatment, None)
+    if name in REFUSED or ("scaled_dot_product" in name and not name.endswith("backward")):
+        treatment = "attention"
+    elif isinstance(func, HigherOrderOperator):  # torch.cond, and checkpoint in compiled code
+        treatment = "runs functions"
+    elif func is Tensor.unflatten:
+        treatment = "unflatten"
+    if isinstance(func, Hashable) and len(_treatments) < MOST_TREATMENTS:
+        _treatments[func] = treatment
+    return treatment
+
+
+@dynamo_constant
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "").split(".")[0]
+    return name
+
+
+class local_attention:  # noqa: N801 (used as `with local_attention():`)
+    """Inside a ``with cp:`` block, attention that stays on this rank: for layers that are not part of the split sequence.
+
+    It takes the blocks off this thread's stack of torch function modes. Other modes, such as that of
+    ``torch.set_default_device``, stay on it.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
-        self._is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        self._removed: list[AbstractContextManager[None]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Asked here and not in a function: Dynamo falls back to eager code only if the frame that raises has asked.
-        if self._is_traced and (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
-            # The compiled program would call attention without this mode, inside the block, which would refuse it. Raising
-            # makes the compiler leave the call to eager code, or say that it cannot.
+    def __enter__(self) -> Self:
+        # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            # The program would call attention inside the block, which intercepts it. Raising makes the compiler leave the
+            # function to eager code, or report that it cannot.
             raise UnplannedAttention(
                 "local_attention() inside a compiled function: open it around the call of the compiled function, or compile "
                 "without this layer"
             )
-        with disable_torch_function():
-            return func(*args, **(kwargs or {}))
+        removed = without_modes(of=AttentionCatcher)
+        removed.__enter__()
+        self._removed.append(removed)
+        return self
 
-    def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with without_modes():
-            return flex_attention(*args, **kwargs)
+    def __exit__(self, *raised: Any) -> None:
+        self._removed.pop().__exit__(*raised)
 
 
 class AttentionCatcher(FlexInterceptor):
-    """Hands every call of attention in the block to :meth:`caught`, but those within ``local_attention()``.
+    """Hands every call of attention in the block to :meth:`caught`, except those within ``local_attention()``.
 
-    Compilers trace this as they trace the model, as long as entering and leaving are plain to them: the mode that is on top
-    counts. What a compiler asks of the code here is said where it is not plain.
+    Dynamo traces the methods of this class along with the model.
     """
 
     def __enter__(self) -> Self:
@@ -80,19 +119,21 @@ class AttentionCatcher(FlexInterceptor):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        treatment = _treatment(func)
+        if treatment is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if _is_attention(func):
+        if treatment == "attention":
             return self.caught(func, args, kwargs)
-        if _has_bodies(func):
-            with self:
-                pass  # a body that is traced may open the mode only if it has been open before
-            args = tuple(self._inside(x) if callable(x) else x for x in args)
-        if func is Tensor.unflatten:
-            func = torch.unflatten  # the method calls super(), which cannot be traced where a mode is on
+        if treatment == "unflatten":
+            return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
+        with self:
+            pass  # Dynamo lets a traced function enter the mode only if it has been entered before
+        args = tuple(self._inside(x) if callable(x) else x for x in args)
         return func(*args, **kwargs)
 
     def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as it is to be run by a function that the mode has caught, while which the mode is off."""
+        """The function, run inside the block. PyTorch takes a mode off the stack while its ``__torch_function__`` runs."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -106,19 +147,19 @@ class AttentionCatcher(FlexInterceptor):
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call of attention. The mode is off in here: calling ``func`` again reaches the block outside."""
+        """The result of a call of attention. The mode is off meanwhile: calling ``func`` again reaches the enclosing block."""
 
 
 class AttentionMode(AttentionCatcher):
-    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, once the plan's mask is surely what is meant.
+    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, if its arguments agree with the plan's mask.
 
-    And ``flex_attention``, with all that it is given, to :meth:`flex_attention`.
+    Hands ``flex_attention``, with all its arguments, to :meth:`flex_attention`.
     """
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
         self._mask, self._mask_name, self._is_settled = mask, mask.name, mask.predicate is not None
-        # A function is asked only when a call wants to know: it takes a look at every pair.
+        # Whether a mask_mod is causal is computed when a call first asks: it evaluates every pair.
         self._mask_is_causal = None if self._is_settled else mask.is_causal
 
     @abstractmethod
@@ -136,7 +177,7 @@ class AttentionMode(AttentionCatcher):
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         name = _name(func)
-        instead = OTHER_DOORS.get(name, "call F.scaled_dot_product_attention")
+        instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
         obstacle = flex_interception_obstacle()
         if name == "flex_attention" and obstacle is not None:
             instead = f"this PyTorch's cannot be caught ({obstacle}): call cp.flex_attention, which takes the same"
@@ -187,18 +228,6 @@ class AttentionMode(AttentionCatcher):
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
 
 
-@dynamo_constant  # it follows from the function alone
-def _name(func: Any) -> str:
-    name: str = getattr(func, "__name__", "").split(".")[0]
-    return name
-
-
-@dynamo_constant
-def _is_attention(func: Any) -> bool:
-    name = _name(func)
-    return name in OTHER_DOORS or ("scaled_dot_product" in name and not name.endswith("backward"))
-
-
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors in the dtype that PyTorch's own attention would compute in."""
     if torch.is_autocast_enabled(q.device.type):
@@ -208,19 +237,13 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _refuse_reentrant_checkpoint() -> None:
-    # A compiler computes again what it traced, and not the function.
+    # A compiled checkpoint recomputes the traced operators, not the function.
     is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
     if not torch.is_grad_enabled() and not is_traced and _inside_reentrant_checkpoint():
         raise UnplannedAttention(
             "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
             "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
         )
-
-
-@dynamo_constant
-def _has_bodies(func: Any) -> bool:
-    """Whether it runs functions that it is given: ``torch.cond``, and ``checkpoint`` where it is compiled."""
-    return isinstance(func, HigherOrderOperator)
 
 
 def _inside_reentrant_checkpoint() -> bool:
