@@ -1,4 +1,4 @@
-"""The kernels' tests are many and their tensors small: one thread is faster than several that wait for each other."""
+"""The tests of kernels use many small tensors, for which one thread is faster than several."""
 
 from __future__ import annotations
 

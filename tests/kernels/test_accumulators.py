@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial, merge
+from ringspan.testing.assertions import assert_close
 
 ROWS, BATCH, HEADS = 7, 2, 3
 VALUE_DIM = 2  # of outputs
@@ -82,10 +83,10 @@ output_operations = st.lists(
 )
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     """Equal but for the last bit: PyTorch's vectorised loops round differently at the unaligned ends of a tensor."""
-    few = 4 * torch.finfo(a.dtype).eps
-    return torch.allclose(a, b, rtol=few, atol=few)
+    few = 4 * torch.finfo(actual.dtype).eps
+    assert_close(actual, expected, rtol=few, atol=few, what=what)
 
 
 @given(operations=output_operations, keeps=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32]))
@@ -105,11 +106,11 @@ def test_outputs_equal_the_model(operations: list[tuple[object, ...]], keeps: bo
             model.clear(start, stop)
         else:
             wide = accumulator.wide(start, stop)
-            assert same(wide.out, model.partial.out[start:stop])
-            assert same(wide.lse, model.partial.lse[start:stop])
+            assert_same(wide.out, model.partial.out[start:stop], "wide out")
+            assert_same(wide.lse, model.partial.lse[start:stop], "wide lse")
     result = accumulator.finish()
-    assert same(result.lse, model.partial.lse)
-    assert same(result.out, model.partial.out.to(result.out.dtype))
+    assert_same(result.lse, model.partial.lse, "lse")
+    assert_same(result.out, model.partial.out.to(result.out.dtype), "out")
     again = accumulator.finish()
     assert torch.equal(again.out, result.out)
     assert torch.equal(again.lse, result.lse)

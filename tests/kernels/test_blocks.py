@@ -1,4 +1,4 @@
-"""BlockTables: full ones are full, partial ones have a pair and lack one, and those not listed have none."""
+"""Block tables: all pairs of a full block are visible, some of a partial one, none of a block that is not listed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def listed(lists: BlockTable, rows: int, cols: int) -> NDArray[np.int64]:
 
 
 @given(drawn=masks(), size=st.sampled_from([1, 2, 3, 5, 8, 32]))
-def test_against_the_pairs(drawn: Drawn, size: int) -> None:
+def test_blocks_agree_with_the_dense_mask(drawn: Drawn, size: int) -> None:
     for layer in interval_layers(drawn.mask.bands):
         found = block_tables(layer.start, layer.stop, layer.k1 - layer.k0, size=size)
         seen = dense(layer, *drawn.truth.shape)[layer.q0 : layer.q1, layer.k0 : layer.k1]
-        over = [(0, -n % size) for n in seen.shape]  # what lies over the edge is not seen
+        over = [(0, -n % size) for n in seen.shape]  # pairs beyond the sequence are not visible
         rows, cols = (-(-n // size) for n in seen.shape)
         tiles = np.pad(seen, over).reshape(rows, size, cols, size)
         full, some = tiles.all((1, 3)), tiles.any((1, 3))
@@ -40,7 +40,7 @@ def test_against_the_pairs(drawn: Drawn, size: int) -> None:
         assert np.array_equal(listed(found.partial_by_key, cols, rows), (some & ~full).T)
 
 
-def test_rows_that_see_far_apart_do_not_fill_what_lies_between() -> None:
+def test_blocks_between_distant_intervals_are_not_listed() -> None:
     start, stop = np.array([0, 1000]), np.array([10, 1010])
     found = block_tables(start, stop, 1010)
     assert found.partial.counts[0] == 2

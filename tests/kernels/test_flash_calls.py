@@ -1,4 +1,4 @@
-"""Bands as flash attention's calls: its own definitions of a window and of sequences give the bands back."""
+"""Calls of flash attention: by its definitions of windows and sequences they compute each pair of the bands once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
-    """What flash-attention's documentation says a window shows of ``rows × cols``."""
+    """The pairs of ``rows × cols`` inside a window, by the documentation of flash-attention."""
     distance = np.arange(cols)[None, :] - np.arange(rows)[:, None] - (cols - rows)
     left = np.inf if shape.left is None else shape.left
     right = np.inf if shape.right is None else shape.right
@@ -25,7 +25,7 @@ def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
 
 
 def as_flash_2(shape: Window, longest: int) -> Window:
-    """What FlashAttention-2 makes of a window, given the longest sequence of keys: mha_varlen_fwd and set_params_fprop."""
+    """A window as mha_varlen_fwd and set_params_fprop of FlashAttention-2 change it, given the longest sequence of keys."""
     left, right = (None if side is None or side >= longest else side for side in shape)
     if left is None and right is None:
         return Window(None, None)
@@ -33,7 +33,7 @@ def as_flash_2(shape: Window, longest: int) -> Window:
 
 
 def sequences(call: FlashCall) -> list[tuple[slice, slice]]:
-    """The queries and keys of each sequence of a call, counted from the call's first."""
+    """The queries and keys of each sequence of a call, counted from the first of the call."""
     if call.q_sequences is None or call.k_sequences is None:
         return [(slice(0, call.rows.stop - call.rows.start), slice(0, call.keys.stop - call.keys.start))]
     q, k = call.q_sequences.cu_seqlens.tolist(), call.k_sequences.cu_seqlens.tolist()
@@ -66,7 +66,7 @@ def test_the_calls_of_a_mask_compute_every_pair_once(drawn: Drawn) -> None:
     assert np.array_equal(times, drawn.truth.astype(int))
 
 
-def test_gaps_are_sequences_of_their_own() -> None:
+def test_gaps_are_separate_sequences() -> None:
     (call,) = make_flash_calls((Band(0, 2, 0, 2, -1, 0), Band(3, 5, 4, 6, 0, 1)), CPU)
     assert call.q_sequences is not None
     assert call.k_sequences is not None
@@ -75,12 +75,12 @@ def test_gaps_are_sequences_of_their_own() -> None:
 
 
 def test_documents_on_one_rank_are_one_call() -> None:
-    """Thirty triangles; and beside them thirty rectangles, whose keys came before: two calls, not sixty."""
+    """Thirty triangles are one call, and thirty rectangles of the same queries are a second one."""
     triangles = [Band(8 * n, 8 * n + 8, 8 * n, 8 * n + 8, -7, 0) for n in range(30)]
     rectangles = [Band(8 * n, 8 * n + 8, 300 + 5 * n, 305 + 5 * n, 293 - 3 * n, 304 - 3 * n) for n in range(30)]
-    assert [len(layer) for layer in group_bands(triangles + rectangles)] == [30, 30]
+    assert [len(group) for group in group_bands(triangles + rectangles)] == [30, 30]
 
 
-def test_bands_that_share_keys_are_calls_of_their_own() -> None:
+def test_bands_that_share_keys_are_separate_calls() -> None:
     first, second = Band(0, 4, 0, 10, -3, 9), Band(4, 8, 0, 20, -7, 15)
-    assert [len(layer) for layer in group_bands([first, second])] == [1, 1]
+    assert [len(group) for group in group_bands([first, second])] == [1, 1]

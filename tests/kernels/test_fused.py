@@ -1,4 +1,4 @@
-"""The fused merge against the plain one: in Triton's interpreter where there is no GPU."""
+"""The Triton kernels against plain operations, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 

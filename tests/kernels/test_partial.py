@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ringspan.kernels import Partial, merge
 from ringspan.kernels.partial import merge_
+from ringspan.testing.assertions import assert_close
 
 DTYPES = [torch.float64, torch.float32]
 
 
-def of_keys(scores: Tensor, values: Tensor) -> Partial:
-    """What a query makes of keys with these scores (…, T) and values (T, E): straight from the definition."""
+def softmax_partial(scores: Tensor, values: Tensor) -> Partial:
+    """Attention with these scores (…, T) and values (T, E), by definition."""
     if not scores.shape[-1]:
         return Partial(scores.new_zeros(*scores.shape[:-1], values.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf))
     return Partial(scores.softmax(-1) @ values, scores.logsumexp(-1))
@@ -23,7 +24,7 @@ def of_keys(scores: Tensor, values: Tensor) -> Partial:
 
 @st.composite
 def partials(draw: st.DrawFn, count: int) -> tuple[list[Partial], Partial]:
-    """Several partial results of the same queries over different keys, some of them none, and the one over all keys."""
+    """Partial results of the same queries over different keys, some of them empty, and the result over all keys."""
     dtype = draw(st.sampled_from(DTYPES))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     sizes = [draw(st.integers(0, 4)) for _ in range(count)]
@@ -33,16 +34,24 @@ def partials(draw: st.DrawFn, count: int) -> tuple[list[Partial], Partial]:
         torch.randn(3, n, generator=source, dtype=dtype) * spread + offset for n, offset in zip(sizes, offsets, strict=True)
     ]
     values = [torch.randn(n, 2, generator=source, dtype=dtype) for n in sizes]
-    parts = [of_keys(s, v) for s, v in zip(scores, values, strict=True)]
-    return parts, of_keys(torch.cat(scores, -1), torch.cat(values))
+    parts = [softmax_partial(s, v) for s, v in zip(scores, values, strict=True)]
+    return parts, softmax_partial(torch.cat(scores, -1), torch.cat(values))
 
 
-def assert_close(a: Partial, b: Partial) -> None:
-    """A share is e to the difference of two lse, so it is as exact as they are: a few ulps at their magnitude."""
-    assert torch.equal(a.lse.isneginf(), b.lse.isneginf())
-    few = 16 * torch.finfo(a.out.dtype).eps * b.lse.nan_to_num(neginf=0.0).abs().clamp_min(1.0)
-    assert ((a.lse - b.lse).nan_to_num(nan=0.0).abs() <= few).all()
-    assert ((a.out - b.out).abs() <= few.unsqueeze(-1)).all()
+def assert_same(actual: Partial, expected: Partial) -> None:
+    """The weight of a part is exp of a difference of two lse, so its error is a few ulps of their magnitude."""
+    few = 16 * torch.finfo(actual.out.dtype).eps * expected.lse.masked_fill(expected.lse.isneginf(), 0.0).abs().clamp_min(1.0)
+    assert_close(actual.lse, expected.lse, atol=few, what="lse")
+    assert_close(actual.out, expected.out, atol=few.unsqueeze(-1), what="out")
+
+
+@pytest.mark.parametrize("name", Partial._fields)
+def test_assert_same_fails_on_nan(name: str) -> None:
+    expected = Partial(torch.ones(3, 2), torch.zeros(3))
+    wrong = getattr(expected, name).clone()
+    wrong[1] = torch.nan
+    with pytest.raises(AssertionError, match=f"{name} differs"):
+        assert_same(expected._replace(**{name: wrong}), expected)
 
 
 def empty(dtype: torch.dtype = torch.float64) -> Partial:
@@ -50,41 +59,41 @@ def empty(dtype: torch.dtype = torch.float64) -> Partial:
 
 
 @given(drawn=partials(1))
-def test_nothing_changes_nothing(drawn: tuple[list[Partial], Partial]) -> None:
-    """To the last bit, from both sides."""
+def test_an_empty_part_changes_nothing(drawn: tuple[list[Partial], Partial]) -> None:
+    """Bit for bit, merged from either side."""
     (one,), _ = drawn
-    nothing = empty(one.out.dtype)
-    for merged in (merge(one, nothing), merge(nothing, one)):
+    none = empty(one.out.dtype)
+    for merged in (merge(one, none), merge(none, one)):
         assert torch.equal(merged.out, one.out)
         assert torch.equal(merged.lse, one.lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_and_nothing_is_nothing(dtype: torch.dtype) -> None:
+def test_two_empty_parts_are_empty(dtype: torch.dtype) -> None:
     merged = merge(empty(dtype), empty(dtype))
     assert (merged.out == 0).all()
     assert merged.lse.isneginf().all()
 
 
 @given(drawn=partials(2))
-def test_it_does_not_matter_which_comes_first(drawn: tuple[list[Partial], Partial]) -> None:
+def test_merge_is_commutative(drawn: tuple[list[Partial], Partial]) -> None:
     (a, b), _ = drawn
-    assert_close(merge(a, b), merge(b, a))
+    assert_same(merge(a, b), merge(b, a))
 
 
 @given(drawn=partials(3))
-def test_it_does_not_matter_which_are_merged_first(drawn: tuple[list[Partial], Partial]) -> None:
+def test_merge_is_associative(drawn: tuple[list[Partial], Partial]) -> None:
     (a, b, c), _ = drawn
-    assert_close(merge(merge(a, b), c), merge(a, merge(b, c)))
+    assert_same(merge(merge(a, b), c), merge(a, merge(b, c)))
 
 
 @given(drawn=partials(5))
-def test_all_parts_make_the_whole(drawn: tuple[list[Partial], Partial]) -> None:
+def test_merging_all_parts_gives_the_whole(drawn: tuple[list[Partial], Partial]) -> None:
     parts, whole = drawn
     merged = parts[0]
     for part in parts[1:]:
         merged = merge(merged, part)
-    assert_close(merged, whole)
+    assert_same(merged, whole)
 
 
 EXTREMES = [-torch.inf, -3e38, -1e4, -745.0, -1.0, 0.0, 1.0, 709.0, 1e4, 3e38]
@@ -93,8 +102,8 @@ EXTREMES = [-torch.inf, -3e38, -1e4, -745.0, -1.0, 0.0, 1.0, 709.0, 1e4, 3e38]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("b", EXTREMES)
 @pytest.mark.parametrize("a", EXTREMES)
-def test_extremes(a: float, b: float, dtype: torch.dtype) -> None:
-    """No NaN, no overflow; the larger one wins, and equals share."""
+def test_extreme_lse(a: float, b: float, dtype: torch.dtype) -> None:
+    """No NaN and no overflow. A much larger lse takes all the weight, equal ones take half each."""
     one = Partial(torch.full((1, 1), 0.0 if a == -torch.inf else 1.0, dtype=dtype), torch.tensor([a], dtype=dtype))
     two = Partial(torch.full((1, 1), 0.0 if b == -torch.inf else 3.0, dtype=dtype), torch.tensor([b], dtype=dtype))
     out, lse = (float(x) for x in merge(one, two))
@@ -106,7 +115,7 @@ def test_extremes(a: float, b: float, dtype: torch.dtype) -> None:
     assert max(float(one.lse), float(two.lse)) <= lse <= max(float(one.lse), float(two.lse)) + 0.7
 
 
-def test_merge_leaves_its_arguments_alone_and_merge_in_place_the_second() -> None:
+def test_merge_changes_no_argument_and_merge_in_place_only_the_first() -> None:
     a, b = Partial(torch.ones(3, 2), torch.zeros(3)), Partial(torch.zeros(3, 2), torch.zeros(3))
     merged = merge(a, b)
     assert (a.out == 1).all()

@@ -1,4 +1,4 @@
-"""Launches: together they cover every band exactly once, whatever is waste and whatever is a block."""
+"""Calls of PyTorch's fused attention: together they compute every pair of the bands once, whatever the limits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.hypothesis_strategies import Drawn, masks
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """What is remembered was made with other settings."""
+def clear_cache() -> Iterator[None]:
+    """Cached calls were made with other settings."""
     make_sdpa_calls.cache_clear()
     yield
     make_sdpa_calls.cache_clear()
@@ -55,21 +55,21 @@ def covered(given: Sequence[SdpaCall], rows: int, cols: int) -> NDArray[np.int64
 
 
 @given(drawn=masks(max_len=20), waste=st.sampled_from([0, 3, 20, 10**6]), block=st.sampled_from([1, 2, 5, 64]))
-def test_every_band_exactly_once(drawn: Drawn, waste: int, block: int) -> None:
+def test_calls_compute_every_pair_once(drawn: Drawn, waste: int, block: int) -> None:
     given = with_settings(drawn.mask.bands, waste, block)
     assert np.array_equal(covered(given, *drawn.mask.lengths), drawn.truth)
 
 
 @given(drawn=masks(max_len=20), waste=st.sampled_from([0, 5, 50]))
-def test_no_more_is_wasted_than_allowed(drawn: Drawn, waste: int) -> None:
-    """By launches of several bands, or of one that is not a window (whose blocks have triangles at both ends)."""
+def test_hidden_pairs_are_limited(drawn: Drawn, waste: int) -> None:
+    """In calls of several bands, or of one that is no window. Blocks of a window have hidden triangles at both ends."""
     for call in with_settings(drawn.mask.bands, waste, 4):
         area = sum(band.area for band in call.bands)
         if len(call.bands) > 1 or (call.bands and call.bands[0] in drawn.mask.bands and not call.bands[0].cut_below):
             assert (call.q1 - call.q0) * (call.k1 - call.k0) <= area + waste
 
 
-LARGE = 10_000  # so large that nothing is too small to matter
+LARGE = 10_000  # so large that no rectangle is below WASTE
 
 BRANCHES = {
     "full": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, LARGE - 1)], [SdpaCall(0, LARGE, 0, LARGE)]),
@@ -96,13 +96,13 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_launches_of(name: str) -> None:
+def test_calls_of_each_kind_of_band(name: str) -> None:
     bands, expected = BRANCHES[name]
     assert list(make_sdpa_calls(tuple(bands))) == expected
 
 
 @pytest.mark.parametrize(("left", "rows"), [(10, 64), (99, 100), (5000, 512)])
-def test_a_window_goes_by_blocks_of_rows(left: int, rows: int) -> None:
+def test_a_window_is_computed_by_blocks_of_rows(left: int, rows: int) -> None:
     """As many rows as keys in the window, between 64 and 512; each with the keys that any of them sees."""
     given = make_sdpa_calls((Band(0, LARGE, 0, LARGE, -left, 0),))
     assert len(given) == -(-LARGE // rows)
@@ -112,6 +112,6 @@ def test_a_window_goes_by_blocks_of_rows(left: int, rows: int) -> None:
     assert wasted <= LARGE * rows
 
 
-def test_bands_in_any_order_are_the_same_launches() -> None:
+def test_the_order_of_bands_does_not_matter() -> None:
     bands = [Band(i * 900, i * 900 + 900, 0, 900, -9999, 9999) for i in range(4)]
     assert make_sdpa_calls(tuple(bands)) == make_sdpa_calls(tuple(bands[::-1]))
