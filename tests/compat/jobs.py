@@ -1,4 +1,4 @@
-"""Helpers for jobs on workers: a mesh of all of them, the same random tensors on every rank, single-process attention."""
+"""Helpers for jobs on workers: a mesh of all of them, equal random tensors on every rank, single-process attention."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_attention(pools: Pools, job: Callable[..., None], world: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    """With buffers of one length, forward and backward compile to one graph; with several lengths there are graph breaks."""
+    """Buffers of one length: forward and backward compile to one graph. Several lengths: there are graph breaks."""
     mesh, whole = mesh_of_all(), qkv(10)
 
     def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

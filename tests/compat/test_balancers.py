@@ -75,8 +75,8 @@ def test_restore_inverts_the_order_for_any_length_and_world(make: Callable[[int]
 def test_per_document_balances_work_and_tokens(lengths: list[int], world: int) -> None:
     """Count the visible keys of each rank's tokens.
 
-    A rank's two chunks of a document see as many keys as another rank's, except that chunks can be one token longer: this
-    adds at most two lengths of the document.
+    A rank's two chunks of a document see as many keys as another rank's, except that chunks can be one token longer:
+    this adds at most two lengths of the document.
     """
     balancer = compat._PerDocumentHeadTailLoadBalancer([lengths], world, CPU)
     sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
@@ -94,7 +94,7 @@ def test_torchs_per_document_indices_do_not_balance_work() -> None:
     sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
 
     def work(balancer: Any) -> list[int]:
-        return [int(sees[share].sum()) for share in balancer._generate_indices()[0].numpy().reshape(2, 32)]
+        return [int(sees[shard].sum()) for shard in balancer._generate_indices()[0].numpy().reshape(2, 32)]
 
     assert work(theirs._PerDocumentHeadTailLoadBalancer([lengths], 2, CPU)) == [528, 144]
     assert work(compat._PerDocumentHeadTailLoadBalancer([lengths], 2, CPU)) == [336, 336]

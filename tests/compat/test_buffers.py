@@ -59,7 +59,7 @@ def views_are_not_corrupted(rank: int) -> None:
 
 
 def gradients_of_buffers(rank: int) -> None:
-    """A leaf that requires grad, while a graph of the whole is alive. Its gradient is a shard inside and whole after."""
+    """A leaf that requires grad, used by a graph from before. Its gradient is a shard inside and whole after."""
     mesh, n = mesh_of_all(), 10
     x = torch.randn(1, 2, n, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     value = x.detach().clone()
@@ -72,15 +72,15 @@ def gradients_of_buffers(rank: int) -> None:
         out.square().sum().backward()
         assert x.grad is not None
         assert x.grad.shape == x.shape
-        share = x.grad.clone()
+        grad_shard = x.grad.clone()
     here = zigzag_tokens(rank, mesh.size(), n)
     assert torch.equal(x, value)
     assert x.is_leaf
     assert x.requires_grad
-    spread = torch.zeros_like(value).index_copy(2, here, share)
+    spread = torch.zeros_like(value).index_copy(2, here, grad_shard)
     assert torch.equal(x.grad, torch.ones_like(value) + spread)
-    assert_near(context_parallel_unshard(mesh, [out, share], [2, 2])[0], want)
-    assert_near(context_parallel_unshard(mesh, [out, share], [2, 2])[1], dq + dk + dv)
+    assert_near(context_parallel_unshard(mesh, [out, grad_shard], [2, 2])[0], want)
+    assert_near(context_parallel_unshard(mesh, [out, grad_shard], [2, 2])[1], dq + dk + dv)
     x.grad = None
     (graph + (x * 3).sum()).backward()
     assert torch.equal(x.grad, torch.full_like(value, 5.0))

@@ -77,9 +77,9 @@ def flex(rank: int, mask_name: str, balancer_name: str) -> None:
     balancer = BALANCERS[balancer_name](mask, mesh.size())
     style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
     attention = parallelize_module(Flex(), mesh, style)
-    *shares, share = _context_parallel_shard(mesh, [*whole, mask], [2, 2, 2, 0], balancer)
-    q, k, v = (x.requires_grad_() for x in shares)
-    out, aux = attention(q, key=k, value=v, score_mod=bias, block_mask=share, return_aux=AuxRequest(lse=True))
+    *shards, mask_shard = _context_parallel_shard(mesh, [*whole, mask], [2, 2, 2, 0], balancer)
+    q, k, v = (x.requires_grad_() for x in shards)
+    out, aux = attention(q, key=k, value=v, score_mod=bias, block_mask=mask_shard, return_aux=AuxRequest(lse=True))
     (out.square().sum() + aux.lse.square().sum()).backward()
     got = context_parallel_unshard(mesh, [out, aux.lse, q.grad, k.grad, v.grad], [2] * 5, balancer)
     for one, expected in zip(got, want, strict=True):

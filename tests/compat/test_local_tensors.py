@@ -56,8 +56,8 @@ def test_shard_and_unshard_all_ranks(mesh: DeviceMesh, balancer: _LoadBalancer |
     x, positions = torch.randn(2, 32, 3), torch.arange(32).expand(2, 32)
     mine, here = _context_parallel_shard(mesh, [x, positions], [1, -1], balancer)
     assert torch.cat(of_ranks(here), dim=1).tolist() == order
-    for share, at in zip(of_ranks(mine), of_ranks(here), strict=True):
-        assert torch.equal(share, torch.stack([row[i] for row, i in zip(of_ranks(x)[0], at, strict=True)]))
+    for shard, at in zip(of_ranks(mine), of_ranks(here), strict=True):
+        assert torch.equal(shard, torch.stack([row[i] for row, i in zip(of_ranks(x)[0], at, strict=True)]))
     whole, *_ = context_parallel_unshard(mesh, [mine + 0], [1])
     assert all(torch.equal(every, of_ranks(x)[0]) for every in of_ranks(whole))
 

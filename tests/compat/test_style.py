@@ -33,7 +33,7 @@ SDPA = _ContextParallel.AttentionType.SDPA
 
 
 class Attention(nn.Module):
-    """As in torch's test, it holds the function itself, which patching an attribute of a torch module would not reach."""
+    """As in torch's test, it holds the function itself, which patching a module of torch would not replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def run(layers: nn.Sequential, x: torch.Tensor, *, checkpointed: bool) -> torch.
 
 
 def in_a_model(rank: int) -> None:
-    """Two styled layers with two masks each, recomputed in the backward pass. Parameter gradients sum to those of the whole."""
+    """Two layers with two masks each, recomputed in backward. Parameter gradients sum to those of the whole."""
     mesh, x = mesh_of_all(), torch.randn(2, 21, 8, generator=torch.Generator().manual_seed(1)).double()
     whole = model()
     want = run(whole, x, checkpointed=False)

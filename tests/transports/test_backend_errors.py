@@ -11,11 +11,11 @@ from ringspan.transports.backend_errors import first_line, is_backend_error, kin
 
 NCCL_REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, remote process exited or there was a network "
-    "error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "error, NCCL version 2.20.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
     "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer\n"
 )
 NCCL_REFUSED = (
-    "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
     "ncclSystemError: System call failed\nLast error:\nconnect to 10.0.0.2<1234> failed : Connection refused"
 )
 NCCL_WATCHDOG = (
@@ -23,7 +23,7 @@ NCCL_WATCHDOG = (
     "Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out."
 )
 NCCL_OUT_OF_MEMORY = (
-    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'\n"
     "Exception raised from checkTimeout at ProcessGroupNCCL.cpp:632 (most recent call first):\nframe #0: c10d::checkTimeout"
 )
@@ -40,6 +40,10 @@ CASES = [
     (RuntimeError(f"{GLOO}/unbound_buffer.cc:129] Timed out waiting 1000ms for recv operation to complete"), rs.PeerTimeout),
     (RuntimeError(f"{GLOO}/pair.cc:521] Application timeout caused pair closure"), rs.PeerTimeout),
     (dist.DistBackendError(NCCL_WATCHDOG), rs.PeerTimeout),
+    (
+        dist.DistBackendError(f"NCCL communicator was aborted on rank 3.  Original reason for failure was: {NCCL_WATCHDOG}"),
+        rs.PeerTimeout,
+    ),
     (dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//cpu//0/rank_1"), rs.PeerTimeout),
     (RuntimeError("Invalid scalar type"), rs.TransportError),
     (RuntimeError("No backend type associated with device type meta"), rs.TransportError),

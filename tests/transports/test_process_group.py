@@ -30,7 +30,7 @@ def inputs(heads: int = 2, dtype: torch.dtype = torch.float64) -> list[torch.Ten
 
 
 def error_on(group: Any) -> tuple[int, float]:
-    """This process's rank in the group, and the largest error of its attention and gradients against dense attention."""
+    """This process's rank in the group, and the largest error of attention and gradients against dense attention."""
     q, k, v, grad = inputs()
     mask = rs.causal(N) & rs.window(left=9)
     cp = rs.ContextParallel(group, mask, strategy="ring", layout="zigzag")
@@ -102,7 +102,7 @@ def test_invalid_groups_are_refused(pools: Pools) -> None:
     assert all("not a member" in messages[1] for messages in results[2:])
 
 
-# -- ranks that disagree -------------------------------------------------------------------------------------------------
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
 
 
 def disagree(rank: int, how: str) -> str:
@@ -167,7 +167,7 @@ def test_invalid_inputs_on_one_rank_raise_on_all(pools: Pools) -> None:
     }
 
 
-# -- errors of the backend -----------------------------------------------------------------------------------------------
+# -- errors of the backend ---------------------------------------------------------------------------------------------
 
 Report = tuple[str, str]  # the type and the message of the error on one rank
 
@@ -230,7 +230,7 @@ def test_out_of_memory_passes_unchanged(pools: Pools, method: str) -> None:
     assert pools(2).run(run_out_of_memory, method) == [expected] * 2
 
 
-# -- peers that hang or die ----------------------------------------------------------------------------------------------
+# -- peers that hang or die --------------------------------------------------------------------------------------------
 
 
 def sum_without_rank_2(rank: int) -> Report:

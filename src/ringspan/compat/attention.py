@@ -1,4 +1,4 @@
-"""A torch function mode that takes the mask from each attention call: ``is_causal``, a ``block_mask``, or full attention."""
+"""A torch function mode that takes the mask from each attention call: ``is_causal``, a ``block_mask``, or none."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ringspan.torch_private.pytree import tree_map
 class MaskFromCallMode(AttentionCatcher):
     """Passes each attention call on to a :class:`ContextParallel` that was made for the call's mask.
 
-    ``layouts`` are the layouts of the block's own buffers, by sequence length. If it is empty, the layouts of the shards
-    in use on the mesh apply. If there are none of those either, the ranks' tokens are taken to be contiguous, in rank
-    order. The rotate method is the one that was set when this mode was made.
+    ``layouts`` are the layouts of the block's own buffers, by sequence length. If it is empty, the layouts of the
+    shards in use on the mesh apply. If there are none of those either, the ranks' tokens are taken to be contiguous, in
+    rank order. The rotate method is the one that was set when this mode was made.
     """
 
     def __init__(self, contexts: ContextCache, layouts: Mapping[int, Layouts]) -> None:
         super().__init__()
         self._contexts, self._registry, self._strategy = contexts, registry_of(contexts.mesh), _cp_options.strategy
         self._own = {length: {own} for length, own in layouts.items()}
-        # Made in advance for buffers of one length: torch.compile can trace a call of a context, but not its construction.
+        # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
         self._ready: dict[bool, ContextParallel] = {}
         if len(layouts) == 1:
             ((layout,),) = layouts.values()

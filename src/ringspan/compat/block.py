@@ -27,12 +27,12 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Inside the block, each buffer holds this rank's shard of itself, and ``F.scaled_dot_product_attention`` attends to the
-    keys of all ranks, causally if the call says so.
+    """Inside the block, each buffer holds this rank's shard of itself, and ``F.scaled_dot_product_attention`` attends
+    to the keys of all ranks, causally if the call says so.
 
-    On exit each buffer gets its own memory back, except ``no_restore_buffers``. The gradient of a buffer then has the shape
-    of the whole sequence and is zero for other ranks' tokens; ``backward()`` must be called inside the block. Shards are
-    zigzag (torch: head-tail), or contiguous if ``_cp_options.enable_load_balance`` is off.
+    On exit each buffer gets its own memory back, except ``no_restore_buffers``. The gradient of a buffer then has the
+    shape of the whole sequence and is zero for other ranks' tokens; ``backward()`` must be called inside the block.
+    Shards are zigzag (torch: head-tail), or contiguous if ``_cp_options.enable_load_balance`` is off.
     """
     dims = _dims_by_buffer(buffers or (), buffer_seq_dims or ())
     kept = {id(buffer) for buffer in no_restore_buffers or ()}

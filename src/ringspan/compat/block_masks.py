@@ -1,7 +1,7 @@
 """Shard a BlockMask: the mask of one rank's queries over all keys, in rank order.
 
-The blocks of the shard follow from the blocks of the whole mask. A block of the shard takes tokens from several blocks of
-the whole. It is hidden if all of those are hidden, full if all are full, and partial otherwise. The mask_mod is not
+The blocks of the shard follow from the blocks of the whole mask. A block of the shard takes tokens from several blocks
+of the whole. It is hidden if all of those are hidden, full if all are full, and partial otherwise. The mask_mod is not
 evaluated, so the cost depends on the number of blocks and not on the number of cells.
 
 Legend: B batch, H heads, Q and K blocks of queries and keys of the whole mask, I and J those of the shard.

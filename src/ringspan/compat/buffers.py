@@ -1,7 +1,7 @@
 """Buffers that hold a shard of themselves for the duration of a block.
 
-The buffer's ``data`` is replaced by a new tensor and put back on exit. The original memory is never written, so views of
-it stay valid, and restoring it copies nothing.
+The buffer's ``data`` is replaced by a new tensor and put back on exit. The original memory is never written, so views
+of it stay valid, and restoring it copies nothing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def check_buffer(buffer: Any) -> None:
 
 
 def shard_in_place(buffer: Tensor, dim: int, layout: Layout, rank: int) -> ShardedBuffer:
-    """Replace the buffer's data by this rank's shard. Its gradient, which has the shape of the whole, is set to None."""
+    """Replace the buffer's data by this rank's shard, and its gradient, which has the shape of the whole, by None."""
     sharded = ShardedBuffer(buffer=buffer, dim=dim, layout=layout, whole=buffer.data, grad=buffer.grad)
-    shard = local_shard(sharded.whole, dim, (layout,), rank)  # first: if this runs out of memory, the buffer is unchanged
+    shard = local_shard(sharded.whole, dim, (layout,), rank)  # may run out of memory, so before the buffer is changed
     buffer.grad = None
     _set_data(buffer, shard)
     return sharded

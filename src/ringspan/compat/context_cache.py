@@ -1,4 +1,4 @@
-"""The ContextParallel objects of one mesh, made once for each layout, mask and strategy that its attention calls use."""
+"""The ContextParallel objects of one mesh, made once for each layout, mask and strategy of its attention calls."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Which tensors were sharded over a mesh, and by which layouts.
 
 ``context_parallel_unshard`` and attention receive tensors that were computed from shards. The registry tells them the
-layout. All ranks must get the same answer at the same call, or some would communicate while others do not. So the answer
-must not depend on when Python's garbage collector runs:
+layout. All ranks must get the same answer at the same call, or some would communicate while others do not. So the
+answer must not depend on when Python's garbage collector runs:
 
 * The layouts of the *latest* sharding are in use until the next sharding, or until a block restores its buffers.
-* Layouts of earlier shardings are in use as long as a shard of theirs is reachable. This is determined once after each of
-  these events, and again while it is ambiguous which layout is meant. Unreachable shards are collected first.
+* Layouts of earlier shardings are in use as long as a shard of theirs is reachable. This is determined once after each
+  of these events, and again while it is ambiguous which layout is meant. Unreachable shards are collected first.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ShardRegistry:
         return layouts
 
     def layouts_to_unshard(self, x: Tensor, length: int) -> Layouts | None:
-        """The layouts of a tensor that all ranks unshard to ``length`` tokens. None: nothing was sharded over this mesh."""
+        """The layouts of a tensor of ``length`` tokens over all ranks. None: nothing was sharded over this mesh."""
         own = self.layouts_of_shard(x)
         if own is not None:
             return own

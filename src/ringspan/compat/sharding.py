@@ -1,4 +1,4 @@
-"""``_context_parallel_shard`` and ``context_parallel_unshard``: from whole sequences to shards and back, out of place."""
+"""``_context_parallel_shard`` and ``context_parallel_unshard``: whole sequences to shards and back, out of place."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Each whole buffer on every rank, with its tokens in their original order.
 
-    ``load_balancer`` can be omitted: the mesh's registry has the layouts by which sequences of this length were sharded.
-    It is needed for a tensor that is not itself a shard while sequences of its length are sharded in several ways.
+    ``load_balancer`` can be omitted: the mesh's registry has the layouts by which sequences of this length were
+    sharded. It is needed for a tensor that is not itself a shard while sequences of its length are sharded in several
+    ways.
     """
     if len(buffers) != len(seq_dims):
         raise InputError(f"{len(buffers)} buffers and {len(seq_dims)} seq_dims: give each buffer its sequence dim")

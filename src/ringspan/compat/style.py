@@ -1,4 +1,4 @@
-"""``_ContextParallel``: a parallel style for ``parallelize_module`` that makes a module's attention context-parallel."""
+"""``_ContextParallel``: a style for ``parallelize_module`` that makes a module's attention context-parallel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ringspan.errors import InputError
 class _ContextParallel(ParallelStyle):
     """Every attention call in the module's ``forward`` is context-parallel over shards of ``_context_parallel_shard``.
 
-    The module receives its arguments unchanged; they need not be queries, keys and values. Attention always has its tokens
-    on dim -2, so ``seq_dim`` is stored and not used. torch's style has hooks that gather keys or make DTensors before the
-    module is called. Here a torch function mode intercepts the attention calls inside the module instead.
+    The module receives its arguments unchanged; they need not be queries, keys and values. Attention always has its
+    tokens on dim -2, so ``seq_dim`` is stored and not used. torch's style has hooks that gather keys or make DTensors
+    before the module is called. Here a torch function mode intercepts the attention calls inside the module instead.
     """
 
     class AttentionType(Enum):

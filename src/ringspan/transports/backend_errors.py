@@ -1,17 +1,17 @@
 """Errors of a communication backend, and which of them mean that a peer is gone or does not answer.
 
-gloo raises a plain ``RuntimeError``, NCCL and the store a ``torch.distributed.DistError``. Both describe the cause only in
-their message. What gloo and NCCL say, with torch 2.13:
+gloo raises a plain ``RuntimeError``, NCCL and the store a ``torch.distributed.DistError``. Both describe the cause only
+in their message. Examples, gloo's as seen with torch 2.13, NCCL's from public bug reports:
 
     lost     [...pair.cc:547] Connection closed by peer [10.0.0.2]:1234
              [...pair.cc:538] Read error [10.0.0.2]:1234: Connection reset by peer
-             NCCL error in: ..., remote process exited or there was a network error, NCCL version 2.27.5
+             NCCL error in: ..., remote process exited or there was a network error, NCCL version 2.20.5
     late     [...unbound_buffer.cc:129] Timed out waiting 1000ms for recv operation to complete
              [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, ..., Timeout(ms)=600000) ran for
              600011 milliseconds before timing out.
     neither  Invalid scalar type
              No backend type associated with device type meta
-             NCCL error in: ..., unhandled cuda error, NCCL version 2.27.5
+             NCCL error in: ..., unhandled cuda error, NCCL version 2.20.5
              NCCL communicator was aborted on rank 0.
 """
 
@@ -34,7 +34,7 @@ CONNECTION_LOST = re.compile(
 
 
 def is_backend_error(error: RuntimeError) -> bool:
-    """Whether a backend may have raised it. Other subclasses of RuntimeError, such as OutOfMemoryError, are not its own."""
+    """Whether a backend may have raised it. It raises no other subclasses of RuntimeError, such as OutOfMemoryError."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
@@ -46,7 +46,8 @@ def kind_of(error: RuntimeError) -> type[TransportError]:
     >>> kind_of(RuntimeError("Invalid scalar type")).__name__
     'TransportError'
     """
-    message = str(error).partition("Exception raised from")[0]  # the C++ stack trace below has names such as checkTimeout
+    # Without the C++ stack trace, which has names such as checkTimeout.
+    message = str(error).partition("Exception raised from")[0]
     if isinstance(error, dist.DistNetworkError) or CONNECTION_LOST.search(message):
         return PeerLost
     return PeerTimeout if TIMED_OUT.search(message) else TransportError

@@ -1,7 +1,7 @@
 """The handshake: before a group first runs a plan, its ranks check that they all call with the same plan and shapes.
 
-Without this check a rank that differs makes gloo abort the process or receive wrong data without an error. With it every
-rank raises the same :class:`~ringspan.errors.PeerMismatch`.
+Without this check a rank that differs makes gloo abort the process or receive wrong data without an error. With it
+every rank raises the same :class:`~ringspan.errors.PeerMismatch`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ringspan.errors import PeerMismatch
 from ringspan.transports.process_group import ProcessGroupTransport
 
 VERSION = 2
-INVALID = -1  # the version of a rank whose inputs are invalid; it sends this before it raises, so that no peer waits for it
+INVALID = -1  # the version of a rank with invalid inputs, which it sends before it raises, so that no peer waits for it
 
 
 class RankSignature(NamedTuple):
-    """What one rank calls attention with, as integers. All fields but ``queries`` and ``keys`` must agree on all ranks."""
+    """The arguments of one rank as integers. All fields but ``queries`` and ``keys`` must agree on all ranks."""
 
     version: int
     digest: int
@@ -35,8 +35,8 @@ class RankSignature(NamedTuple):
     keys: int
 
 
-# The signatures a group has agreed on, each with the digest of its plan. Every rank adds and clears the same entries at the
-# same calls, so either all ranks skip the handshake or none does.
+# The signatures a group has agreed on, each with the digest of its plan. Every rank adds and clears the same entries at
+# the same calls, so either all ranks skip the handshake or none does.
 Agreements: TypeAlias = dict[RankSignature, str]
 
 # Those of each torch process group, by the order of its ranks.

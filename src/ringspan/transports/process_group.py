@@ -22,8 +22,8 @@ T = TypeVar("T")
 class PendingExchange(NamedTuple):
     """A posted exchange.
 
-    ``works`` pairs each work handle of the backend with the peers it serves. ``staged`` pairs each receive buffer on a GPU
-    with the host tensor that the backend fills in its place.
+    ``works`` pairs each work handle of the backend with the peers it serves. ``staged`` pairs each receive buffer on a
+    GPU with the host tensor that the backend fills in its place.
     """
 
     request: PostExchange
@@ -34,9 +34,9 @@ class PendingExchange(NamedTuple):
 class ProcessGroupTransport:
     """The ranks of a process group, and this process's rank among them.
 
-    ``group`` is a ``torch.distributed`` process group (None: the default group) or a one-axis ``DeviceMesh``. Ranks of a
-    mesh are numbered along its axis, which may differ from the numbering of its process group. ``timeout`` is the number
-    of seconds to wait for an exchange (None: the time limit of the group).
+    ``group`` is a ``torch.distributed`` process group (None: the default group) or a one-axis ``DeviceMesh``. Ranks of
+    a mesh are numbered along its axis, which may differ from the numbering of its process group. ``timeout`` is the
+    number of seconds to wait for an exchange (None: the time limit of the group).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> None:
@@ -190,9 +190,9 @@ class ProcessGroupTransport:
 def _tag(message: Tensor) -> int:
     """The tag of a message: its size in bytes, reduced to the range of a tag.
 
-    If one rank makes a call fewer than the others, its messages can meet receives of another size. gloo aborts the process
-    when a message is too long, and accepts one that is too short without an error. With the size as the tag, such messages
-    do not match, and the wait ends in a PeerTimeout. NCCL ignores tags.
+    If one rank makes a call fewer than the others, its messages can meet receives of another size. gloo aborts the
+    process when a message is too long, and accepts one that is too short without an error. With the size as the tag,
+    such messages do not match, and the wait ends in a PeerTimeout. NCCL ignores tags.
     """
     return message.nbytes % (2**31 - 1)
 

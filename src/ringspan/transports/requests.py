@@ -20,8 +20,8 @@ class PostExchange:
     """Start these sends and receives without blocking. The transport answers with a handle for :class:`WaitExchange`.
 
     ``sends`` and ``recvs`` are pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two ranks
-    arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched before the
-    exchange has been waited for.
+    arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched before
+    the exchange has been waited for.
     """
 
     label: str
