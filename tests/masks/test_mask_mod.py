@@ -211,7 +211,7 @@ def test_repr_and_picture() -> None:
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: rs.mask_mod(lambda b, h, q, k: q - k, 5), "says True or False of a pair .*gave torch.int64"),
+    (lambda: rs.mask_mod(lambda b, h, q, k: q - k, 5), "returns True or False for a pair .*returned torch.int64"),
     (lambda: rs.mask_mod(lambda q, k: q >= k, 5), r"takes \(b, h, q, k\)"),
     (lambda: rs.mask_mod(odd, -1), "q_len must be between 0"),
     (lambda: rs.mask_mod(odd, 5, 2.5), "kv_len must be a whole number"),

@@ -20,8 +20,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from ringspan.caching.registry import on_clear_caches
 from ringspan.compat.balancers import Layouts
 from ringspan.errors import InputError
-from ringspan.masks.block_mask import FULL, HIDDEN, PARTIAL, kinds
+from ringspan.masks.block_mask import kinds
 from ringspan.masks.predicate import MaskMod
+from ringspan.masks.survey import FULL, HIDDEN, PARTIAL
 
 # The whole mask of each shard, by the mask_mod of the shard, which BlockMask.to() and similar methods keep.
 _whole_masks: WeakKeyDictionary[MaskMod, BlockMask] = WeakKeyDictionary()

@@ -6,24 +6,29 @@ from typing import TYPE_CHECKING
 
 from ringspan.errors import MaskError
 from ringspan.masks.mask import Mask
-from ringspan.masks.mask_mod import mask_mod
-from ringspan.masks.predicate import MaskMod
+from ringspan.masks.mask_mod import mask_of_survey
+from ringspan.masks.predicate import MaskMod, Predicate
+from ringspan.torch_private.tensor_version import tensor_version
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.attention.flex_attention import BlockMask
 
-HIDDEN, PARTIAL, FULL = range(3)
-
 
 def block_mask(mask: BlockMask) -> Mask:
-    """What the compiled FlexAttention makes of a BlockMask, here of the *whole* sequence: a block is hidden, seen in full, or
-    left to the ``mask_mod``. (Uncompiled, FlexAttention asks the ``mask_mod`` alone.)
+    """A BlockMask of the *whole* sequence as a mask, as the compiled FlexAttention reads it.
+
+    A block is hidden, full, or partial; the ``mask_mod`` decides in partial blocks only. (Without ``torch.compile``,
+    FlexAttention ignores the blocks and asks the ``mask_mod`` alone.) The ``mask_mod`` is evaluated in partial blocks, and
+    where these are too many it is left to the kernels to call it.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> block_mask(create_block_mask(lambda b, h, q, k: k <= q, None, None, 300, 300, device="cpu"))
     <Mask block_mask(<lambda>): 300 × 300, area 45150, 1 band>
     """
+    from torch.nn.attention.flex_attention import noop_mask
+
+    from ringspan.masks.survey import FULL, PARTIAL, survey_blocks
     from ringspan.user_functions.index_reads import inputs_read
 
     try:
@@ -31,45 +36,60 @@ def block_mask(mask: BlockMask) -> Mask:
         q_block, k_block = mask.BLOCK_SIZE
     except (AttributeError, TypeError, ValueError):
         raise MaskError(f"expected a BlockMask of FlexAttention, got {type(mask).__name__}") from None
-    function = _sees(mask, batch, heads)
-    looks_at = inputs_read(function, (q_len, k_len))
-    made = mask_mod(
-        function,
-        q_len,
-        k_len,
-        # A BlockMask for any batch and one for a batch of one look alike: what the function reads tells them apart.
-        batch=batch if looks_at.batch else None,
-        heads=heads if looks_at.heads else None,
-        block=(q_block, k_block),
+    lengths, block = (q_len, k_len), (q_block, k_block)
+    kinds_BHQK = kinds(mask)
+    if mask.mask_mod is noop_mask:  # it shows everything
+        kinds_BHQK[kinds_BHQK == PARTIAL] = FULL
+    function = _pair_function(kinds_BHQK, mask.mask_mod, block)
+    # A BlockMask for any batch and one for a batch of one have tables of the same shape: what is read tells them apart.
+    read = inputs_read(function, lengths)
+    of_members = kinds_BHQK.cpu().numpy()
+    found = survey_blocks(
+        mask.mask_mod,
+        {(b, h): of_members[b, h] for b in range(batch if read.batch else 1) for h in range(heads if read.heads else 1)},
+        lengths,
+        block,
+        read.device,
+    )
+    predicate = Predicate(
+        functions=(function,),
+        fingerprint=found.fingerprint,
+        batch=batch if read.batch else None,
+        heads=heads if read.heads else None,
+        captured=tuple((x, tensor_version(x)) for x in read.captured if not x.is_inference()),
     )
     name = f"block_mask({getattr(mask.mask_mod, '__name__', 'mask_mod')})"
-    return Mask(made.table, q_len, k_len, name=name, predicate=made.predicate)
+    return mask_of_survey(found, predicate, lengths, block, name)
 
 
-def _sees(mask: BlockMask, batch: int, heads: int) -> MaskMod:
-    """Blocks and mask_mod as one function of a pair."""
-    kind_BHQK, inner, (q_block, k_block) = kinds(mask), mask.mask_mod, mask.BLOCK_SIZE
-    told_apart = [n > 1 for n in (batch, heads)]
-    told = kind_BHQK[tuple(slice(None) if apart else 0 for apart in told_apart)]
+def _pair_function(kinds_BHQK: Tensor, mask_mod: MaskMod, block: tuple[int, int]) -> MaskMod:
+    """The blocks and the mask_mod as one function of a pair."""
+    from ringspan.masks.survey import FULL, PARTIAL
 
-    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        member = [index for index, apart in zip((b, h), told_apart, strict=True) if apart]
-        kind = told[(*member, q // q_block, k // k_block)]
-        return (kind == FULL) | ((kind == PARTIAL) & inner(b, h, q, k))
+    (q_block, k_block), (batch, heads, *_) = block, kinds_BHQK.shape
+    reads_batch, reads_heads = batch > 1, heads > 1
+    table = kinds_BHQK[slice(None) if reads_batch else 0, slice(None) if reads_heads else 0]
 
-    return sees
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        member = (*([b] if reads_batch else []), *([h] if reads_heads else []))
+        kind = table[(*member, q // q_block, k // k_block)]
+        return (kind == FULL) | ((kind == PARTIAL) & mask_mod(b, h, q, k))
+
+    return is_visible
 
 
 def kinds(mask: BlockMask) -> Tensor:
-    """What each block is."""
+    """Whether each block is hidden, partial or full."""
     import torch
+
+    from ringspan.masks.survey import FULL, HIDDEN, PARTIAL
 
     columns = -(-mask.shape[-1] // mask.BLOCK_SIZE[1])
     lists = [(PARTIAL, mask.kv_num_blocks, mask.kv_indices), (FULL, mask.full_kv_num_blocks, mask.full_kv_indices)]
     kind_BHQK = torch.full((*mask.kv_num_blocks.shape, columns + 1), HIDDEN, dtype=torch.int8, device=mask.kv_indices.device)
     for kind, counts, indices in lists:
         if counts is not None and indices is not None:
-            # A list is as long as its count; what is behind goes to a column of its own.
+            # A list is as long as its count. What follows is not valid, and goes to an extra column.
             listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
             kind_BHQK.scatter_(-1, torch.where(listed, indices, columns).long(), kind)
     return kind_BHQK[..., :columns]

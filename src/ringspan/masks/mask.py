@@ -272,12 +272,14 @@ class Mask:
     @property
     def is_causal(self) -> bool:
         """No query sees a later key."""
-        # Bands are tight: there is a pair on the last diagonal of each.
+        # Bands are tight: each has a pair on its last diagonal.
         if self.predicate is None or (self.table[:, HI] <= 0).all():
             return bool((self.table[:, HI] <= 0).all())
-        # The bands may reach further than what is seen in them.
-        members = [(b, h) for b in range(self.predicate.batch or 1) for h in range(self.predicate.heads or 1)]
-        return not any(np.triu(self.dense(b=b, h=h), k=1).any() for b, h in members)
+        from ringspan.masks.survey import any_visible
+
+        q_len, k_len = self.lengths
+        later = tables.intersect(self.table, tables.table((0, q_len, 0, k_len, 1, MAX_LENGTH)))
+        return not any_visible(self.predicate, later, self.lengths)
 
     def ascii(self) -> str:
         """A picture for small masks: a row for each query, ``x`` where it sees the key."""

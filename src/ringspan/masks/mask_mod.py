@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
@@ -15,8 +16,11 @@ from ringspan.masks.runs_to_bands import bands_of_runs
 from ringspan.masks.table import MAX_LENGTH, Table
 from ringspan.torch_private.tensor_version import tensor_version
 
+if TYPE_CHECKING:
+    from ringspan.masks.survey import Survey
+
 BLOCK = 128
-FEW = 16  # bands that are few, whatever the blocks would make
+FEW = 16  # a mask of this many bands is always written as bands
 
 
 def mask_mod(
@@ -43,28 +47,35 @@ def mask_mod(
     . x . .
     x . . x
     """
-    from ringspan.masks import survey as cells
+    from ringspan.masks.survey import survey_pairs
     from ringspan.user_functions.index_reads import inputs_read
 
     lengths = (length("q_len", q_len), length("q_len" if kv_len is None else "kv_len", q_len if kv_len is None else kv_len))
     blocks = _block(block)
-    looks_at = inputs_read(function, lengths)
-    batch = _count("batch", batch) if looks_at.batch else None
-    heads = _count("heads", heads) if looks_at.heads else None
+    read = inputs_read(function, lengths)
+    batch = _count("batch", batch) if read.batch else None
+    heads = _count("heads", heads) if read.heads else None
     members = (1 if batch is None else batch, 1 if heads is None else heads)
-    found = cells.survey(function, lengths, *members, blocks, looks_at.device)
-    name = f"mask_mod({getattr(function, '__name__', type(function).__name__)})"
-    around = _bands_of_blocks(found.touched_QK, blocks, lengths)
-    exact = None if found.runs is None else bands_of_runs(found.runs)
-    if exact is not None and len(exact) <= max(FEW, len(around)):
-        return Mask(exact, *lengths, name=name)
+    found = survey_pairs(function, lengths, *members, blocks, read.device)
     predicate = Predicate(
         functions=(function,),
         fingerprint=found.fingerprint,
         batch=batch,
         heads=heads,
-        captured=tuple((x, tensor_version(x)) for x in looks_at.captured if not x.is_inference()),
+        captured=tuple((x, tensor_version(x)) for x in read.captured if not x.is_inference()),
     )
+    name = f"mask_mod({getattr(function, '__name__', type(function).__name__)})"
+    return mask_of_survey(found, predicate, lengths, blocks, name)
+
+
+def mask_of_survey(found: Survey, predicate: Predicate, lengths: tuple[int, int], block: tuple[int, int], name: str) -> Mask:
+    """A mask of bands alone where these are few; else bands around the touched blocks, decided by the predicate."""
+    exact = None if found.runs is None else bands_of_runs(found.runs)
+    if exact is not None and len(exact) <= FEW:
+        return Mask(exact, *lengths, name=name)
+    around = _bands_of_blocks(found.touched_QK, block, lengths)
+    if exact is not None and len(exact) <= len(around):
+        return Mask(exact, *lengths, name=name)
     return Mask(around, *lengths, name=name, predicate=predicate)
 
 
@@ -85,10 +96,12 @@ def _block(block: Any) -> tuple[int, int]:
     return q, k
 
 
-def _bands_of_blocks(touched_QK: Any, block: tuple[int, int], lengths: tuple[int, int]) -> Table:
-    """The blocks as bands, joined into few; what reaches over the edge of the sequence is cut away."""
-    q, k = np.nonzero(touched_QK)
+def _bands_of_blocks(touched_QK: NDArray[np.bool_], block: tuple[int, int], lengths: tuple[int, int]) -> Table:
+    """The blocks as few bands, cut at the end of the sequence."""
+    edges = np.diff(np.pad(touched_QK, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    q, first = np.nonzero(edges == 1)  # neighbours in a row of blocks are one rectangle
+    last = np.nonzero(edges == -1)[1]
     far = np.full(len(q), MAX_LENGTH)
-    q0, k0 = q * block[0], k * block[1]
-    q1, k1 = np.minimum(q0 + block[0], lengths[0]), np.minimum(k0 + block[1], lengths[1])
+    q0, q1 = q * block[0], np.minimum((q + 1) * block[0], lengths[0])
+    k0, k1 = first * block[1], np.minimum(last * block[1], lengths[1])
     return tables.coalesce(tables.tighten(np.stack([q0, q1, k0, k1, -far, far], axis=1)))

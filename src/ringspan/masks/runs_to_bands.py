@@ -11,6 +11,7 @@ as they began, that is one band::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +21,29 @@ from ringspan.masks.table import MAX_LENGTH, Ints, Table
 
 
 class RowRuns(NamedTuple):
-    """Query ``q`` sees the keys from start to stop; ordered by query, then start."""
+    """Query ``q`` sees the keys ``[start, stop)``. Ordered by query, then start."""
 
     q: Ints
     start: Ints
     stop: Ints
+
+    @staticmethod
+    def empty() -> RowRuns:
+        return RowRuns(*np.zeros((3, 0), dtype=np.int64))
+
+    @staticmethod
+    def joined(parts: Sequence[RowRuns]) -> RowRuns:
+        """The disjoint runs of all parts in order; runs that touch become one.
+
+        >>> RowRuns.joined([RowRuns(*np.array([[0], [4], [6]])), RowRuns(*np.array([[0, 1], [2, 2], [4, 4]]))])
+        RowRuns(q=array([0, 1]), start=array([2, 2]), stop=array([6, 4]))
+        """
+        q, start, stop = map(np.concatenate, zip(*parts, strict=True))
+        order = np.lexsort((start, q))
+        q, start, stop = q[order], start[order], stop[order]
+        touches = (q[1:] == q[:-1]) & (start[1:] == stop[:-1])
+        begins, ends = np.append(True, ~touches)[: len(q)], np.append(~touches, True)[-len(q) or 1 :]
+        return RowRuns(q[begins], start[begins], stop[ends])
 
 
 def bands_of_runs(runs: RowRuns) -> Table:

@@ -1,96 +1,246 @@
-"""The cells of a mask_mod: it is called with global indices, some rows at a time, so that memory stays small.
+"""Evaluate a mask_mod: for all pairs (:func:`survey_pairs`) or only inside partial blocks (:func:`survey_blocks`).
 
-It needs PyTorch, so it is imported only where there is a function to call.
+The function is called for a bounded number of pairs at a time, so that memory stays small. This module imports PyTorch, so it
+is imported only where there is a function to call.
 
-Legend: R rows that are looked at together, T keys, Q and K blocks of queries and keys.
+Legend: N blocks evaluated together, R rows, T keys, Q and K blocks of queries and keys.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ringspan.errors import MaskError
 from ringspan.masks.predicate import MaskMod, Predicate
 from ringspan.masks.runs_to_bands import RowRuns
+from ringspan.masks.table import Ints, Table
+from ringspan.user_functions.captures import captured_tensors
+from ringspan.user_functions.digests import function_digest
 from ringspan.user_functions.index_reads import inputs_read
 
-# Cells that are looked at together.
+# The most pairs that are evaluated together.
 MOST_CELLS = 2**24
-# RowRuns of seen keys, for each row on average, beyond which a mask is not looked upon as one of bands.
+# The most runs of visible keys, per row on average, of a mask that is turned into bands.
 MOST_RUNS = 16
+# Partial blocks are all evaluated if together they have no more pairs than this; else only a sample of them.
+MOST_PARTIAL_CELLS = 2**27
+SAMPLED_BLOCKS = 64
+# The most values of a captured tensor that enter a fingerprint.
+SAMPLED_VALUES = 2**22
+
+# What a BlockMask says of a block: nothing visible, decided by the mask_mod, everything visible.
+HIDDEN, PARTIAL, FULL = range(3)
+
+Lengths = tuple[int, int]
+Member = tuple[int, int]
+"""The index of a member of the batch, and of a head."""
+Bools = NDArray[np.bool_]
 
 
 class Survey(NamedTuple):
-    """What a function says of all pairs: the blocks that anybody sees, the runs of its rows (None, if these are too many or
-    not the same for the whole batch and all heads), and a number that follows from every cell."""
+    """The result of evaluating a function.
 
-    touched_QK: NDArray[np.bool_]
+    ``touched_QK`` are the blocks in which a pair is visible, or may be. ``runs`` are the visible keys of each row; None if they
+    are too many, not known, or not the same for the whole batch and all heads. ``fingerprint`` is equal for equal masks.
+    """
+
+    touched_QK: Bools
     runs: RowRuns | None
     fingerprint: str
 
 
-def survey(
-    function: MaskMod, lengths: tuple[int, int], batch: int, heads: int, block: tuple[int, int], device: torch.device
+# -- all pairs ---------------------------------------------------------------------------------------------------------
+
+
+def survey_pairs(
+    function: MaskMod, lengths: Lengths, batch: int, heads: int, block: tuple[int, int], device: torch.device
 ) -> Survey:
+    """Evaluate the function for every pair of every member. The fingerprint follows from all results."""
     (q_len, k_len), (q_block, k_block) = lengths, block
     touched_QK = np.zeros((-(-q_len // q_block), -(-k_len // k_block)), dtype=np.bool_)
-    found = [RowRuns(*np.zeros((3, 0), dtype=np.int64))]
-    prints: list[str] = []
+    found = [RowRuns.empty()]
+    fingerprints: list[str] = []
     for b in range(batch):
         for h in range(heads):
             hashed = hashlib.sha256()
             for start, cells_RT in strips(function, lengths, b, h, q_block, device):
                 hashed.update(np.packbits(cells_RT, axis=1).tobytes())
-                of_blocks = _by_blocks(cells_RT, block)
+                of_blocks = _any_in_blocks(cells_RT, block)
                 touched_QK[start // q_block : start // q_block + len(of_blocks)] |= of_blocks
-                if not prints and sum(len(runs.q) for runs in found) <= MOST_RUNS * q_len:
-                    found.append(_runs(start, cells_RT))
-            prints.append(hashed.hexdigest())
-    few = sum(len(runs.q) for runs in found) <= MOST_RUNS * q_len
-    alike = len(set(prints)) == 1
-    together = RowRuns(*map(np.concatenate, zip(*found, strict=True)))
-    whole = hashlib.sha256(repr((lengths, prints)).encode()).hexdigest()
-    return Survey(touched_QK, together if few and alike else None, whole)
+                if not fingerprints and _count(found) <= MOST_RUNS * q_len:
+                    found.append(_runs(cells_RT, start + np.arange(len(cells_RT))))
+            fingerprints.append(hashed.hexdigest())
+    are_few, are_alike = _count(found) <= MOST_RUNS * q_len, len(set(fingerprints)) == 1
+    fingerprint = hashlib.sha256(repr((lengths, fingerprints)).encode()).hexdigest()
+    return Survey(touched_QK, RowRuns.joined(found) if are_few and are_alike else None, fingerprint)
 
 
 def strips(
-    function: MaskMod, lengths: tuple[int, int], b: int, h: int, multiple: int, device: torch.device
-) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """The cells of one member of the batch and one head: some rows at a time, a multiple of blocks."""
+    function: MaskMod, lengths: Lengths, b: int, h: int, multiple: int, device: torch.device
+) -> Iterator[tuple[int, Bools]]:
+    """Evaluate all pairs of one member: a strip of rows at a time, a multiple of blocks high. Yields its first row, too."""
     q_len, k_len = lengths
     rows = max(1, MOST_CELLS // max(1, k_len) // multiple) * multiple
-    of_all = torch.vmap(torch.vmap(function, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
-    batch, head = torch.tensor(b, device=device), torch.tensor(h, device=device)
     for start in range(0, q_len if k_len else 0, rows):
-        q, k = torch.arange(start, min(start + rows, q_len), device=device), torch.arange(k_len, device=device)
-        cells_RT = of_all(batch, head, q, k)
-        if cells_RT.dtype != torch.bool:
-            raise MaskError(f"a mask_mod says True or False of a pair (torch.bool); this one gave {cells_RT.dtype}")
-        yield start, cells_RT.cpu().numpy()
+        yield start, rectangle(function, (b, h), (start, min(start + rows, q_len)), (0, k_len), device)
 
 
-def evaluate(predicate: Predicate, lengths: tuple[int, int], b: int, h: int) -> NDArray[np.bool_]:
-    """All cells of one member of the batch and one head, as the functions have them now."""
+def rectangle(function: MaskMod, member: Member, rows: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Bools:
+    """Evaluate the pairs of some rows and keys."""
+    q_R, k_T = torch.arange(*rows, device=device), torch.arange(*keys, device=device)
+    return _evaluate(function, member, q_R[None], k_T[None])[0]
+
+
+def _evaluate(function: MaskMod, member: Member, q_NR: Tensor, k_NT: Tensor) -> Bools:
+    over_keys = torch.vmap(function, in_dims=(None, None, None, 0))
+    over_pairs = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+    b, h = (torch.tensor(index, device=q_NR.device) for index in member)
+    cells_NRT = torch.vmap(over_pairs, in_dims=(None, None, 0, 0))(b, h, q_NR, k_NT)
+    if cells_NRT.dtype != torch.bool:
+        raise MaskError(f"a mask_mod returns True or False for a pair (torch.bool); this one returned {cells_NRT.dtype}")
+    return cells_NRT.cpu().numpy()
+
+
+def evaluate(predicate: Predicate, lengths: Lengths, b: int, h: int) -> Bools:
+    """Evaluate all pairs of one member of the batch and one head, with the present values of captured tensors."""
     device = inputs_read(predicate.mask_mod, lengths).device
     rows = [cells_RT for _, cells_RT in strips(predicate.mask_mod, lengths, b, h, 1, device)]
     return np.concatenate(rows) if rows else np.zeros(lengths, dtype=np.bool_)
 
 
-def _by_blocks(cells_RT: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[np.bool_]:
-    """Which blocks have a cell that is seen."""
+def any_visible(predicate: Predicate, bands: Table, lengths: Lengths) -> bool:
+    """Whether any member sees a pair within these bands. Evaluates no pair outside of them, and stops at the first."""
+    device = inputs_read(predicate.mask_mod, lengths).device
+    members = [(b, h) for b in range(predicate.batch or 1) for h in range(predicate.heads or 1)]
+    for q0, q1, k0, k1, lo, hi in bands.tolist():
+        step = max(1, MOST_CELLS // 16 // (k1 - k0))
+        for start in range(q0, q1, step):
+            stop = min(start + step, q1)
+            first, last = max(k0, start + lo), min(k1, stop + hi)
+            if first >= last:
+                continue
+            distance_RT = np.arange(first, last)[None, :] - np.arange(start, stop)[:, None]
+            in_band_RT = (lo <= distance_RT) & (distance_RT <= hi)
+            for member in members:
+                if (in_band_RT & rectangle(predicate.mask_mod, member, (start, stop), (first, last), device)).any():
+                    return True
+    return False
+
+
+# -- partial blocks ----------------------------------------------------------------------------------------------------
+
+
+def survey_blocks(
+    function: MaskMod, kinds: Mapping[Member, NDArray[np.int8]], lengths: Lengths, block: tuple[int, int], device: torch.device
+) -> Survey:
+    """Evaluate the function inside the partial blocks of each member, ``kinds[member]`` being a (Q, K) table.
+
+    Where these have too many pairs, only a sample is evaluated and no runs are found. The fingerprint then follows from the
+    sample, from all block tables, from the code of the function, and from the values of the tensors that it captured.
+    """
+    hashed = hashlib.sha256(repr((lengths, block, list(kinds))).encode())
+    for kinds_QK in kinds.values():
+        hashed.update(np.ascontiguousarray(kinds_QK).tobytes())
+    touched_QK = np.any([kinds_QK != HIDDEN for kinds_QK in kinds.values()], axis=0)
+    partial = {member: np.nonzero(kinds_QK == PARTIAL) for member, kinds_QK in kinds.items()}
+    size = min(block[0], lengths[0]) * min(block[1], lengths[1])
+    if sum(len(q) for q, _ in partial.values()) * size > MOST_PARTIAL_CELLS:
+        _hash_function(hashed, function, device)
+        most = max(1, min(SAMPLED_BLOCKS, MOST_CELLS // max(1, size)))
+        for member, (q, k) in partial.items() if size <= MOST_CELLS else ():
+            sampled = np.linspace(0, len(q) - 1, min(len(q), most)).astype(np.int64)
+            for cells_NRT, *_ in _in_blocks(function, member, q[sampled], k[sampled], lengths, block, device):
+                hashed.update(np.packbits(cells_NRT).tobytes())
+        return Survey(touched_QK, None, hashed.hexdigest())
+    first, *others = kinds
+    touched_QK = np.any([kinds_QK == FULL for kinds_QK in kinds.values()], axis=0)
+    full = _full_runs(kinds[first], lengths, block)
+    found = [RowRuns.empty() if full is None else full]
+    by_member = []
+    for member, (q, k) in partial.items():
+        of_member = hashlib.sha256()
+        for cells_NRT, q_N, k_N in _in_blocks(function, member, q, k, lengths, block, device):
+            of_member.update(np.packbits(cells_NRT).tobytes())
+            seen = cells_NRT.any(axis=(1, 2))
+            touched_QK[q_N[seen], k_N[seen]] = True
+            if member == first and full is not None and _count(found) <= MOST_RUNS * lengths[0]:
+                n, rows, _ = cells_NRT.shape
+                q_rows = (q_N[:, None] * block[0] + np.arange(rows)).ravel()
+                found.append(_runs(cells_NRT.reshape(n * rows, -1), q_rows, np.repeat(k_N * block[1], rows)))
+        by_member.append(of_member.hexdigest())
+    hashed.update(repr(by_member).encode())
+    are_few = full is not None and _count(found) <= MOST_RUNS * lengths[0]
+    are_alike = len(set(by_member)) == 1 and all(np.array_equal(kinds[first], kinds[other]) for other in others)
+    return Survey(touched_QK, RowRuns.joined(found) if are_few and are_alike else None, hashed.hexdigest())
+
+
+def _full_runs(kinds_QK: NDArray[np.int8], lengths: Lengths, block: tuple[int, int]) -> RowRuns | None:
+    """The keys of full blocks, row by row, neighbouring blocks as one run. None if the runs are too many."""
+    blocks, rows = _runs(kinds_QK == FULL, np.arange(len(kinds_QK))), min(block[0], lengths[0])
+    if len(blocks.q) * rows > MOST_RUNS * lengths[0]:
+        return None
+    q = (blocks.q[:, None] * block[0] + np.arange(rows)).ravel()
+    start, stop = (np.repeat(np.minimum(x * block[1], lengths[1]), rows) for x in blocks[1:])
+    inside = q < lengths[0]
+    return RowRuns(q[inside], start[inside], stop[inside])
+
+
+def _in_blocks(
+    function: MaskMod, member: Member, q: Ints, k: Ints, lengths: Lengths, block: tuple[int, int], device: torch.device
+) -> Iterator[tuple[Bools, Ints, Ints]]:
+    """Evaluate these blocks, some at a time; yields their pairs and their numbers. Pairs beyond the lengths are not visible."""
+    rows, keys = (min(size, n) for size, n in zip(block, lengths, strict=True))
+    together = max(1, MOST_CELLS // max(1, rows * keys))
+    for start in range(0, len(q), together):
+        q_N, k_N = q[start : start + together], k[start : start + together]
+        q_NR, k_NT = q_N[:, None] * block[0] + np.arange(rows), k_N[:, None] * block[1] + np.arange(keys)
+        inside_NR, inside_NT = q_NR < lengths[0], k_NT < lengths[1]
+        indices = (np.minimum(x, n - 1) for x, n in zip((q_NR, k_NT), lengths, strict=True))
+        cells_NRT = _evaluate(function, member, *(torch.from_numpy(x).to(device) for x in indices))
+        if not (inside_NR.all() and inside_NT.all()):
+            cells_NRT = cells_NRT & inside_NR[:, :, None] & inside_NT[:, None, :]
+        yield cells_NRT, q_N, k_N
+
+
+def _hash_function(hashed: hashlib._Hash, function: MaskMod, device: torch.device) -> None:
+    """Add the code of a function, the numbers it holds and the values of the tensors it captured."""
+    hashed.update(function_digest(function).encode())
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    for x in captured_tensors(function, zero, zero, zero, zero):
+        values = x.detach().reshape(-1)
+        values = values[:: max(1, -(-len(values) // SAMPLED_VALUES))].contiguous().cpu()
+        hashed.update(repr((x.dtype, x.shape)).encode())
+        hashed.update(values.view(torch.uint8).numpy().tobytes())
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def _any_in_blocks(cells_RT: Bools, block: tuple[int, int]) -> Bools:
+    """Which blocks have a visible pair."""
     pad = [(0, -size % by) for size, by in zip(cells_RT.shape, block, strict=True)]
     padded = np.pad(cells_RT, pad)
     rows, cols = padded.shape[0] // block[0], padded.shape[1] // block[1]
     return np.logical_or.reduce(padded.reshape(rows, block[0], cols, block[1]), axis=(1, 3))
 
 
-def _runs(first: int, cells_RT: NDArray[np.bool_]) -> RowRuns:
-    edges = np.diff(np.pad(cells_RT, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    q, start = np.nonzero(edges == 1)
-    return RowRuns(q + first, start, np.nonzero(edges == -1)[1])
+def _runs(cells_RT: Bools, q_R: Ints, first_R: Ints | None = None) -> RowRuns:
+    """The runs of each row: row i is query ``q_R[i]`` and begins with key ``first_R[i]``, or 0."""
+    first_R = np.zeros_like(q_R) if first_R is None else first_R
+    begins, ends = cells_RT.copy(), cells_RT.copy()
+    begins[:, 1:] &= ~cells_RT[:, :-1]
+    ends[:, :-1] &= ~cells_RT[:, 1:]
+    width = max(1, cells_RT.shape[1])
+    row, start = np.divmod(np.flatnonzero(begins), width)
+    return RowRuns(q_R[row], first_R[row] + start, first_R[row] + np.flatnonzero(ends) % width + 1)
+
+
+def _count(found: list[RowRuns]) -> int:
+    return sum(len(runs.q) for runs in found)
