@@ -21,7 +21,7 @@ from ringspan.engine import AttentionConfig, backward, forward
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, accumulation_dtype, accumulators
 from ringspan.planner import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
-from ringspan.transports import RankCoroutine
+from ringspan.transports import PostExchange, RankCoroutine
 from tests.plans.examples import MASKS, all_plans
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
@@ -85,10 +85,14 @@ class Careful(Idle):
             del dq, dk, dv
 
 
-def walk_alone(walk: RankCoroutine[Any]) -> Any:
+def run_alone(coroutine: RankCoroutine[Any]) -> Any:
+    """Answer every request at once. As a transport does, hold the messages of an exchange until it has been waited for."""
+    answer: Any = None
     try:
         while True:
-            walk.send(None)
+            request = coroutine.send(answer)
+            answer = request if isinstance(request, PostExchange) else None
+            del request
     except StopIteration as end:
         return end.value
 
@@ -103,7 +107,7 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: Idle = IDLE, 
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
     saved = Saved(q, dout, out, lse, dlse)
     with Ledger([kv, *saved]) as ledger:  # type: ignore[list-item]
-        walk_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, saved, kv, config))
+        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, saved, kv, config))
     return ledger.peak + kv.nbytes
 
 

@@ -1,4 +1,4 @@
-"""What of a step's transfers is worked out once, against the transfers themselves."""
+"""The messages of a step against its transfers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import ringspan as rs
-from ringspan.engine.messages import routes
+from ringspan.engine.messages import schedule
 from ringspan.plans import data
 from ringspan.plans.data import PHASES
 from tests.plans.examples import MASKS, all_plans
@@ -17,47 +17,53 @@ STRATEGIES = ["ring", "gather", "exchange(stages=2)", "pass_q", "ulysses(heads=4
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "round_robin"])
-def test_every_transfer_is_there_in_its_order(strategy: str, layout: str) -> None:
+def test_messages_have_every_transfer_in_its_order(strategy: str, layout: str) -> None:
     for plan in (p for name in ("causal", "documents") for p in all_plans(MASKS[name], 4, strategy, layout)):
         for phase in PHASES:
-            for step, route in zip(plan.program.steps(phase), routes(plan, phase), strict=True):
-                parcels = [(t.what, t.slot, t.rows, t.heads) for t in route.parcels]
-                assert len(set(parcels)) == len(parcels)
-                sent = [(peer, *parcels[number]) for peer, number in route.sends]
+            for step, (_, _, tasks, messages) in zip(plan.program.steps(phase), schedule(plan, phase), strict=True):
+                assert tasks == step.tasks
+                assert (messages is None) == (not step.sends and not step.recvs)
+                if messages is None:
+                    continue
+                payloads = [(t.what, t.slot, t.rows, t.heads) for t, _ in messages.payloads]
+                assert len(set(payloads)) == len(payloads)
+                sent = [(peer, *payloads[number]) for peer, number in messages.sends]
                 assert sent == [(t.peer, t.what, t.slot, t.rows, t.heads) for t in step.sends if t.peer != plan.rank]
-                assert list(route.recvs) == [t for t in step.recvs if t.peer != plan.rank]
-                assert [way.transfer for way in route.arrivals] == list(step.recvs)
-                in_walls = [n for wall in route.walls for n in wall.recvs]
-                apart = [way.room for way in route.arrivals if way.room is not None]
-                assert sorted([*in_walls, *apart]) == list(range(len(route.recvs)))
-                for wall in route.walls:
-                    at = wall.start
-                    for n, size in zip(wall.recvs, wall.sizes, strict=True):
-                        t = route.recvs[n]
-                        assert (t.what, t.slot, t.rows) == (wall.what, wall.slot, ((at, at + size),))
+                assert list(messages.recvs) == [t for t in step.recvs if t.peer != plan.rank]
+                assert messages.is_on_wire == bool(messages.sends or messages.recvs)
+                assert [arrival.transfer for arrival in messages.arrivals] == list(step.recvs)
+                in_place = [n for run in messages.receive_runs for n in run.recvs]
+                buffered = [arrival.buffer for arrival in messages.arrivals if arrival.buffer is not None]
+                assert sorted([*in_place, *buffered]) == list(range(len(messages.recvs)))
+                for run in messages.receive_runs:
+                    at = run.start
+                    for n, size in zip(run.recvs, run.sizes, strict=True):
+                        t = messages.recvs[n]
+                        assert (t.what, t.slot, t.rows) == (run.what, run.slot, ((at, at + size),))
                         at += size
-                    assert at == wall.stop
+                    assert at == run.stop
 
 
-def test_what_goes_to_several_is_one_parcel_and_rooms_side_by_side_are_one_wall() -> None:
+def test_rows_for_several_peers_are_one_payload_and_adjacent_receives_one_run() -> None:
     plan = rs.plan(rs.full(12), world=4, rank=1, strategy="gather", layout="contiguous")
-    (first, *_) = routes(plan, "forward")
-    assert len(first.parcels) == 1
+    first = schedule(plan, "forward")[0].messages
+    assert first is not None
+    assert len(first.payloads) == 1
     assert sorted(peer for peer, _ in first.sends) == [0, 2, 3]
-    (wall,) = first.walls
-    assert wall[:5] == ("kv", 1, 0, 9, (3, 3, 3))
-    assert [first.recvs[n].peer for n in wall.recvs] == [0, 2, 3]
+    (run,) = first.receive_runs
+    assert run[:5] == ("kv", 1, 0, 9, (3, 3, 3))
+    assert [first.recvs[n].peer for n in run.recvs] == [0, 2, 3]
 
 
-def test_a_plan_remembers_them_and_does_not_take_them_along() -> None:
+def test_a_plan_keeps_its_schedule_but_does_not_pickle_it() -> None:
     plan = rs.plan(rs.causal(12), world=2, rank=0)
-    assert plan.derived(routes, "forward") is plan.derived(routes, "forward")
+    assert plan.derived(schedule, "forward") is plan.derived(schedule, "forward")
     copy = pickle.loads(pickle.dumps(plan))
     assert copy == plan
     assert "_derived" not in vars(copy)
 
 
-def test_a_plan_does_not_remember_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_keeps_a_bounded_number_of_derived_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MOST_DERIVED", 3)
     plan = rs.plan(rs.causal(12), world=2, rank=0)
     found = [plan.derived(lambda plan, n: [n], n) for n in range(10)]

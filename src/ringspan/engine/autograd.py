@@ -1,11 +1,11 @@
-"""The forward and the backward pass of the ranks in this process, and the autograd function around them.
+"""Attention as an autograd function, for any number of ranks in this process.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim, F = D + E.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from ringspan.engine.beside import beside
-from ringspan.engine.executor import AttentionConfig, backward, forward
+from ringspan.engine.executor import AttentionConfig, Run, backward_pass, forward_pass
+from ringspan.engine.packing import pack_kv
 from ringspan.errors import InputError, KernelError, UnplannedAttention
-from ringspan.kernels import Partial, Saved
+from ringspan.kernels import Partial
 from ringspan.planner import Plan
-
-# Drives the generators of the ranks of this process to their results: ``transport.run``.
-Run = Callable[[Sequence[Any]], list[Any]]
 
 
 def attend_ranks(
@@ -34,27 +31,19 @@ def attend_ranks(
                 f"this is a plan for {planned[0]} query heads and {planned[1]} key heads, but the tensors have {heads[0]} and "
                 f"{heads[1]}: use plan.for_heads({heads[0]}, {heads[1]})"
             )
+    if config.scale <= 0:
+        scale, sign = positive_scale(config.scale)
+        qkv, config = [(q * sign, k, v) for q, k, v in qkv], replace(config, scale=scale)
     tensors: list[Tensor] = []
     for rank in qkv:
         tensors += rank
-    flat = differentiable(plans, config, run, tensors)
+    # The tensors that the user's functions learn are inputs as well. Rows become the first dim inside the function and the
+    # third again outside it: a view made outside may be changed in place.
+    flat = Attend.apply(plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned))
     results = []
     for i in range(0, len(flat), 2):
         results.append(Partial(flat[i].movedim(0, 2), flat[i + 1].movedim(0, 2)))
     return results
-
-
-def differentiable(plans: Sequence[Plan], config: AttentionConfig, run: Run, qkv: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of each rank out (S, B, H, E) and lse (S, B, H). ``qkv`` has three tensors for each rank, (B, heads, rows, dim)."""
-    if config.scale <= 0:
-        size, sign = positive_scale(config.scale)
-        qkv = [x * sign if i % 3 == 0 else x for i, x in enumerate(qkv)]
-        config = replace(config, scale=size)
-    # Rows become the first dim inside the function and the third again outside it, where a view may be changed in place.
-    # The tensors that the user's functions learn are inputs as well.
-    learned = () if config.mods is None else config.mods.learned
-    flat: tuple[Tensor, ...] = _Attend.apply(plans, config, run, *qkv, *learned)
-    return flat
 
 
 def positive_scale(scale: float) -> tuple[float, float]:
@@ -65,53 +54,19 @@ def positive_scale(scale: float) -> tuple[float, float]:
     return (scale, 1.0) if scale > 0 else (-scale or 1.0, -1.0 if scale < 0 else 0.0)
 
 
-def forward_pass(
-    plans: Sequence[Plan], config: AttentionConfig, run: Run, queries: Sequence[Tensor], key_values: Sequence[Tensor]
-) -> list[Partial]:
-    """Out and lse of each rank, rows first, as the kernel or the accumulators left them. Not differentiable."""
-    programs = []
-    for i, plan in enumerate(plans):
-        programs.append(forward(plan, queries[i], key_values[i], config))
-    return run(programs)
+class Attend(torch.autograd.Function):
+    """Of each rank out (S, B, H, E) and lse (S, B, H).
 
-
-def backward_pass(
-    plans: Sequence[Plan],
-    config: AttentionConfig,
-    run: Run,
-    queries: Sequence[Tensor],
-    key_values: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-) -> list[tuple[Tensor, ...]]:
-    """dq, dk, dv and the gradients of learned tensors of each rank, rows first.
-
-    ``outputs`` are out and lse of each rank, ``grads`` their gradients; None is zero. All gradients are computed on every rank,
-    needed or not: a rank that skipped its part would leave others waiting.
+    Inputs are q, k and v of each rank, (B, heads, rows, dim), and the tensors that the user's functions learn.
     """
-    programs = []
-    for i, plan in enumerate(plans):
-        out, lse = outputs[2 * i : 2 * i + 2]
-        dout, dlse = grads[2 * i : 2 * i + 2]
-        saved = Saved(
-            queries[i],
-            torch.zeros_like(out) if dout is None else dout,
-            out,
-            lse,
-            None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
-        )
-        programs.append(backward(plan, saved, key_values[i], config))
-    return run(programs)
 
-
-class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plans: Sequence[Plan], config: AttentionConfig, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
         queries, key_values = [], []
         for i in range(0, 3 * len(plans), 3):
             q_BHSD, k_BGTD, v_BGTE = inputs[i : i + 3]
             queries.append(q_BHSD.movedim(2, 0))
-            key_values.append(beside(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0)))
+            key_values.append(pack_kv(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0)))
         outputs: list[Tensor] = []
         for result, q in zip(forward_pass(plans, config, run, queries, key_values), queries, strict=True):
             # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.

@@ -2,21 +2,26 @@
 
 ::
 
-    eager code                 attend ──► _Attend, an autograd function ──┐
-                                                                          ├──► forward_pass, backward_pass ──► executor
-    traced, or a dispatch mode attend ──► ringspan::attend, an operator ──┘
+    eager code                     attend ──► Attend, an autograd function ───┐
+                                                                              ├──► forward_pass, backward_pass
+    traced, or in a dispatch mode  attend ──► ringspan::attend, an operator ──┘
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import differentiable
+from ringspan.engine.autograd import Attend, positive_scale
 from ringspan.engine.handles import PlanHandle
-from ringspan.engine.operator import attend_by_id, is_exporting, is_traced
+from ringspan.engine.operator import attend_by_id
 from ringspan.kernels import Partial, ScoreMod
+from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
+from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.function_modes import disable_torch_function
 
 
@@ -39,5 +44,28 @@ def attend(
         return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
     with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
         plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
-        out_SBHE, lse_SBH = differentiable((plan,), config, handle.group.run, (q_BHSD, k_BGTD, v_BGTE))
+        if scale <= 0:
+            positive, sign = positive_scale(scale)
+            q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
+        learned = () if config.mods is None else config.mods.learned
+        out_SBHE, lse_SBH = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
         return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+
+
+def is_traced() -> bool:
+    """Whether the call must be a custom operator: while torch.compile traces it, or under a dispatch mode.
+
+    Plain eager code skips the operator, which would only cost time. So does torch's CommDebugMode: it counts messages, and
+    would find none inside an operator.
+    """
+    if torch.compiler.is_dynamo_compiling():  # is_compiling() is True while any thread of the process compiles
+        return True
+    if dispatch_mode_depth() == 0:
+        return False
+    return any(type(mode).__name__ != "CommDebugMode" for mode in dispatch_mode_stack())
+
+
+@dynamo_constant
+def is_exporting() -> bool:
+    # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first id.
+    return torch.compiler.is_exporting()

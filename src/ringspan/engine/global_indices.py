@@ -1,4 +1,4 @@
-"""Where the rows of a task stand in the whole sequence, on the device: what lies between local rows and a user's function."""
+"""The global token indices of the rows of a task, on the device: the user's functions are called with these."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.kernels import IndexedMods, Mods
 from ringspan.planner import Plan
 from ringspan.plans import Task
-from ringspan.plans.data import Phase
 from ringspan.plans.slot_tokens import SlotTokens
 
 
-def placed(mods: Mods, plan: Plan, phase: Phase, step: int, task: Task, device: torch.device) -> IndexedMods:
-    """The functions of a call, for the rows that a task of this step brings together."""
+def indexed_mods(mods: Mods, plan: Plan, task: Task, device: torch.device) -> IndexedMods:
+    """The functions of a call, with the indices of the task's queries and keys."""
     queries, keys = plan.task_tokens(task, "q"), plan.task_tokens(task, "kv")
     return IndexedMods(
         mods=mods,

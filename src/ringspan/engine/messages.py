@@ -1,9 +1,10 @@
-"""What of a step's transfers is the same in every call: worked out once for a plan, since a step may have many.
+"""The messages of each step, worked out once for a plan: a step may have many transfers, and every call runs them.
 
-What goes to several peers is one *parcel*, and rooms that lie side by side are cut from their slot at once::
+Rows that go to several peers are one *payload*. Messages that arrive next to each other in one slot are one *receive run*:
+their receive buffers are views of the slot, made by a single call::
 
-    sends    kv rows 0-4 to rank 1, to rank 2; rows 4-8 to rank 2        two parcels
-    recvs    kv rows 0-2 from rank 1, rows 2-6 from rank 2               one wall, two rooms
+    sends    kv rows 0-4 to rank 1, to rank 2; rows 4-8 to rank 2        two payloads
+    recvs    kv rows 0-2 from rank 1, rows 2-6 from rank 2               one receive run of two messages
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from __future__ import annotations
 from itertools import count
 from typing import NamedTuple
 
-from ringspan.planner import Plan
-from ringspan.plans import Step, Transfer
-from ringspan.plans.data import Phase
+from ringspan.plans import Step, Task, Transfer
+from ringspan.plans.data import Phase, RankPlan
 from ringspan.plans.shape import is_packed
 
 
-class Wall(NamedTuple):
-    """Rooms side by side in one slot: the rows of messages that are received where they belong, and whose they are."""
+class Payload(NamedTuple):
+    """Rows to send. They are copied into a buffer of their own unless they are contiguous in their slot."""
+
+    transfer: Transfer
+    is_packed: bool
+
+
+class ReceiveRun(NamedTuple):
+    """Consecutive rows of one slot that are received in place, and the receives they belong to."""
 
     what: str
     slot: int
@@ -28,60 +35,75 @@ class Wall(NamedTuple):
     recvs: tuple[int, ...]
 
 
-class Way(NamedTuple):
-    """How something arrives: out of a parcel to oneself, in a room apart (a receive's number), or where it belongs."""
+class Arrival(NamedTuple):
+    """A transfer that ends on this rank: from a payload of its own, or in a receive buffer outside the slot (the index of the
+    receive). Neither: it was received in place."""
 
     transfer: Transfer
-    parcel: int | None = None
-    room: int | None = None
+    payload: int | None = None
+    buffer: int | None = None
 
 
-class Route(NamedTuple):
-    """The transfers of a step. Numbers are those of parcels, and of receives from others."""
+class StepMessages(NamedTuple):
+    """The transfers of a step. Integers are indices of payloads, and of receives from other ranks."""
 
-    parcels: tuple[Transfer, ...]
-    sends: tuple[tuple[int, int], ...]  # to whom, which parcel
+    payloads: tuple[Payload, ...]
+    sends: tuple[tuple[int, int], ...]  # (peer, payload)
     recvs: tuple[Transfer, ...]
-    walls: tuple[Wall, ...]
-    arrivals: tuple[Way, ...]  # in the order in which they are to be taken in
+    receive_runs: tuple[ReceiveRun, ...]
+    arrivals: tuple[Arrival, ...]  # in the order in which they are applied
+    is_on_wire: bool  # whether any message is sent to or received from another rank
 
 
-def routes(plan: Plan, phase: Phase) -> tuple[Route, ...]:
-    """One for each step."""
-    return tuple(_route(step, plan.rank) for step in plan.program.steps(phase))
+class ScheduledStep(NamedTuple):
+    """A step as the executor runs it. ``messages`` is None if the step has no transfers."""
+
+    number: int
+    label: str
+    tasks: tuple[Task, ...]
+    messages: StepMessages | None
 
 
-def _route(step: Step, rank: int) -> Route:
+def schedule(plan: RankPlan, phase: Phase) -> tuple[ScheduledStep, ...]:
+    """The steps of a phase. Use it as ``plan.derived(schedule, phase)``, which keeps the result."""
+    return tuple(
+        ScheduledStep(n, f"{phase} step {n}", step.tasks, _messages(step, plan.rank) if step.sends or step.recvs else None)
+        for n, step in enumerate(plan.program.steps(phase))
+    )
+
+
+def _messages(step: Step, rank: int) -> StepMessages:
     numbers: dict[tuple[object, ...], int] = {}
     sent = [(t, numbers.setdefault((t.what, t.slot, t.rows, t.heads), len(numbers))) for t in step.sends]
     of_number = {number: t for t, number in sent}
+    sends = tuple((t.peer, number) for t, number in sent if t.peer != rank)
     recvs = tuple(t for t in step.recvs if t.peer != rank)
-    # What lies together in its slot is received right there.
-    here = {n for n, t in enumerate(recvs) if t.what in ("q", "kv") and not is_packed(t)}
+    in_place = {n for n, t in enumerate(recvs) if t.what in ("q", "kv") and not is_packed(t)}
     to_self, from_others = iter([number for t, number in sent if t.peer == rank]), count()
     arrivals = []
     for t in step.recvs:
         if t.peer == rank:
-            arrivals.append(Way(t, parcel=next(to_self)))
+            arrivals.append(Arrival(t, payload=next(to_self)))
         else:
             n = next(from_others)
-            arrivals.append(Way(t, room=None if n in here else n))
-    return Route(
-        parcels=tuple(of_number[number] for number in range(len(numbers))),
-        sends=tuple((t.peer, number) for t, number in sent if t.peer != rank),
+            arrivals.append(Arrival(t, buffer=None if n in in_place else n))
+    return StepMessages(
+        payloads=tuple(Payload(of_number[number], is_packed(of_number[number])) for number in range(len(numbers))),
+        sends=sends,
         recvs=recvs,
-        walls=tuple(_walls(recvs, here)),
+        receive_runs=tuple(_receive_runs(recvs, in_place)),
         arrivals=tuple(arrivals),
+        is_on_wire=bool(sends or recvs),
     )
 
 
-def _walls(recvs: tuple[Transfer, ...], here: set[int]) -> list[Wall]:
-    walls: list[Wall] = []
-    for n in sorted(here, key=lambda n: (recvs[n].what, recvs[n].slot, recvs[n].rows[0])):
+def _receive_runs(recvs: tuple[Transfer, ...], in_place: set[int]) -> list[ReceiveRun]:
+    runs: list[ReceiveRun] = []
+    for n in sorted(in_place, key=lambda n: (recvs[n].what, recvs[n].slot, recvs[n].rows[0])):
         t, ((start, stop),) = recvs[n], recvs[n].rows
-        last = walls[-1] if walls else None
+        last = runs[-1] if runs else None
         if last is not None and (last.what, last.slot, last.stop) == (t.what, t.slot, start):
-            walls[-1] = last._replace(stop=stop, sizes=(*last.sizes, stop - start), recvs=(*last.recvs, n))
+            runs[-1] = last._replace(stop=stop, sizes=(*last.sizes, stop - start), recvs=(*last.recvs, n))
         else:
-            walls.append(Wall(t.what, t.slot, start, stop, (stop - start,), (n,)))
-    return walls
+            runs.append(ReceiveRun(t.what, t.slot, start, stop, (stop - start,), (n,)))
+    return runs

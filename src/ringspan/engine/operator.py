@@ -1,7 +1,7 @@
 """Attention as the custom operators ``ringspan::attend`` and ``ringspan::attend_backward``, for everything that sees operators:
 ``torch.compile``, ``torch.export``, selective checkpointing, dispatch modes.
 
-Both run the same passes as eager code (:mod:`ringspan.engine.autograd`) on the plan registered under their ``plan_id``
+Both run the same passes as eager code (:mod:`ringspan.engine.executor`) on the plan registered under their ``plan_id``
 (:mod:`ringspan.engine.handles`).
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
@@ -16,35 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import SECOND_DERIVATIVE, backward_pass, forward_pass, positive_scale, saved_tensors
-from ringspan.engine.beside import beside
-from ringspan.engine.executor import AttentionConfig
+from ringspan.engine.autograd import SECOND_DERIVATIVE, positive_scale, saved_tensors
+from ringspan.engine.executor import AttentionConfig, backward_pass, forward_pass
 from ringspan.engine.handles import registry
+from ringspan.engine.packing import pack_kv
 from ringspan.errors import KernelError
 from ringspan.kernels import Partial, accumulation_dtype
 from ringspan.torch_private.dispatch_keys import default_dispatch_keys
-from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
-from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.function_modes import disable_torch_function
-
-
-def is_traced() -> bool:
-    """Whether the call must be a custom operator: while torch.compile traces it, or under a dispatch mode.
-
-    Plain eager code skips the operator, which would only cost time. So does torch's CommDebugMode: it counts messages, and
-    would find none inside an operator.
-    """
-    if torch.compiler.is_dynamo_compiling():  # is_compiling() is True while any thread of the process compiles
-        return True
-    if dispatch_mode_depth() == 0:
-        return False
-    return any(type(mode).__name__ != "CommDebugMode" for mode in dispatch_mode_stack())
-
-
-@dynamo_constant
-def is_exporting() -> bool:
-    # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first id.
-    return torch.compiler.is_exporting()
 
 
 def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float) -> Partial:
@@ -80,7 +59,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> t
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         with _outside_operators(config):
-            ((out, lse),) = forward_pass([plan], config, handle.group.run, [q_SBHD], [beside(k_TBGD, v_TBGE)])
+            ((out, lse),) = forward_pass([plan], config, handle.group.run, [q_SBHD], [pack_kv(k_TBGD, v_TBGE)])
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -100,7 +79,7 @@ def _attend_backward(
     with disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
-        kv_TBGF = beside(k_TBGD, v_TBGE)
+        kv_TBGF = pack_kv(k_TBGD, v_TBGE)
         with _outside_operators(config):
             ((dq, dk, dv, *_),) = backward_pass([plan], config, handle.group.run, [q_SBHD], [kv_TBGF], [out, lse], [dout, dlse])
         return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])

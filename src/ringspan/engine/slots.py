@@ -1,4 +1,4 @@
-"""A rank's slots while it walks: buffers of rows, and how a transfer is read from and written to them.
+"""The slots of a rank while it executes a plan: buffers of rows, and how transfers read and write them.
 
 Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim.
 """
@@ -6,14 +6,14 @@ Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, on_device
-from ringspan.engine.messages import Route
+from ringspan.engine.messages import StepMessages
 from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
@@ -21,80 +21,81 @@ from ringspan.plans.shape import is_packed
 from ringspan.transports import PostExchange
 
 
-class Arrival(NamedTuple):
-    """A message that will have come when the step is over; None where it is received in place."""
-
-    transfer: Transfer
-    message: Tensor | None
-
-
 class Slots:
-    """Buffers by what they hold. ``plain`` are overwritten by what arrives, ``sums`` added to, ``results`` merged into.
+    """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
-    When other queries or keys move in, what was gathered for those before them (``gathered[what]``) is forgotten.
+    What arrives overwrites ``rows`` ("q", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``. When other
+    queries or keys overwrite a row, the accumulators of that row (``_of_rows``) clear it.
     """
 
     def __init__(
         self,
+        rows: dict[str, list[Tensor]],
         *,
-        plain: dict[str, list[Tensor]],
-        sums: dict[str, list[GradientAccumulator]] | None = None,
-        results: list[OutputAccumulator] | None = None,
+        outputs: list[OutputAccumulator] | None = None,
+        gradients: dict[str, list[GradientAccumulator]] | None = None,
     ) -> None:
-        self.plain, self.sums, self.results = plain, sums or {}, results or []
-        self.gathered: dict[str, Sequence[OutputAccumulator | GradientAccumulator]] = {
-            "q": self.results or self.sums.get("dq", []),
-            "kv": self.sums.get("dkv", []),
+        self.rows, self.outputs, self.gradients = rows, outputs or [], gradients or {}
+        self._of_rows: dict[str, Sequence[Any]] = {
+            "q": self.outputs or self.gradients.get("dq", []),
+            "kv": self.gradients.get("dkv", []),
         }
+        self._arriving: list[tuple[Transfer, Tensor | None]] = []
 
-    def post(self, route: Route, label: str) -> tuple[PostExchange, list[Arrival]]:
-        """The step's exchange, and what is to be taken in when it is over, in order."""
-        parcels = [self._pack(t) if is_packed(t) else self._rows(t) for t in route.parcels]
-        rooms: dict[int, Tensor] = {}
-        for wall in route.walls:
-            rows = self.plain[wall.what][wall.slot][wall.start : wall.stop]
-            rooms.update(zip(wall.recvs, rows.split_with_sizes(wall.sizes), strict=True))
-        arrivals = []
-        for t, parcel, room in route.arrivals:
-            if parcel is not None:
-                arrivals.append(Arrival(t, parcels[parcel]))
-            elif room is not None:
-                rooms[room] = self._apart(t)
-                arrivals.append(Arrival(t, rooms[room]))
-            elif self.gathered[t.what]:
-                arrivals.append(Arrival(t, None))
-        sends = tuple([(peer, parcels[number]) for peer, number in route.sends])
-        return PostExchange(label, sends, tuple([(t.peer, rooms[n]) for n, t in enumerate(route.recvs)])), arrivals
+    def begin(self, messages: StepMessages, label: str) -> PostExchange:
+        """The exchange of a step: payloads to send and buffers to receive into."""
+        payloads: list[Tensor] = []
+        for t, packed in messages.payloads:
+            payloads.append(self._pack(t) if packed else self._rows_of(t))
+        recv_buffers: dict[int, Tensor] = {}
+        for run in messages.receive_runs:
+            rows = self.rows[run.what][run.slot][run.start : run.stop]
+            recv_buffers.update(zip(run.recvs, rows.split_with_sizes(run.sizes), strict=True))
+        for t, payload, buffer in messages.arrivals:
+            if payload is not None:
+                self._arriving.append((t, payloads[payload]))
+            elif buffer is not None:
+                recv_buffers[buffer] = self._new_buffer(t)
+                self._arriving.append((t, recv_buffers[buffer]))
+            elif self._of_rows[t.what]:
+                self._arriving.append((t, None))
+        sends, recvs = [], []
+        for peer, payload in messages.sends:
+            sends.append((peer, payloads[payload]))
+        for n, t in enumerate(messages.recvs):
+            recvs.append((t.peer, recv_buffers[n]))
+        return PostExchange(label, tuple(sends), tuple(recvs))
 
-    def take(self, arrivals: Sequence[Arrival]) -> None:
-        """Lay what has arrived where it belongs."""
-        for t, message in arrivals:
-            if t.what in self.plain:
+    def apply_arrivals(self) -> None:
+        """Write what has arrived into the slots, and release its buffers."""
+        arrived, self._arriving = self._arriving, []
+        for t, message in arrived:
+            if t.what in self.rows:
                 self._overwrite(t, message)
             elif message is not None:
                 self._merge(t, message) if t.what == "out" else self._add(t, message)
 
     def _pack(self, t: Transfer) -> Tensor:
-        """The rows, copied together into one message."""
+        """The rows, copied into one payload."""
         if t.what != "out":
-            rows = self._rows(t)
+            rows = self._rows_of(t)
             return _heads(rows, t).index_select(0, _index(t.rows, rows.device))
-        message = self._apart(t)
+        payload = self._new_buffer(t)
         at = 0
         for start, stop in t.rows:
-            out, lse = (_heads(x, t) for x in self.results[t.slot].wide(start, stop))
-            part = message[at : at + stop - start]
-            part[..., :-1], part[..., -1] = out, lse
+            out, lse = self.outputs[t.slot].wide(start, stop)
+            part = payload[at : at + stop - start]
+            part[..., :-1], part[..., -1] = _heads(out, t), _heads(lse, t)
             at += stop - start
-        return message
+        return payload
 
-    def _apart(self, t: Transfer) -> Tensor:
-        """Room for the message outside the slot. A result's lse is its last column."""
-        if t.what in self.plain:
-            like, (_, batch, heads, width) = self.plain[t.what][t.slot], self.plain[t.what][t.slot].shape
+    def _new_buffer(self, t: Transfer) -> Tensor:
+        """A buffer for the message, outside the slot. The last column of an output is its lse."""
+        if t.what in self.rows:
+            like, (_, batch, heads, width) = self.rows[t.what][t.slot], self.rows[t.what][t.slot].shape
         else:
-            gathered = self.results[t.slot] if t.what == "out" else self.sums[t.what][t.slot]
-            like, (_, batch, heads, width) = gathered.like, gathered.shape
+            accumulator = self.outputs[t.slot] if t.what == "out" else self.gradients[t.what][t.slot]
+            like, (_, batch, heads, width) = accumulator.like, accumulator.shape
         heads = heads if t.heads is None else t.heads[1] - t.heads[0]
         return like.new_empty((t.count, batch, heads, width + (t.what == "out")))
 
@@ -102,29 +103,29 @@ class Slots:
         out_BHSE, lse_BHS = message[..., :-1].permute(1, 2, 0, 3), message[..., -1].permute(1, 2, 0)
         at = 0
         for start, stop in t.rows:
-            here = slice(at, at + stop - start)
-            self.results[t.slot].add(start, stop, Partial(out_BHSE[:, :, here], lse_BHS[:, :, here]), heads=t.heads)
+            part = slice(at, at + stop - start)
+            self.outputs[t.slot].add(start, stop, Partial(out_BHSE[:, :, part], lse_BHS[:, :, part]), heads=t.heads)
             at += stop - start
 
     def _add(self, t: Transfer, message: Tensor) -> None:
         if is_packed(t):
-            _heads(self._rows(t), t).index_add_(0, _index(t.rows, message.device), message)
+            _heads(self._rows_of(t), t).index_add_(0, _index(t.rows, message.device), message)
         else:
-            self.sums[t.what][t.slot].add(*t.rows[0], message)
+            self.gradients[t.what][t.slot].add(*t.rows[0], message)
 
     def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
         if message is not None:
-            _heads(self._rows(t), t).index_copy_(0, _index(t.rows, message.device), message)
-        for gathered in self.gathered[t.what][t.slot : t.slot + 1]:
+            _heads(self._rows_of(t), t).index_copy_(0, _index(t.rows, message.device), message)
+        for accumulator in self._of_rows[t.what][t.slot : t.slot + 1]:
             for start, stop in t.rows:
-                gathered.clear(start, stop)
+                accumulator.clear(start, stop)
 
-    def _rows(self, t: Transfer) -> Tensor:
-        """The rows from the first that the transfer names to the last, those between them included."""
+    def _rows_of(self, t: Transfer) -> Tensor:
+        """The rows from the first that the transfer names to the last, with those between them."""
         start, stop = t.rows[0] if len(t.rows) == 1 else _extent(t.rows)
-        if t.what in self.plain:
-            return self.plain[t.what][t.slot][start:stop]
-        return self.sums[t.what][t.slot].wide(start, stop)
+        if t.what in self.rows:
+            return self.rows[t.what][t.slot][start:stop]
+        return self.gradients[t.what][t.slot].wide(start, stop)
 
 
 def _heads(x: Tensor, t: Transfer) -> Tensor:

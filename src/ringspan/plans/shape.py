@@ -121,7 +121,7 @@ def wide_item(item: int) -> int:
 
 
 def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
-    """Backward, a query travels with all that its gradient needs: q, dout and out, lse and dlse (see ``engine/bundle.py``)."""
+    """Backward, a query travels with all that its gradient needs: q, dout and out, lse and dlse (see ``engine/packing.py``)."""
     used = (head_dim + 2 * v_dim) * item + 2 * wide_item(item)
     return used + -used % ROW_ALIGNMENT
 

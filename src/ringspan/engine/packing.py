@@ -1,0 +1,65 @@
+"""Rows packed for a message: keys with their values, and queries with all that their gradients need.
+
+::
+
+    | k  D elements | v  E |                              forward and backward
+    | q  D elements | dout  E | out  E | … | lse | dlse |  backward, if queries move
+
+Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim, W elements of a packed query.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels import Saved, accumulation_dtype
+from ringspan.plans.shape import saved_bytes
+
+# Inputs usually have the tokens of a head contiguous, not the heads of a token, so that packing copies short pieces. torch.cat
+# copies them element by element. 16-byte elements are eight times fewer than those of half precision.
+WORD = torch.complex128
+
+
+def pack_kv(k_TBGD: Tensor, v_TBGE: Tensor) -> Tensor:
+    """``torch.cat([k, v], dim=-1)``, contiguous: a token is one row, and rows are sent without another copy."""
+    if _has_whole_words(k_TBGD) and _has_whole_words(v_TBGE):
+        packed = torch.cat((k_TBGD.view(WORD), v_TBGE.view(WORD)), dim=-1).contiguous()
+        return packed.view(k_TBGD.dtype)
+    return torch.cat((k_TBGD, v_TBGE), dim=-1).contiguous()  # cat keeps the strides of its inputs if they are equal
+
+
+def _has_whole_words(x: Tensor) -> bool:
+    """Whether the last dim of every row consists of whole words at aligned addresses, on a device that has such words."""
+    if x.device.type not in ("cpu", "cuda"):
+        return False
+    *strides, last = x.stride()
+    offsets = x.shape[-1] | int(x.storage_offset())
+    for stride in strides:
+        offsets |= stride  # the bitwise or is a multiple of a power of two if all operands are
+    return last == 1 and offsets % (WORD.itemsize // x.element_size()) == 0 and x.data_ptr() % WORD.itemsize == 0
+
+
+def pack_saved(saved: Saved) -> Tensor:
+    """One row (W) for each query and head, in the dtype of the queries: (S, B, H, W). ``saved`` is rows first.
+
+    lse and dlse are at least float32: in half precision each takes the place of two elements. They are at the end of a row
+    whose length is a multiple of 16 bytes, so that they are aligned, and q, dout and out can be read in place.
+    """
+    q, dout, out, lse, dlse = saved
+    d, e = q.shape[-1], out.shape[-1]
+    rows = q.new_zeros((*q.shape[:-1], saved_bytes(d, e, q.element_size()) // q.element_size()))
+    for view, values in zip(unpack_saved(rows, d, e), (q, dout, out, lse, dlse), strict=True):
+        if values is not None:
+            assert view is not None
+            view.copy_(values)
+    return rows
+
+
+def unpack_saved(rows_SBHW: Tensor, d: int, e: int) -> Saved:
+    """Views of the parts of packed rows, rows first."""
+    dtype = accumulation_dtype(rows_SBHW.dtype)
+    tail = 2 * torch.finfo(dtype).bits // torch.finfo(rows_SBHW.dtype).bits
+    q, dout, out, rest = rows_SBHW.split([d, e, e, rows_SBHW.shape[-1] - d - 2 * e], dim=-1)
+    lse, dlse = rest[..., rest.shape[-1] - tail :].view(dtype).unbind(-1)
+    return Saved(q, dout, out, lse, dlse)
