@@ -1,4 +1,4 @@
-"""The eager kernel against dense float64: bands, functions of the user, what these learn, and rows that see nothing."""
+"""The eager kernel against dense float64: bands, score_mod and mask_mod, their gradients, and rows that see no key."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_any_mask(drawn: Drawn) -> None:
     torch.testing.assert_close(mine, wanted)
 
 
-def test_more_rows_than_are_taken_at_once() -> None:
+def test_more_rows_than_one_block() -> None:
     n = 2 * MAX_ROWS + 17
     q, k, v = tensors(n, n)
     mask = rs.causal(n) & rs.window(left=40)
@@ -74,7 +74,7 @@ def test_more_rows_than_are_taken_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_comes_back_wide(dtype: torch.dtype) -> None:
+def test_half_precision_is_returned_in_float32(dtype: torch.dtype) -> None:
     q, k, v = tensors(9, 9, dtype)
     (part,) = eager.attend(q.detach(), k.detach(), v.detach(), rs.causal(9).bands, scale=0.3)
     want = dense_attention(q, k, v, torch.from_numpy(rs.causal(9).dense()), scale=0.3)
@@ -82,7 +82,7 @@ def test_half_precision_comes_back_wide(dtype: torch.dtype) -> None:
     torch.testing.assert_close(part.partial.out.double(), want.out.detach(), atol=1e-6, rtol=1e-6)
 
 
-# -- functions of the user ---------------------------------------------------------------------------------------------
+# -- score_mod and mask_mod --------------------------------------------------------------------------------------------
 
 
 class Slopes(nn.Module):
@@ -114,42 +114,42 @@ def in_module() -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 
 def in_history() -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """One captured tensor is made of the other: a graph that ran from one into the other would count it twice."""
+    """One captured tensor is computed from the other. Following the graph between them would count a gradient twice."""
     weight = torch.randn(H, dtype=torch.float64, requires_grad=True)
-    made = weight.exp()
-    return lambda score, b, h, q, k: score * made[h] + weight[h] * (k - q), [weight, made]
+    derived = weight.exp()
+    return lambda score, b, h, q, k: score * derived[h] + weight[h] * (k - q), [weight, derived]
 
 
 LEARNED = {"closure": in_closure, "partial": in_partial, "module": in_module, "history": in_history}
 
 
 @pytest.mark.parametrize("make", LEARNED.values(), ids=LEARNED)
-def test_what_a_function_learns_however_it_holds_it(make: Callable[[], Any]) -> None:
+def test_gradients_of_captured_tensors(make: Callable[[], Any]) -> None:
     score_mod, learned = make()
     q, k, v = tensors(21, 21)
     mask = rs.causal(21)
     mods = mods_of(score_mod, None, q)
     assert mods is not None
     assert {id(x) for x in mods.learned} == {id(x) for x in learned}
-    placed = IndexedMods(mods=mods, q_tokens_S=torch.arange(21), k_tokens_T=torch.arange(21))
+    indexed = IndexedMods(mods=mods, q_tokens_S=torch.arange(21), k_tokens_T=torch.arange(21))
     want = dense_flex(q, k, v, torch.from_numpy(mask.dense()), score_mod, scale=0.3)
-    got = attend(q, k, v, mask, placed)
+    got = attend(q, k, v, mask, indexed)
     torch.testing.assert_close(got, rs.Partial(*(x.detach() for x in want)))
     dout = torch.randn_like(want.out)
-    mine = backward(Saved(q.detach(), dout, *got), k.detach(), v.detach(), mask, placed)
-    # Outside of us a history goes on: what flows through ``made`` flows into ``weight``, too. Leave that out on both sides.
+    mine = backward(Saved(q.detach(), dout, *got), k.detach(), v.detach(), mask, indexed)
+    # Autograd adds the gradient of ``derived`` to that of ``weight``. The kernel returns them apart, so add them here.
     leaves = [x for x in learned if x.is_leaf]
     wanted = torch.autograd.grad(want.out, (q, k, v, *leaves), dout, retain_graph=True)
-    together = dict(zip(map(id, mods.learned), mine[3:], strict=True))
-    through = [x for x in learned if not x.is_leaf]
-    flowed = torch.autograd.grad(through, leaves, [together[id(x)] for x in through]) if through else [0.0] * len(leaves)
+    by_id = dict(zip(map(id, mods.learned), mine[3:], strict=True))
+    derived = [x for x in learned if not x.is_leaf]
+    added = torch.autograd.grad(derived, leaves, [by_id[id(x)] for x in derived]) if derived else [0.0] * len(leaves)
     torch.testing.assert_close(mine[:3], list(wanted[:3]))
-    for leaf, whole, beyond in zip(leaves, wanted[3:], flowed, strict=True):
-        torch.testing.assert_close(together[id(leaf)] + beyond, whole)
+    for leaf, whole, more in zip(leaves, wanted[3:], added, strict=True):
+        torch.testing.assert_close(by_id[id(leaf)] + more, whole)
 
 
-def test_rows_stand_where_the_tokens_say() -> None:
-    """Rows and keys in any order: the functions see the tokens, not the rows; heads begin at the first head."""
+def test_functions_are_called_with_tokens_and_global_heads() -> None:
+    """Rows and keys are in any order; heads count from ``first_head``."""
     q, k, v = tensors(13, 17)
     q_tokens, k_tokens = torch.randperm(40)[:13], torch.randperm(40)[:17]
     document = torch.randint(3, (40,))
@@ -157,44 +157,44 @@ def test_rows_stand_where_the_tokens_say() -> None:
         score_mod=lambda score, b, h, q, k: score + 0.1 * h + 0.01 * (q - k) * (b + 1),
         mask_mod=lambda b, h, q, k: (document[q] == document[k]) | ((q + k + h) % 3 == b),
     )
-    placed = IndexedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=7)
+    indexed = IndexedMods(mods=mods, q_tokens_S=q_tokens, k_tokens_T=k_tokens, first_head=7)
     b, h, i, j = pairs(B, H, 13, 17)
     i, j, h = q_tokens[i], k_tokens[j], h + 7
     seen = (document[i] == document[j]) | ((i + j + h) % 3 == b)
     want = dense_flex(q, k, v, seen, lambda score, *_: score + 0.1 * h + 0.01 * (i - j) * (b + 1), scale=0.3)
-    torch.testing.assert_close(attend(q, k, v, rs.full(13, 17), placed), rs.Partial(*(x.detach() for x in want)))
+    torch.testing.assert_close(attend(q, k, v, rs.full(13, 17), indexed), rs.Partial(*(x.detach() for x in want)))
 
 
-def test_a_score_of_minus_infinity_hides() -> None:
+def test_a_score_of_minus_infinity_hides_the_pair() -> None:
     q, k, v = tensors(12, 12)
     mods = mods_of(lambda score, b, h, q, k: torch.where((k < q) & (q != 5), score, -torch.inf), None, q)
     assert mods is not None
-    placed = IndexedMods(mods=mods, q_tokens_S=torch.arange(12), k_tokens_T=torch.arange(12))
-    got = attend(q, k, v, rs.full(12), placed)
+    indexed = IndexedMods(mods=mods, q_tokens_S=torch.arange(12), k_tokens_T=torch.arange(12))
+    got = attend(q, k, v, rs.full(12), indexed)
     assert got.lse.isneginf().nonzero()[:, 2].unique().tolist() == [0, 5]
     assert (got.out[:, :, [0, 5]] == 0).all()
-    grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(12), placed)
+    grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(12), indexed)
     assert all(x.isfinite().all() for x in grads)
     assert (grads[0][:, :, [0, 5]] == 0).all()
 
 
-def test_a_function_that_ignores_the_score() -> None:
+def test_a_score_mod_that_ignores_the_score() -> None:
     q, k, v = tensors(6, 6)
     mods = mods_of(lambda score, b, h, q, k: torch.zeros_like(score), None, q)
-    placed = IndexedMods(mods=mods, q_tokens_S=torch.arange(6), k_tokens_T=torch.arange(6))  # type: ignore[arg-type]
-    got = attend(q, k, v, rs.full(6), placed)
+    indexed = IndexedMods(mods=mods, q_tokens_S=torch.arange(6), k_tokens_T=torch.arange(6))  # type: ignore[arg-type]
+    got = attend(q, k, v, rs.full(6), indexed)
     torch.testing.assert_close(got.out, v.detach().mean(2, keepdim=True).repeat_interleave(H // G, 1).expand_as(got.out))
-    grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(6), placed)
+    grads = backward(Saved(q.detach(), torch.ones_like(got.out), *got), k.detach(), v.detach(), rs.full(6), indexed)
     assert (grads[0] == 0).all()
 
 
-def test_captured_are_neither_given_nor_made() -> None:
+def test_captured_tensors_exclude_arguments_and_intermediates() -> None:
     given_, held = torch.ones(3), torch.arange(3.0)
     assert [id(x) for x in captured_tensors(lambda x: (x + held).sum() + (x * 2)[held.long()], given_)] == [id(held)]
     assert captured_tensors(lambda x: x * 2 + 1, given_) == ()
 
 
-def test_it_is_chosen_for_functions_and_for_nothing_else() -> None:
+def test_auto_takes_it_only_for_score_mod_and_mask_mod() -> None:
     inputs = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 8, "v_dim": 8}
     assert select_kernel("auto", Inputs(**inputs, has_mods=True)) is eager  # type: ignore[arg-type]
     assert select_kernel("auto", Inputs(**inputs)) is not eager  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_it_is_chosen_for_functions_and_for_nothing_else() -> None:
 
 @given(st.integers(0, 3), st.integers(0, 3))
 @settings(max_examples=10)
-def test_nothing_to_attend(rows: int, keys: int) -> None:
+def test_no_batch_or_no_bands(rows: int, keys: int) -> None:
     q, k, v = tensors(rows, keys)
     assert list(eager.attend(q[:0], k[:0], v[:0], rs.full(rows, keys).bands, scale=1.0)) == []
     assert list(eager.attend(q, k, v, (), scale=1.0)) == []

@@ -25,7 +25,7 @@ def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
 
 
 def as_flash_2(shape: Window, longest: int) -> Window:
-    """A window as mha_varlen_fwd and set_params_fprop of FlashAttention-2 change it, given the longest sequence of keys."""
+    """A window as FlashAttention-2 changes it in mha_varlen_fwd and set_params_fprop. ``longest``: sequence of keys."""
     left, right = (None if side is None or side >= longest else side for side in shape)
     if left is None and right is None:
         return Window(None, None)

@@ -1,4 +1,4 @@
-"""The flex kernel without a GPU: the program is traced as it is, run by PyTorch's own dense definition of FlexAttention."""
+"""The flex kernel on a CPU: the program is traced by Dynamo and run by PyTorch's dense definition of FlexAttention."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MASKS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def densely() -> Iterator[None]:
-    """No code is generated, and what PyTorch forbids on CPUs for want of a fast kernel is allowed."""
+def dense_flex_attention() -> Iterator[None]:
+    """Generate no code, and allow what PyTorch does not support on CPUs."""
     compiled = torch.compile(flex.attend_intervals, dynamic=True, fullgraph=True, backend="eager")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_compiled", lambda: compiled)
@@ -41,7 +41,7 @@ def densely() -> Iterator[None]:
 
 
 def inputs(mask: rs.Mask, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """As the engine has them: rows first in memory, keys and values side by side, heads first to the kernel."""
+    """With the strides that the engine uses: rows first in memory, keys and values side by side."""
     torch.manual_seed(0)
     rows, cols = mask.lengths
     q = torch.randn(rows, 2, 4, 16, dtype=dtype).movedim(0, 2)
@@ -76,48 +76,48 @@ def test_against_the_reference(mask: rs.Mask, with_dlse: bool) -> None:
     torch.testing.assert_close(backward(flex, mask, saved, k, v), backward(reference, mask, saved, k, v))
 
 
-def test_gradients_with_what_other_bands_have_added_to_the_result() -> None:
-    """Out and lse are those of the whole mask; the gradients are those of some of its bands."""
+def test_gradients_through_some_of_the_bands() -> None:
+    """Out and lse are those of the whole mask, the gradients those through some of its bands."""
     whole, some = MASKS["causal"], MASKS["window"]
     q, k, v = inputs(whole)
     saved = Saved(q, torch.randn(2, 4, N, 24, dtype=q.dtype), *forward(whole, q, k, v))
     torch.testing.assert_close(backward(flex, some, saved, k, v), backward(reference, some, saved, k, v))
 
 
-def programs() -> int:
+def compiled_programs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
-def test_other_masks_and_lengths_are_not_other_programs() -> None:
-    """Including those that make two lengths equal by chance, fit into one block, or leave out the first rows or keys."""
+def test_other_masks_and_lengths_need_no_recompilation() -> None:
+    """Also masks with two equal lengths, of one block, or without the first rows or keys."""
     first, *others = [rs.Mask.from_bands([(q, 500, k, 500, -500, 500)], 500) for q, k in ((99, 77), (0, 99), (99, 0), (0, 0))]
     others += [rs.full(n, m) for n, m in ((2, 3), (128, 128), (128, 500), (500, 128), (700, 700))]
     others += [rs.documents([n, 600 - n]) for n in range(10, 300, 30)]
-    torch._dynamo.reset()  # forget the programs of other tests
+    torch._dynamo.reset()  # drop the programs of other tests
     forward(first, *inputs(first))
-    before = programs()
+    before = compiled_programs()
     for mask in others:
         forward(mask, *inputs(mask))
-    assert programs() == before
+    assert compiled_programs() == before
 
 
-class CatchesNothing(AttentionCatcher):
+class FailingCatcher(AttentionCatcher):
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pytest.fail("caught")
 
 
-def test_backward_inside_a_block_that_catches_attention() -> None:
+def test_backward_inside_a_block_that_intercepts_attention() -> None:
     mask = MASKS["causal"]
     q, k, v = inputs(mask)
     saved = Saved(q, torch.randn(2, 4, N, 24, dtype=q.dtype), *forward(mask, q, k, v))
-    with CatchesNothing():
+    with FailingCatcher():
         got = backward(flex, mask, saved, k, v)
     torch.testing.assert_close(got, backward(reference, mask, saved, k, v))
 
 
-def test_what_inference_leaves_behind_can_be_trained_with() -> None:
+def test_calls_cached_in_inference_mode_can_be_used_in_training() -> None:
     flex.make_flex_calls.cache_clear()  # type: ignore[attr-defined]
     with torch.inference_mode():
         (call,) = flex.make_flex_calls(MASKS["causal"].bands, False, "TRITON", torch.device("cpu"))
@@ -136,7 +136,7 @@ def test_what_inference_leaves_behind_can_be_trained_with() -> None:
         ({"v_dim": 512}, (9, 0), "takes a value dim from 16 to 256, not 512"),
     ],
 )
-def test_why_not(
+def test_unsupported_reason(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], capability: tuple[int, int], reason: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -144,7 +144,7 @@ def test_why_not(
     assert flex.unsupported_reason(Inputs(**{**plain, **changes})) == reason  # type: ignore[arg-type]
 
 
-# -- functions of the user ---------------------------------------------------------------------------------------------
+# -- score_mod and mask_mod --------------------------------------------------------------------------------------------
 
 
 class Slopes(nn.Module):
@@ -156,7 +156,7 @@ class Slopes(nn.Module):
         return score - self.slope_H[h] * (q - k).abs() / 50
 
 
-def placed(score_mod: Any, mask_mod: Any, mask: rs.Mask) -> IndexedMods:
+def indexed(score_mod: Any, mask_mod: Any, mask: rs.Mask) -> IndexedMods:
     rows, cols = mask.lengths
     source = torch.Generator().manual_seed(3)
     q_tokens, k_tokens = torch.randperm(400, generator=source)[:rows], torch.randperm(400, generator=source)[:cols]
@@ -177,11 +177,11 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", ["causal", "documents", "blind rows", "two layers"])
 @pytest.mark.parametrize(("score_mod", "mask_mod"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_functions_see_tokens_and_heads_and_learn(score_mod: Any, mask_mod: Any, name: str) -> None:
-    """As the eager kernel, which is compared with the definition."""
+def test_score_mod_and_mask_mod_equal_the_eager_kernel(score_mod: Any, mask_mod: Any, name: str) -> None:
+    """The eager kernel is compared with the definition in its own tests."""
     mask = MASKS[name]
     q, k, v = inputs(mask)
-    mods = placed(score_mod, mask_mod, mask)
+    mods = indexed(score_mod, mask_mod, mask)
     results, grads = [], []
     for kernel in (flex, eager):
         total = OutputAccumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
@@ -201,28 +201,28 @@ def test_functions_see_tokens_and_heads_and_learn(score_mod: Any, mask_mod: Any,
     torch.testing.assert_close(*grads)
 
 
-def test_another_closure_of_the_same_code_is_not_another_program() -> None:
+def test_another_closure_of_the_same_code_needs_no_recompilation() -> None:
     mask = MASKS["causal"]
     tensors = inputs(mask)
 
     def once(ids: Tensor) -> None:
-        mods = placed(None, lambda b, h, q, k: ids[q] == ids[k], mask)
+        mods = indexed(None, lambda b, h, q, k: ids[q] == ids[k], mask)
         for _ in flex.attend(*tensors, mask.bands, scale=0.3, mods=mods):
             pass
 
     torch._dynamo.reset()
     once(torch.randint(3, (400,)))
-    before = programs()
+    before = compiled_programs()
     for _ in range(5):
         once(torch.randint(3, (400,)))
-    assert programs() == before
+    assert compiled_programs() == before
 
 
-def test_a_tensor_that_no_compiler_can_find() -> None:
+def test_a_captured_tensor_that_cannot_be_rebound_raises() -> None:
     hidden = {"slope": torch.ones(9, dtype=torch.float64, requires_grad=True)}
     mask = MASKS["causal"]
     q, k, v = inputs(mask)
-    mods = placed(lambda score, b, h, q, k: score * hidden["slope"][h], None, mask)
+    mods = indexed(lambda score, b, h, q, k: score * hidden["slope"][h], None, mask)
     out = torch.randn_like(v).repeat(1, 2, 1, 1)
     saved = Saved(q, out, out, torch.zeros(2, 4, N).double())
     with pytest.raises(rs.KernelError, match=r'hold it in a closure.*or use backend="eager"'):

@@ -1,4 +1,4 @@
-"""How the FLASH back end is handed the whole: with a part that computes its gradients the way that back end does."""
+"""The replacement of saved tensors for the FLASH back end, with a fake of that back end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ S, T, D = 5, 7, 4
 
 
 class Flash(torch.autograd.Function):
-    """Attention whose backward pass believes the out and lse that were saved, as flash attention's does."""
+    """Attention whose backward pass reads the saved out and lse, as that of flash attention does."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def part(q: Tensor, k: Tensor, v: Tensor) -> Partial:
     return Partial(*Flash.apply(q, k, v))
 
 
-def test_the_gradients_of_parts_are_those_of_the_whole() -> None:
+def test_gradients_of_parts_add_up_to_those_of_the_whole() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, D, requires_grad=True) for n in (S, T, T))
     score = q @ k.mT
@@ -55,7 +55,7 @@ def test_the_gradients_of_parts_are_those_of_the_whole() -> None:
         torch.testing.assert_close(torch.cat([grads[n] for grads in parts], 2), wanted[n])
 
 
-def test_a_part_that_saves_them_in_another_way_is_not_believed() -> None:
+def test_a_part_that_saves_no_out_and_lse_raises() -> None:
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Partial:
         return Partial((q @ k.mT).exp() @ v, (q @ k.mT).logsumexp(-1).detach())
 
@@ -66,8 +66,8 @@ def test_a_part_that_saves_them_in_another_way_is_not_believed() -> None:
     assert not vars(flex_flash._thread)
 
 
-def test_lse_is_not_taken_for_something_else() -> None:
-    """Another release may save a tensor that looks like it."""
+def test_a_saved_tensor_that_looks_like_lse_raises() -> None:
+    """Another release of PyTorch may save such a tensor."""
 
     def with_more(q: Tensor, k: Tensor, v: Tensor) -> Partial:
         return Partial(*Flash.apply(q, k, v, torch.ones(1, 1, S)))
@@ -78,8 +78,7 @@ def test_lse_is_not_taken_for_something_else() -> None:
         flex_flash._gradients(with_more, saved, k, v)
 
 
-def test_hooks_of_the_user_are_left_alone() -> None:
-    """Such as those that keep what is saved elsewhere."""
+def test_saved_tensor_hooks_of_the_user_stay_in_effect() -> None:
     q, k, v = (torch.randn(1, 1, n, D) for n in (S, T, T))
     out, lse = Flash.apply(q, k, v)
     saved = Saved(q, torch.ones_like(out), out, lse)

@@ -1,4 +1,4 @@
-"""FlexAttention by its FLASH back end on a CUDA device, against dense float64."""
+"""FlexAttention with its FLASH back end on a CUDA device against dense float64."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CASES = {f"{kind}: {name}": (*KINDS[kind], mask) for kind in KINDS for name, mas
 
 
 def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    asked = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)
-    reason = dict(availability(asked))["flex_flash"]
-    if reason != auto_skip_reason(asked):
+    wanted = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim)
+    reason = dict(availability(wanted))["flex_flash"]
+    if reason != auto_skip_reason(wanted):
         pytest.skip(f"flex_flash {reason}")
     torch.manual_seed(0)
     (rows, cols), (h, g) = mask.lengths, heads
@@ -39,7 +39,7 @@ def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dim: int) 
 
 
 @pytest.mark.parametrize(("dtype", "heads", "dim", "mask"), CASES.values(), ids=CASES)
-def test_no_worse_than_one_call_of_the_same_precision(
+def test_error_is_at_most_twice_that_of_plain_attention(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, mask: rs.Mask
 ) -> None:
     q, k, v = inputs(mask, dtype, heads, dim)
@@ -50,8 +50,8 @@ def test_no_worse_than_one_call_of_the_same_precision(
 
 
 @pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["documents"]])
-def test_functions_of_the_user_see_global_indices(mask: rs.Mask) -> None:
-    """Their gradients are computed by Triton, with a warning."""
+def test_score_mod_is_called_with_global_indices(mask: rs.Mask) -> None:
+    """Triton computes the gradients, with a warning."""
     q, k, v = inputs(mask, *KINDS["bfloat16, shared heads, 128"])
     slopes = torch.linspace(0.01, 0.1, 8, device="cuda")
 
@@ -68,7 +68,7 @@ def test_functions_of_the_user_see_global_indices(mask: rs.Mask) -> None:
         assert error(mine, theirs) <= 0.02 * theirs.abs().max().item()
 
 
-def test_the_gradient_of_lse_is_computed_by_triton_with_a_warning() -> None:
+def test_triton_computes_the_gradient_of_lse_with_a_warning() -> None:
     mask = MASKS["causal"]
     q, k, v = inputs(mask, *KINDS["float16, 64"])
     got = rs.LocalWorld(2).attention(q, k, v, mask=mask, backend="flex_flash", return_lse=True)
@@ -79,7 +79,7 @@ def test_the_gradient_of_lse_is_computed_by_triton_with_a_warning() -> None:
         assert error(x, exact) <= 0.01 * exact.abs().max().item()
 
 
-def test_the_profiler_sees_flash_attention_and_no_triton() -> None:
+def test_the_profiler_shows_flash_attention_and_no_triton() -> None:
     mask = MASKS["documents"]
     q, k, v = inputs(mask, *KINDS["float16, 64"])
     world = rs.LocalWorld(1)

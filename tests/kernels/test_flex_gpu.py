@@ -1,4 +1,4 @@
-"""The flex kernel on a CUDA device, against dense float64."""
+"""The flex kernel on a CUDA device against dense float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.kernels.compare import MASKS, compared, error
 pytestmark = pytest.mark.gpu
 
 
-def serving(dtype: torch.dtype, head_dim: int, v_dim: int) -> None:
+def skip_if_unavailable(dtype: torch.dtype, head_dim: int, v_dim: int) -> None:
     reason = dict(availability(Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim, v_dim=v_dim)))["flex"]
     if reason:
         pytest.skip(f"flex {reason}")
 
 
 def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    serving(dtype, *dims)
+    skip_if_unavailable(dtype, *dims)
     torch.manual_seed(0)
     (rows, cols), (h, g), (d, e) = mask.lengths, heads, dims
     shapes = ((2, h, rows, d), (2, g, cols, d), (2, g, cols, e))
@@ -29,7 +29,8 @@ def inputs(mask: rs.Mask, dtype: torch.dtype, heads: tuple[int, int], dims: tupl
     return q, k, v
 
 
-# dtype, (query heads, key heads), (head dim, value dim): each is compiled anew, so each says several things.
+# dtype, (query heads, key heads), (head dim, value dim). Each is compiled, which is slow, so each varies several of
+# them.
 KINDS = {
     "bfloat16, shared heads, 128": (torch.bfloat16, (8, 2), (128, 128)),
     "float16, 64": (torch.float16, (4, 4), (64, 64)),
@@ -48,17 +49,17 @@ CASES = {
 
 
 @pytest.mark.parametrize(("dtype", "heads", "dims", "mask"), CASES.values(), ids=CASES)
-def test_no_worse_than_one_call_of_the_same_precision(
+def test_error_is_at_most_twice_that_of_plain_attention(
     dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], mask: rs.Mask
 ) -> None:
     q, k, v = inputs(mask, dtype, heads, dims)
     for each in compared(q, k, v, mask, backend="flex"):
-        # Float32 is so close to exact that the order of the sums shows.
+        # In float32 the errors are so small that the order of summation matters.
         assert each.error <= 2 * each.yardstick + 1e-6 * each.exact.abs().max().item()
 
 
 @pytest.mark.parametrize("mask", [MASKS[name] for name in ("causal", "documents", "blind rows", "not near")])
-def test_the_gradient_of_lse(mask: rs.Mask) -> None:
+def test_gradient_of_lse(mask: rs.Mask) -> None:
     q, k, v = inputs(mask, *KINDS["float32, shared heads, 64"])
     want = dense_attention(q, k, v, torch.from_numpy(mask.dense()).cuda())
     dout, dlse = torch.randn_like(want.out), torch.randn_like(want.lse)
@@ -69,7 +70,7 @@ def test_the_gradient_of_lse(mask: rs.Mask) -> None:
         assert error(mine, exact) <= 1e-4 * exact.abs().max().item()
 
 
-def test_other_documents_are_not_other_programs() -> None:
+def test_other_documents_need_no_recompilation() -> None:
     from torch._dynamo.utils import counters
 
     lengths = [[100 + 10 * n, 500 - 10 * n, 7, 417] for n in range(10)]
@@ -82,7 +83,7 @@ def test_other_documents_are_not_other_programs() -> None:
     assert programs == programs[:1] * len(lengths)
 
 
-def test_what_is_forgotten_while_another_stream_still_reads_it() -> None:
+def test_the_cache_is_cleared_while_another_stream_reads_from_it() -> None:
     mask = rs.documents([50, 450, 7, 217])
     q, k, v = inputs(mask, *KINDS["float16, 64"])
     world = rs.LocalWorld(1)
@@ -93,15 +94,15 @@ def test_what_is_forgotten_while_another_stream_still_reads_it() -> None:
         torch.cuda._sleep(200_000_000)
         got = world.attention(q, k, v, mask=mask, backend="flex")
     flex.make_flex_calls.cache_clear()  # type: ignore[attr-defined]
-    # Memory of all sizes that the launches had, in the order of the stream that they were made on, full of something else.
-    rubbish = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]
+    # Allocate memory of all sizes that the cached tensors had, on the stream that they were made on, and overwrite it.
+    overwritten = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]
     torch.cuda.synchronize()
     assert torch.equal(got, want)
-    del rubbish
+    del overwritten
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_that_are_not_on_the_current_device() -> None:
+def test_tensors_on_another_than_the_current_device() -> None:
     mask = rs.documents([50, 450, 7, 217])
     q, k, v = inputs(mask, *KINDS["float16, 64"])
     want = rs.LocalWorld(2).attention(q, k, v, mask=mask, backend="flex")
@@ -111,7 +112,7 @@ def test_tensors_that_are_not_on_the_current_device() -> None:
     assert torch.equal(got.to("cuda:0"), want)
 
 
-def test_one_launch_for_all_documents() -> None:
+def test_all_documents_are_one_launch() -> None:
     mask = rs.documents([50] * 20)
     q, k, v = inputs(mask, *KINDS["float16, 64"])
     world = rs.LocalWorld(1)

@@ -12,29 +12,27 @@ from ringspan.kernels.partial import Partial, merge
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 fused = pytest.importorskip("ringspan.kernels.fused", reason="needs triton")
 
-NOWHERE = -torch.inf
-
 
 def parts(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
-    """Two parts of 7 × 2 × 3 queries, the second laid as kernels give it; rows 0 to 2 are empty in one, the other or both."""
+    """Two parts of 7 × 2 × 3 queries, the second with the strides of a kernel's output. Rows 0 to 2 have empty parts."""
     torch.manual_seed(e)
     a = Partial(torch.randn(7, 2, 3, e, device=DEVICE), 5 * torch.randn(7, 2, 3, device=DEVICE))
     b_out = torch.randn(2, 7, 3, e, device=DEVICE).to(dtype).transpose(0, 1)
     b = Partial(b_out, 5 * torch.randn(2, 3, 7, device=DEVICE).permute(2, 0, 1))
     for part, empty in ((a, [0, 1]), (b, [1, 2])):
         part.out[empty] = 0
-        part.lse[empty] = NOWHERE
+        part.lse[empty] = -torch.inf
     return a, b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("e", [5, 64, 128])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_it_is_the_plain_merge(elsewhere: bool, e: int, dtype: torch.dtype) -> None:
-    """In place, or with the old part elsewhere and narrow."""
+@pytest.mark.parametrize("separate_old", [False, True])
+def test_merge_equals_the_plain_one(separate_old: bool, e: int, dtype: torch.dtype) -> None:
+    """In place, or with the old part in another, narrow tensor."""
     a, b = parts(e, dtype)
     old = a.out
-    if elsewhere:
+    if separate_old:
         old, a = a.out.to(dtype), Partial(torch.full_like(a.out, torch.nan), a.lse)
     want = merge(Partial(old.float().cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
     fused.merge_(a.out, a.lse, b.out, b.lse, old)
@@ -42,57 +40,56 @@ def test_it_is_the_plain_merge(elsewhere: bool, e: int, dtype: torch.dtype) -> N
     assert torch.equal(torch.isinf(a.lse).cpu(), torch.isinf(want.lse))
     torch.testing.assert_close(a.lse.cpu(), want.lse, rtol=1e-6, atol=1e-6)
     assert (a.out[1] == 0).all()
-    assert (a.lse[1] == NOWHERE).all()
+    assert (a.lse[1] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_result_may_be_narrow(dtype: torch.dtype) -> None:
-    """It is computed as if it were not, and rounded once."""
+def test_a_narrow_result_is_rounded_once(dtype: torch.dtype) -> None:
     a, b = parts(64, dtype)
     narrow = a.out.to(dtype)
     want = merge(Partial(narrow.float().cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
     fused.merge_(narrow, a.lse, b.out, b.lse, narrow)
-    # Half a unit in the last place; Triton's interpreter cuts bfloat16 off instead of rounding it.
+    # Half a unit in the last place. Triton's interpreter truncates to bfloat16 instead of rounding.
     units = 1.0 if DEVICE == "cpu" and dtype == torch.bfloat16 else 0.51
     assert ((narrow.float().cpu() - want.out).abs() <= units * torch.finfo(dtype).eps * want.out.abs() + 1e-6).all()
     torch.testing.assert_close(a.lse.cpu(), want.lse, rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_the_same_every_time_it_is_launched() -> None:
-    """The first launch finds a program, later ones repeat it: with other tensors, other addresses, other strides."""
+def test_cached_launches_give_the_same_result() -> None:
+    """The first launch looks up a program, later ones reuse it with other tensors, addresses and strides."""
     for shift in (0, 0, 1, 1, 0):
         a, b = parts(64, torch.bfloat16)
-        room = torch.empty(b.out.numel() + 8, dtype=b.out.dtype, device=DEVICE)
-        moved = room[shift : shift + b.out.numel()].view(b.out.shape)
+        buffer = torch.empty(b.out.numel() + 8, dtype=b.out.dtype, device=DEVICE)
+        moved = buffer[shift : shift + b.out.numel()].view(b.out.shape)
         moved.copy_(b.out)
         want = merge(Partial(a.out.cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
         fused.merge_(a.out, a.lse, moved, b.lse, a.out)
         torch.testing.assert_close(a.out.cpu(), want.out, rtol=0, atol=1e-6)
 
 
-class Said:
-    """In the place of a kernel, or of the program that comes of it: says that it is launched, and with which numbers."""
+class FakeKernel:
+    """A fake of a Triton kernel, or of the program compiled from it. Records the integer arguments of every launch."""
 
-    def __init__(self, name: str, said: list[tuple[object, ...]], gives: Said | None = None) -> None:
-        self.name, self.said, self.gives = name, said, gives
+    def __init__(self, name: str, launches: list[tuple[object, ...]], program: FakeKernel | None = None) -> None:
+        self.name, self.launches, self.program = name, launches, program
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Said | None]:
-        def launch(*given: object) -> Said | None:
-            self.said.append((self.name, grid, *(x for x in given if isinstance(x, int))))
-            return self.gives
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., FakeKernel | None]:
+        def launch(*given: object) -> FakeKernel | None:
+            self.launches.append((self.name, grid, *(x for x in given if isinstance(x, int))))
+            return self.program
 
         return launch
 
 
-def test_a_program_is_asked_for_once_and_launched_with_the_same_numbers() -> None:
-    """Other tensors of a kind are launched as they come; other strides, or addresses less round, are another kind."""
-    said: list[tuple[object, ...]] = []
-    kernel, room = Said("kernel", said, gives=Said("program", said)), torch.empty(1000, device=DEVICE)
+def test_a_program_is_looked_up_once_and_launched_with_the_same_integers() -> None:
+    """Other strides, or unaligned addresses, need another program."""
+    launches: list[tuple[object, ...]] = []
+    kernel, buffer = FakeKernel("kernel", launches, FakeKernel("program", launches)), torch.empty(1000, device=DEVICE)
     for start, stride in ((0, 48), (64, 48), (1, 48), (5, 48), (0, 56), (128, 56)):
-        x = room.as_strided((4, 2, 3, 8), (stride, 24, 8, 1), start)
+        x = buffer.as_strided((4, 2, 3, 8), (stride, 24, 8, 1), start)
         fused._run(kernel, (x,), torch.Size((4, 2, 3)), (8, 16))
     grid = (2, 1, 1)
-    assert said == [(name, grid, 24, 2, 3, s, 24, 8, 8, 16) for s in (48, 48, 56) for name in ("kernel", "program")]
+    assert launches == [(name, grid, 24, 2, 3, s, 24, 8, 8, 16) for s in (48, 48, 56) for name in ("kernel", "program")]
     fused._launches.clear()
 
 
@@ -108,7 +105,7 @@ def test_very_large_and_small_lse_do_not_overflow() -> None:
 @pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 40), (5, 8)])
 @pytest.mark.parametrize("add", [False, True])
 def test_two_gradients_side_by_side(add: bool, d: int, e: int, dtype: torch.dtype) -> None:
-    """Laid as kernels give them, into some rows of a larger buffer, which held something else before."""
+    """With the strides of a kernel's output, into some rows of a larger buffer."""
     torch.manual_seed(d)
     dk, dv = (torch.randn(2, 7, 3, n, device=DEVICE).to(dtype).transpose(0, 1) for n in (d, e))
     both = torch.randn(9, 2, 3, d + e, device=DEVICE)
@@ -120,6 +117,6 @@ def test_two_gradients_side_by_side(add: bool, d: int, e: int, dtype: torch.dtyp
     assert torch.equal(both, want)
 
 
-def test_nothing_to_merge() -> None:
+def test_no_rows() -> None:
     out, lse = torch.empty(0, 1, 1, 8), torch.empty(0, 1, 1)
     fused.merge_(out, lse, out, lse, out)

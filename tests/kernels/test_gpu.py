@@ -1,4 +1,4 @@
-"""The kernels for CUDA devices, against dense float64."""
+"""The kernels for CUDA devices against dense float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = [
 ]
 
 
-def serving(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None) -> None:
+def skip_if_unavailable(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None) -> None:
     given = Inputs(device=torch.device("cuda"), dtype=dtype, head_dim=dim, v_dim=dim if v_dim is None else v_dim)
     reason = dict(availability(given))[backend]
     if reason:
@@ -36,23 +36,23 @@ def serving(backend: str, dtype: torch.dtype, dim: int, v_dim: int | None = None
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), SHAPES, ids=[f"{str(t)[6:]}-{d}-{e}" for t, d, e in SHAPES])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_worse_than_one_call_of_the_same_precision(
+def test_error_is_at_most_twice_that_of_plain_attention(
     backend: str, dtype: torch.dtype, dim: int, v_dim: int, mask: rs.Mask
 ) -> None:
-    serving(backend, dtype, dim, v_dim)
+    skip_if_unavailable(backend, dtype, dim, v_dim)
     torch.manual_seed(0)
     sizes = ((8, dim), (2, dim), (2, v_dim))
     q, k, v = (torch.randn(2, h, N, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in sizes)
     out, *grads = compared(q, k, v, mask, strategy="exchange", layout="zigzag", backend=backend)
     assert out.error <= 2 * out.yardstick
     for grad in grads:
-        # Float32 is so close to exact that the order of the sums, and how a kernel takes exp, shows.
+        # In float32 the errors are so small that the order of summation and the kernel's exp matter.
         assert grad.error <= (4 if dtype == torch.float32 else 2) * grad.yardstick
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_gradient_of_lse(backend: str) -> None:
-    serving(backend, torch.bfloat16, 64)
+def test_gradient_of_lse(backend: str) -> None:
+    skip_if_unavailable(backend, torch.bfloat16, 64)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, N, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     weight = torch.randn(1, 4, N, device="cuda")
@@ -64,26 +64,26 @@ def test_the_gradient_of_lse(backend: str) -> None:
         assert error(a, b) <= 0.02 * b.double().square().mean().sqrt().item()
 
 
-MARK = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "flash_fwd_kernel", "efficient": "fmha_cutlass"}
+KERNEL_NAMES = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "flash_fwd_kernel", "efficient": "fmha_cutlass"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_kernels_that_run_are_those_asked_for(backend: str) -> None:
-    serving(backend, torch.bfloat16, 128)
+def test_the_profiler_shows_the_named_kernel(backend: str) -> None:
+    skip_if_unavailable(backend, torch.bfloat16, 128)
     q, k, v = (torch.randn(1, 4, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     world = rs.LocalWorld(2)
     world.attention(q, k, v, mask=rs.causal(512), backend=backend)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         world.attention(q, k, v, mask=rs.causal(512), backend=backend)
     names = " ".join(event.key for event in profile.key_averages())
-    assert MARK[backend] in names
-    assert all(other not in names for name, other in MARK.items() if name != backend)
+    assert KERNEL_NAMES[backend] in names
+    assert all(other not in names for name, other in KERNEL_NAMES.items() if name != backend)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_bits_fifty_times(backend: str, kv_heads: int) -> None:
-    serving(backend, torch.bfloat16, 128)
+def test_fifty_deterministic_runs_are_bitwise_equal(backend: str, kv_heads: int) -> None:
+    skip_if_unavailable(backend, torch.bfloat16, 128)
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, h, N, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, kv_heads, kv_heads)
@@ -105,7 +105,7 @@ def test_the_same_bits_fifty_times(backend: str, kv_heads: int) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_no_fast_kernel_serves_is_said() -> None:
+def test_float64_has_no_fast_kernel() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.float64) for _ in range(3))
     with pytest.raises(rs.KernelError, match=r"fa4 computes in float16.*flash computes in.*cpu serves cpu"):
         rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(64))

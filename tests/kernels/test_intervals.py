@@ -1,4 +1,4 @@
-"""Layers: together they hold every band once, each row has one interval in each, and there are no more than needed."""
+"""Layers of intervals: together they contain every pair once, and there are no more of them than necessary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.truth import Dense
 
 
 def dense(layer: IntervalLayer, rows: int, cols: int) -> Dense:
-    """What a layer shows of ``rows × cols``, by its definition."""
+    """The pairs of ``rows × cols`` in a layer, by its definition."""
     out = np.zeros((rows, cols), dtype=np.bool_)
     k = np.arange(layer.k1 - layer.k0)[None, :]
     out[layer.q0 : layer.q1, layer.k0 : layer.k1] = (layer.start[:, None] <= k) & (k < layer.stop[:, None])
@@ -36,7 +36,7 @@ def test_no_more_layers_than_the_row_with_the_most_intervals_has(drawn: Drawn) -
 
 
 @given(masks())
-def test_a_layer_is_no_larger_than_what_it_shows(drawn: Drawn) -> None:
+def test_the_rectangle_of_a_layer_is_tight(drawn: Drawn) -> None:
     for layer in interval_layers(drawn.mask.bands):
         q, k = np.nonzero(dense(layer, *drawn.truth.shape))
         assert (layer.q0, layer.q1, layer.k0, layer.k1) == (q.min(), q.max() + 1, k.min(), k.max() + 1)
@@ -56,5 +56,5 @@ CASES = {
 
 
 @pytest.mark.parametrize(("mask", "count"), CASES.values(), ids=CASES)
-def test_how_many(mask: rs.Mask, count: int) -> None:
+def test_number_of_layers(mask: rs.Mask, count: int) -> None:
     assert len(list(interval_layers(mask.bands))) == count

@@ -1,4 +1,4 @@
-"""The reference itself: against the definition in plain Python, and against differences of its own forward pass."""
+"""The reference against the definition in plain Python, and its gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MASKS = {
     "full": rs.full(4, 6),
     "causal": rs.causal(5),
     "documents": rs.documents([2, 3]),
-    "some rows see nothing": Mask.from_bands([(1, 3, 2, 5, -9, 9)], 5, 6),
-    "nobody sees anything": rs.causal(3) - rs.causal(3),
+    "some rows see no key": Mask.from_bands([(1, 3, 2, 5, -9, 9)], 5, 6),
+    "no row sees any key": rs.causal(3) - rs.causal(3),
     "no keys": rs.full(3, 0),
     "no queries": rs.full(0, 3),
 }
@@ -33,8 +33,10 @@ def inputs(mask: Mask, heads: int = 4, kv_heads: int = 2, d: int = 3, e: int = 2
     return [torch.randn(2, *size, generator=source, dtype=torch.float64) for size in sizes]
 
 
-def plainly(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, scale: float) -> tuple[list[list[float]], list[float]]:
-    """One head: the softmax average of the visible values, and the log of the sum of exponentials. (S, D), (T, D), (T, E)."""
+def attention_in_python(
+    q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, scale: float
+) -> tuple[list[list[float]], list[float]]:
+    """Out and lse of one head, by definition: q (S, D), k (T, D), v (T, E)."""
     outs, lses = [], []
     for i in range(len(q)):
         weights = {j: math.exp(scale * sum((q[i] * k[j]).tolist())) for j in np.flatnonzero(seen[i]).tolist()}
@@ -52,13 +54,15 @@ def test_against_the_definition(name: str, scale: float | None) -> None:
     result = dense_attention(q, k, v, torch.from_numpy(mask.dense()), scale=scale)
     for b in range(2):
         for h in range(4):
-            out, lse = plainly(q[b, h], k[b, h // 2], v[b, h // 2], mask.dense(), 3**-0.5 if scale is None else scale)
+            out, lse = attention_in_python(
+                q[b, h], k[b, h // 2], v[b, h // 2], mask.dense(), 3**-0.5 if scale is None else scale
+            )
             assert torch.allclose(result.out[b, h], torch.tensor(out, dtype=torch.float64).reshape(-1, 2), rtol=0, atol=1e-14)
             assert torch.allclose(result.lse[b, h], torch.tensor(lse, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "documents", "some rows see nothing"])
-def test_its_gradients_are_those_of_its_differences(name: str) -> None:
+@pytest.mark.parametrize("name", ["full", "causal", "documents", "some rows see no key"])
+def test_gradients_equal_finite_differences(name: str) -> None:
     mask = MASKS[name]
     leaves = [x.requires_grad_() for x in inputs(mask, heads=2, kv_heads=1)]
     seen = torch.from_numpy(mask.dense())
@@ -71,8 +75,8 @@ def test_its_gradients_are_those_of_its_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize("name", ["full", "causal", "documents", "some rows see nothing", "nobody sees anything"])
-def test_attend_backward_is_what_autograd_finds(name: str, with_dlse: bool) -> None:
+@pytest.mark.parametrize("name", ["full", "causal", "documents", "some rows see no key", "no row sees any key"])
+def test_attend_backward_equals_autograd(name: str, with_dlse: bool) -> None:
     mask = MASKS[name]
     leaves = [x.requires_grad_() for x in inputs(mask)]
     result = dense_attention(*leaves, torch.from_numpy(mask.dense()), scale=0.7)
@@ -88,7 +92,7 @@ def test_attend_backward_is_what_autograd_finds(name: str, with_dlse: bool) -> N
         assert torch.allclose(a, b, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["some rows see nothing", "nobody sees anything"])
+@pytest.mark.parametrize("name", ["some rows see no key", "no row sees any key"])
 def test_rows_that_no_band_covers_are_not_read(name: str) -> None:
     """The rows of a receive buffer that no query needs are uninitialised memory."""
     mask = MASKS[name]
@@ -108,7 +112,7 @@ def test_rows_that_no_band_covers_are_not_read(name: str) -> None:
         assert_close(getattr(found, name), getattr(want, name), what=name)
 
 
-def test_scores_beyond_what_exp_can_hold() -> None:
+def test_scores_whose_exp_overflows() -> None:
     mask = MASKS["causal"]
     q, k, v = inputs(mask)
     result = dense_attention(q * 1e4, k, v, torch.from_numpy(mask.dense()), scale=1.0)
@@ -118,7 +122,7 @@ def test_scores_beyond_what_exp_can_hold() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_computes_in_float64_and_gives_parts_as_wide_as_they_are_accumulated(dtype: torch.dtype) -> None:
+def test_computes_in_float64_and_returns_the_accumulation_dtype(dtype: torch.dtype) -> None:
     mask = MASKS["causal"]
     q, k, v = (x.to(dtype) for x in inputs(mask))
     exact = dense_attention(q, k, v, torch.from_numpy(mask.dense()), scale=0.7)

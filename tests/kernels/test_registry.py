@@ -1,4 +1,4 @@
-"""Which kernel serves, and what is said when none does."""
+"""The choice of a kernel, and the errors when there is none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_on_a_cpu_the_cpu_kernel_serves(dtype: torch.dtype) -> None:
+def test_auto_takes_the_cpu_kernel_on_a_cpu(dtype: torch.dtype) -> None:
     assert select_kernel("auto", inputs(dtype=dtype)) is cpu
 
 
 @pytest.mark.parametrize(("backend", "kernel"), [("cpu", cpu), ("reference", reference)])
-def test_by_name(backend: str, kernel: types.ModuleType) -> None:
+def test_a_kernel_by_name(backend: str, kernel: types.ModuleType) -> None:
     assert select_kernel(backend, inputs()) is kernel
 
 
@@ -41,47 +41,47 @@ def test_by_name(backend: str, kernel: types.ModuleType) -> None:
         ("auto", "meta", 'backend="reference" is exact on any device, dense and slow'),
     ],
 )
-def test_none_serves(backend: Any, device: str, message: str) -> None:
+def test_errors(backend: Any, device: str, message: str) -> None:
     with pytest.raises(rs.KernelError) as error:
         select_kernel(backend, inputs(device))
     assert message in str(error.value)
 
 
-def test_the_reference_is_never_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_never_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "unsupported_reason", lambda inputs: "is out of order")
     with pytest.raises(rs.KernelError, match="cpu is out of order"):
         select_kernel("auto", inputs())
 
 
-def test_kernels_are_tried_in_order_and_loaded_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shy, eager = types.ModuleType("shy"), types.ModuleType("eager")
-    shy.unsupported_reason = lambda inputs: "is too shy"  # type: ignore[attr-defined]
-    eager.unsupported_reason = lambda inputs: None  # type: ignore[attr-defined]
-    for module in (shy, eager):
+def test_kernels_are_tried_in_order_and_imported_when_considered(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = types.ModuleType("first"), types.ModuleType("second")
+    first.unsupported_reason = lambda inputs: "is out of order"  # type: ignore[attr-defined]
+    second.unsupported_reason = lambda inputs: None  # type: ignore[attr-defined]
+    for module in (first, second):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(registry, "KERNELS", {"shy": "shy", "eager": "eager", "absent": "there.is.no.such.module"})
-    assert select_kernel("auto", inputs()) is eager
-    with pytest.raises(rs.KernelError, match='backend="shy" is too shy'):
-        select_kernel("shy", inputs())
+    monkeypatch.setattr(registry, "KERNELS", {"first": "first", "second": "second", "third": "no.such.module"})
+    assert select_kernel("auto", inputs()) is second
+    with pytest.raises(rs.KernelError, match='backend="first" is out of order'):
+        select_kernel("first", inputs())
 
 
 @pytest.mark.parametrize(
-    ("backend", "there", "dtype", "package"),
+    ("backend", "is_installed", "dtype", "package"),
     [
         ("fa4", False, torch.bfloat16, "flash-attn-4"),
-        ("fa4", False, torch.float32, None),  # which it would not take anyway
+        ("fa4", False, torch.float32, None),  # not supported by fa4 in any case
         ("fa4", True, torch.bfloat16, None),
         ("flex", False, torch.bfloat16, "triton"),
         ("flex", False, torch.float64, None),
         ("flex", True, torch.bfloat16, None),
     ],
 )
-def test_what_has_to_be_installed(
-    monkeypatch: pytest.MonkeyPatch, backend: str, there: bool, dtype: torch.dtype, package: str | None
+def test_missing_packages(
+    monkeypatch: pytest.MonkeyPatch, backend: str, is_installed: bool, dtype: torch.dtype, package: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fa4, "is_installed", lambda: there)
-    monkeypatch.setattr(flex, "find_spec", lambda name: object() if there and name == "triton" else None)
+    monkeypatch.setattr(fa4, "is_installed", lambda: is_installed)
+    monkeypatch.setattr(flex, "find_spec", lambda name: object() if is_installed and name == "triton" else None)
     given = inputs("cuda", dtype)
     assert missing_packages(given).get(backend) == package
     if package:
@@ -98,11 +98,11 @@ def test_what_has_to_be_installed(
         (torch.float16, torch.float32),
     ],
 )
-def test_sums_are_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+def test_accumulation_is_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
     assert accumulation_dtype(dtype) == expected
 
 
-def test_through_the_front_door() -> None:
+def test_attention_rejects_an_unknown_backend() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(rs.KernelError, match="no kernel is called 'fast'"):
         rs.LocalWorld(2).attention(q, q, q, mask=rs.causal(4), backend="fast")

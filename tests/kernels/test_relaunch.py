@@ -1,4 +1,4 @@
-"""Launches that are repeated without the package that made them first, with a stand-in for the package."""
+"""Replayed launches of FlashAttention-4, with a fake of the package."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def program(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
 
 
 class Package:
-    """Looks up a program as FlashAttention-4 does, and counts how often it is asked."""
+    """Looks up a program as FlashAttention-4 does, and counts its calls."""
 
     def __init__(self, *, own: Any = None, launches: int = 1) -> None:
-        self.own, self.launches, self.asked = own, launches, 0
+        self.own, self.launches, self.calls = own, launches, 0
         self.compile_cache: dict[str, Callable[..., None]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, cuts: Tensor | None = None) -> Any:
-        self.asked += 1
+        self.calls += 1
         out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
         if "program" not in self.compile_cache:
             self.compile_cache["program"] = program
@@ -45,12 +45,12 @@ def check(relaunch: Relauncher, q: Tensor, k: Tensor, v: Tensor, scale: float = 
     assert torch.equal(lse, want_lse)
 
 
-def test_the_second_call_of_a_kind_does_not_ask() -> None:
+def test_the_second_call_is_replayed() -> None:
     package = Package()
     relaunch = Relauncher(package)
     for _ in range(3):
         check(relaunch, *draw())
-    assert package.asked == 1
+    assert package.calls == 1
     assert package.compile_cache == {"program": program}
 
 
@@ -62,24 +62,26 @@ def test_the_second_call_of_a_kind_does_not_ask() -> None:
         pytest.param(lambda: (draw(), {"scale": 0.25}), id="option"),
     ],
 )
-def test_another_kind_is_asked_for(other: Callable[[], tuple[list[Tensor], dict[str, Any]]]) -> None:
+def test_other_shapes_strides_and_options_are_recorded_separately(
+    other: Callable[[], tuple[list[Tensor], dict[str, Any]]],
+) -> None:
     package = Package()
     relaunch = Relauncher(package)
     check(relaunch, *draw())
     tensors, options = other()
     check(relaunch, *tensors, **options)
-    assert package.asked == 2
+    assert package.calls == 2
 
 
-def test_plain_values_are_repeated() -> None:
+def test_constant_arguments_are_replayed() -> None:
     package = Package(own=(None, (1, 2.0), [True, "x"]))
     relaunch = Relauncher(package)
     for _ in range(2):
         check(relaunch, *draw())
-    assert package.asked == 1
+    assert package.calls == 1
 
 
-def test_nothing_of_a_call_is_kept_alive() -> None:
+def test_a_record_keeps_no_tensor_of_the_call_alive() -> None:
     relaunch = Relauncher(Package())
     check(relaunch, *draw())
     (launch,) = relaunch._launches.values()
@@ -87,62 +89,62 @@ def test_nothing_of_a_call_is_kept_alive() -> None:
     assert not any(isinstance(x, Tensor) for x in launch.arguments)
 
 
-def test_tensors_that_calls_share_stay_in_their_places() -> None:
+def test_shared_tensors_are_part_of_the_record() -> None:
     package = Package()
     relaunch = Relauncher(package)
     cuts, other = torch.tensor([0.0, 4.0]), torch.tensor([0.0, 5.0])
     for given in (cuts, cuts, other, cuts):
         check(relaunch, *draw(), cuts=given, shared=[given])
-    assert package.asked == 2
+    assert package.calls == 2
 
 
 @pytest.mark.parametrize(
     "package",
     [
         pytest.param(Package(own=torch.zeros(1)), id="a tensor of its own"),
-        pytest.param(Package(own=(None, [torch.zeros(1)])), id="one within another argument"),
-        pytest.param(Package(own=object()), id="a stream, or whatever it is"),
+        pytest.param(Package(own=(None, [torch.zeros(1)])), id="a tensor inside another argument"),
+        pytest.param(Package(own=object()), id="an unknown object, such as a stream"),
         pytest.param(Package(launches=2), id="two programs"),
     ],
 )
-def test_what_cannot_be_repeated_is_asked_for_every_time(package: Package) -> None:
+def test_calls_that_cannot_be_replayed_go_to_the_package(package: Package) -> None:
     relaunch = Relauncher(package)
     for n in range(3):
         check(relaunch, *draw())
-        assert package.asked == n + 1
+        assert package.calls == n + 1
 
 
-def test_two_tensors_in_one_place_are_no_model_for_two_places() -> None:
+def test_a_call_with_the_same_tensor_twice_is_not_replayed() -> None:
     relaunch = Relauncher(Package())
     q, k, v = draw()
     check(relaunch, q, q, v)
     check(relaunch, q, k, v)
 
 
-def test_memory_that_the_package_would_copy_is_not_given_to_its_program() -> None:
+def test_unaligned_tensors_go_to_the_package() -> None:
     package = Package()
     relaunch = Relauncher(package)
     check(relaunch, *draw())
     _, k, v = draw()
     odd = torch.randn(1 + 4 * 2 * 8)[1:].view(1, 4, 2, 8)
     check(relaunch, odd, k, v)
-    assert package.asked == 2
+    assert package.calls == 2
 
 
-def test_a_package_that_keeps_its_programs_elsewhere() -> None:
-    asked = []
+def test_a_package_without_a_program_cache_is_called_every_time() -> None:
+    calls = []
 
     def package(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float) -> Any:
-        asked.append(q)
+        calls.append(q)
         return Package()(q, k, v, softmax_scale=softmax_scale)
 
     relaunch = Relauncher(package)
     for _ in range(2):
         check(relaunch, *draw())
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
-def test_a_call_that_fails_leaves_the_package_as_it_was() -> None:
+def test_a_failing_call_restores_the_program_cache() -> None:
     package = Package()
     programs = package.compile_cache
     with pytest.raises(TypeError):

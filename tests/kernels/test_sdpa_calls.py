@@ -34,7 +34,7 @@ def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[SdpaCa
 
 
 def covered(given: Sequence[SdpaCall], rows: int, cols: int) -> NDArray[np.int64]:
-    """How often each pair is computed: all of a rectangle, its lower triangle from the top left corner, or its bands."""
+    """How often each pair is computed: all of a rectangle, its lower triangle from the top left, or its bands."""
     count = np.zeros((rows, cols), dtype=np.int64)
     for call in given:
         q0, q1, k0, k1 = call[:4]
