@@ -1,4 +1,4 @@
-"""What docs/training.md shows must run as it stands, one example after the other, on four processes."""
+"""The examples of docs/training.md run unchanged, one after the other, on four processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), fl
 
 
 def run_all(rank: int, blocks: list[str]) -> dict[str, Any]:
-    torch.manual_seed(rank // 2)  # a replica's ranks have the same sequence and parameters
+    torch.manual_seed(rank // 2)  # the ranks of a replica need the same sequence and parameters
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -29,10 +29,10 @@ def run_all(rank: int, blocks: list[str]) -> dict[str, Any]:
     }
 
 
-def test_the_page_runs(pools: Pools) -> None:
+def test_the_examples_of_training_md_run(pools: Pools) -> None:
     first, *others = pools(4).run(run_all, BLOCKS)
     assert len(BLOCKS) == 9
     assert first["out"] == (2, 4, 531, 8)
     assert first["gradients"]
-    assert first["loss"] == pytest.approx(5.5, abs=1.5)  # of 256 tokens that nobody has learnt
+    assert first["loss"] == pytest.approx(5.5, abs=1.5)  # an untrained model of 256 tokens: log(256)
     assert all(other == first for other in others)

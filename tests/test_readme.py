@@ -1,4 +1,4 @@
-"""What the README shows must run as it stands."""
+"""The examples of the README run unchanged."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (README, *sorted(
 
 
 @pytest.mark.parametrize("name", rs.__all__)
-def test_every_public_name_is_shown_somewhere(name: str) -> None:
+def test_every_public_name_is_in_the_docs(name: str) -> None:
     assert re.search(rf"\b(rs|ringspan)\.{name}\b", PAGES)
 
 
-def test_there_is_something_to_run() -> None:
+def test_all_examples_were_found() -> None:
     assert len(LOCAL) == 4
     assert len(DISTRIBUTED) == 1
     assert len(ON_A_GPU) == 1
 
 
 @pytest.mark.parametrize("block", LOCAL, ids=["LocalWorld", "plan", "flex", "best_on"])
-def test_blocks_for_one_process(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_for_one_process(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(compile(block, str(README), "exec"), names)
     if "out" in names:
@@ -50,7 +50,7 @@ def test_blocks_for_one_process(block: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.gpu
-def test_the_block_for_a_gpu() -> None:
+def test_the_example_for_a_gpu() -> None:
     if "FA4" not in rs.available():
         pytest.skip("FA4 is not installed")
     names: dict[str, object] = {}
@@ -70,21 +70,21 @@ def test_the_training_script_gives_the_same_losses_on_any_number_of_processes(tm
 
 
 def without_ringspan() -> list[float]:
-    """The same training in this process, by plain PyTorch with a dense mask."""
+    """The losses of the same training in this process, in plain PyTorch with a dense mask."""
     torch.manual_seed(0)
     lengths = torch.tensor([300, 50, 181])
     tokens = torch.randint(256, (1, 531))
     embed, project, head = torch.nn.Embedding(256, 64), torch.nn.Linear(64, 192), torch.nn.Linear(64, 256)
     optimizer = torch.optim.AdamW([p for module in (embed, project, head) for p in module.parameters()], lr=1e-3)
     document = torch.repeat_interleave(torch.arange(3), lengths)
-    seen = (document[:, None] == document[None, :]) & torch.ones(531, 531).tril().bool()
+    visible = (document[:, None] == document[None, :]) & torch.ones(531, 531).tril().bool()
     is_last = torch.zeros(531, dtype=torch.bool)
     is_last[lengths.cumsum(0) - 1] = True
     losses = []
     for _ in range(3):
         x = embed(tokens)
         q, k, v = project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2).flatten(2)
         each = F.cross_entropy(head(x).mT, tokens.roll(-1, dims=1), reduction="none")
         loss = each[:, is_last.logical_not()].mean()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Every error ringspan raises on purpose. Each says what was expected, what came, and what to do."""
+"""The errors that ringspan raises. Each message says what was expected, what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from difflib import get_close_matches
 
 
 class RingspanError(Exception):
-    """The base of all of them: ``except RingspanError`` catches nothing that is not ours."""
+    """The base class of all errors of ringspan."""
 
 
 class MaskError(RingspanError, ValueError):
-    """A mask that cannot be: a negative length, two lengths that differ, a mask used as a truth value."""
+    """An invalid mask: a negative length, two lengths that differ, a mask used as a truth value."""
 
 
 class LayoutError(RingspanError, ValueError):
@@ -19,11 +19,11 @@ class LayoutError(RingspanError, ValueError):
 
 
 class PlanError(RingspanError, ValueError):
-    """A plan that does not hold: an unknown strategy, a malformed file, a failed ``verify()``."""
+    """An invalid plan: an unknown strategy, a malformed file, a failed ``verify()``."""
 
 
 class InputError(RingspanError, ValueError):
-    """Tensors that are not what the plan was made for."""
+    """Arguments or tensors that are invalid, or not those that the plan was made for."""
 
 
 class UnplannedAttention(RingspanError, RuntimeError):
@@ -31,23 +31,23 @@ class UnplannedAttention(RingspanError, RuntimeError):
 
 
 class KernelError(RingspanError, RuntimeError):
-    """No kernel can serve these tensors, or the one that was asked for cannot."""
+    """No kernel supports these tensors, or the requested kernel does not."""
 
 
 class UnknownKernel(KernelError, ValueError):
-    """A name that no kernel has."""
+    """The name of a kernel that does not exist."""
 
 
 class TransportError(RingspanError, RuntimeError):
-    """Something went wrong between ranks."""
+    """Communication failed. If it is no subclass, the cause is neither a lost nor a late peer."""
 
 
 class PeerMismatch(TransportError):
-    """The ranks of a group came with different plans, shapes or dtypes. Raised on every rank alike."""
+    """The ranks of a group call with different plans, shapes or dtypes. Every rank raises it, with the same message."""
 
 
 class PeerLost(TransportError):
-    """A rank of the group went away in the middle of an exchange."""
+    """The connection to a rank of the group was lost: its process has died or was disconnected."""
 
 
 class PeerTimeout(TransportError):

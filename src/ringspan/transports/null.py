@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class NullTransport:
-    """Completes every exchange at once. Receive buffers stay uninitialised, so results have no meaning, only their cost."""
+    """Completes every exchange at once. Receive buffers stay uninitialised: results have no meaning, only a cost."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
