@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ringspan.caching.by_digest import cache_by_digest
+from ringspan.torch_private.module_tables import module_tables
 
 ABSENT = object()
 
@@ -101,7 +102,7 @@ def _attribute(x: Any, name: str) -> Any:
     if isinstance(found, (staticmethod, classmethod)):
         return found.__func__
     if found is ABSENT and isinstance(x, nn.Module):
-        return next((table[name] for table in (x._parameters, x._buffers, x._modules) if name in table), ABSENT)
+        return next((table[name] for table in module_tables(x) if name in table), ABSENT)
     return found
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ringspan.torch_private.module_tables import MODULE_TABLES
+
 
 def rebind_tensors(x: Any, new: dict[int, Tensor]) -> Any:
     """Copy ``x`` with ``new[id(t)]`` for each tensor t in it: in closures, partials, methods, modules, lists and tuples.
@@ -90,7 +92,7 @@ class _Rebinder:
     def _module(self, x: nn.Module) -> nn.Module:
         module = copy.copy(x)
         self._copies[id(x)] = module  # before its fields: a module may hold itself
-        for field in ("_parameters", "_buffers", "_modules"):
+        for field in MODULE_TABLES:
             held = {name: self.copy(value) for name, value in getattr(x, field).items()}
             object.__setattr__(module, field, held)
         return module
