@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.bench.calibration import Probes
-from ringspan.bench.fit import TILES, Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
+from ringspan.bench.fit import TILES, FittedKernel, Message, TimedLaunch, fit_kernel, fit_link, fit_overlap
 from ringspan.costs import HARDWARE, Hardware, Speed
 from ringspan.costs.plan_cost import task_seconds
 from ringspan.plans.data import PHASES
@@ -17,11 +17,11 @@ SHAPE = rs.Shape(heads=4, kv_heads=4, head_dim=64, dtype="float32")
 PROBES = Probes(shape=SHAPE, tokens=(256, 512, 1024, 4096))
 
 
-def timings(machine: Hardware) -> list[Launch]:
+def timings(machine: Hardware) -> list[TimedLaunch]:
     """What the model says that the probes take."""
     plans = [rs.plan(mask, world=1, strategy="gather") for mask in PROBES.masks]
     tasks = [(plan, plan.program.forward[0].tasks[0]) for plan in plans]
-    return [Launch(p, task.bands, task_seconds(task, plan, machine, SHAPE, p)) for plan, task in tasks for p in PHASES]
+    return [TimedLaunch(p, task.bands, task_seconds(task, plan, machine, SHAPE, p)) for plan, task in tasks for p in PHASES]
 
 
 def machine_with(launch_s: float, tile: int, forward: Speed, backward: Speed) -> Hardware:
@@ -48,7 +48,7 @@ def test_noise_does_not_make_a_launch_negative() -> None:
         launch._replace(seconds=launch.seconds * (0.7 if launch.bands[0].rows < 1000 else 1))
         for launch in timings(machine_with(0.0, 64, speed, speed))
     ]
-    found: Kernel = fit_kernel(quick, SHAPE)
+    found: FittedKernel = fit_kernel(quick, SHAPE)
     assert found.launch_s == 0
     assert found.forward.full > 1e11
     assert found.error > 0.01

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they should; how fast things are is no matter for a test."""
+"""The benchmarks run, and print what they should. No test depends on how fast anything is."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
     ],
     ids=["cpu", "plan", "rank"],
 )
-def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_and_a_table(arguments: list[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]
@@ -60,7 +60,7 @@ def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: i
     [
         (["--kv-heads", "3"], "--heads 2 must be a multiple of --kv-heads 3"),
         (["--ranks", "0", "2"], "--ranks 2: a world of 2 has ranks 0 … 1"),
-        (["--device", "nowhere"], "--device nowhere is not there: "),
+        (["--device", "nowhere"], "--device nowhere is not available: "),
         (["--profile"], "--profile needs a GPU, and this is cpu"),
         (["--torch", "flash"], "--torch needs a GPU, and this is cpu"),
         (["--masks", "window"], "--window 4096 hides nothing of 64 tokens"),
@@ -68,7 +68,7 @@ def test_a_line_of_json_for_each_case_and_a_table(arguments: list[str], cases: i
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_what_a_rank_cannot_be_timed_with(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_of_rank(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--seq-len", "64", "--world", "2", "--device", "cpu", *SMALL, "--dtype", "float32", "--rounds", "1"]
     assert main(["bench", "rank", *small, *wrong]) == 2
     assert said in capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_numbers_that_must_be_positive(name: str, capsys: pytest.CaptureFixture[
     assert f"{name}: 0 is too small: at least 1" in capsys.readouterr().err
 
 
-def test_a_rank_is_timed_by_the_kernel_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_reports_the_chosen_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--seq-len", "96", "--world", "4", "--ranks", "1", "--strategies", "ring", *SMALL, "--rounds", "1"]
     options = ["--masks", "window", "--window", "16", "--device", "cpu", "--dtype", "float32", "--json"]
     assert main(["bench", "rank", *small, *options]) == 0
@@ -91,7 +91,7 @@ def test_a_rank_is_timed_by_the_kernel_that_was_chosen(capsys: pytest.CaptureFix
     assert record["rank_cost"] == pytest.approx(record["slowest_ms"] * 4 / record["whole_ms"], rel=0.1)
 
 
-def test_calibrate_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_writes_a_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.json"
     small = ["--tokens", "64", "192", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
     assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *small]) == 0
@@ -108,7 +108,7 @@ def test_calibrate_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path, c
         assert said in capsys.readouterr().err
 
 
-def test_cost_holds_the_model_against_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--seq-len", "96", "--heads", "2", "4", "--head-dim", "8", "--rounds", "1", "--strategies", "ring", "pass_q"]
     assert main(["bench", "cost", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -123,7 +123,7 @@ def test_cost_holds_the_model_against_the_clock(capsys: pytest.CaptureFixture[st
 
 
 def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ways to draw lengths × two worlds × six layouts; too many tiles to count are said to be unknown."""
+    """Two ways to draw lengths × two worlds × six layouts; rows are None where there are too many tiles to count."""
     arguments = ["--lengths", "zipf", "one-giant", "--seq-len", "3000", "--documents", "9", "--world", "2", "8"]
     monkeypatch.setattr(bench_layouts, "MOST_TILES", 1500)
     assert main(["bench", "layouts", *arguments]) == 0
@@ -138,7 +138,7 @@ def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("lengths", [[8], [7, 1], [5, 3], [2, 4, 2]], ids=str)
-def test_no_layout_needs_fewer_rows(lengths: list[int]) -> None:
+def test_fewest_rows_is_a_lower_bound(lengths: list[int]) -> None:
     """Every way to give four of eight tokens to the first of two ranks, counted in the dense mask."""
     n, seen = sum(lengths), rs.documents(lengths).dense()
     for first in combinations(range(n), n // 2):

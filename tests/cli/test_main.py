@@ -1,4 +1,4 @@
-"""What all commands have in common."""
+"""The behaviour that all commands share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from ringspan.cli import main
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def test_a_reader_may_stop_early() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     command = [sys.executable, "-m", "ringspan", "doctor", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -19,3 +23,9 @@ def test_a_reader_may_stop_early() -> None:
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (0, "")
+
+
+def test_without_rich_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(main, "find_spec", lambda name: None)
+    assert main.main(["doctor"]) == 2
+    assert capsys.readouterr() == ("", "ringspan: the command line needs rich; install it with: pip install 'ringspan[cli]'\n")

@@ -1,4 +1,4 @@
-"""The progress bar, on a terminal and in a log."""
+"""The progress bar on a terminal, and lines in a file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ class Terminal(StringIO):
         return True
 
 
-class OldTerminal(Terminal):
-    encoding = "latin-1"
-
-
-@pytest.mark.parametrize(("stream", "half"), [(Terminal(), "█" * 14 + "░" * 14), (OldTerminal(), "#" * 14 + "." * 14)])
-def test_a_terminal_gets_one_line_drawn_again_and_again(stream: Terminal, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REDRAW_SECONDS", 0.0)
-    monkeypatch.setenv("COLUMNS", "48")
+def test_a_terminal_shows_a_bar() -> None:
+    stream = Terminal()
     with Progress(10, stream=stream) as bar:
-        bar.update(5, "halfway")
-        bar.update(10, "a text that is far too long for a terminal of this width")
-    first, second, last = stream.getvalue().split("\r")[1:]
-    assert first == f"{half}  50%  halfway\x1b[K"
-    assert second == last.removesuffix("\n")
-    assert last.endswith("\n")
-    assert "100%  a text" in second
-    assert len(second.removesuffix("\x1b[K")) == 47
+        bar.update(5, "halfway [through] documents([3, 4])")
+        bar.update(10, "done")
+    shown = stream.getvalue()
+    assert "100%" in shown
+    assert "done" in shown
+    assert shown.endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_square_brackets_are_not_markup() -> None:
+    stream = Terminal()
+    with Progress(10, stream=stream) as bar:
+        bar.update(5, "documents([3, 4]) [bold]")
+    assert "documents([3, 4]) [bold]" in stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_a_terminal_gets_one_line_drawn_again_and_again(stream: Terminal, half: 
     [(0.0, []), (0.9, []), (1.0, ["100%  step 10"]), (4.0, [" 30%  step 3", " 60%  step 6", " 90%  step 9", "100%  step 10"])],
     ids=["at once", "in 9 seconds", "in 10 seconds", "in 40 seconds"],
 )
-def test_a_log_gets_nothing_unless_it_takes_long(
+def test_a_file_shows_lines_only_after_ten_seconds(
     seconds_a_step: float, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -54,8 +53,18 @@ def test_a_log_gets_nothing_unless_it_takes_long(
     assert stream.getvalue().splitlines() == lines
 
 
-def test_nothing_is_said_of_nothing() -> None:
+def test_without_an_update_a_file_stays_empty() -> None:
     stream = StringIO()
     with Progress(0, stream=stream):
         pass
     assert stream.getvalue() == ""
+
+
+def test_lines_for_stdout_do_not_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Terminal()
+    with Progress(2, stream=stream) as bar:
+        bar.on_progress(1, 4, "a quarter")
+        bar.print("a line")
+    assert capsys.readouterr().out == "a line\n"
+    assert "a line" not in stream.getvalue()
+    assert "25%" in stream.getvalue()

@@ -209,7 +209,8 @@ def without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
         lazy = dataclasses.replace(plan.program, forward=(*steps, dataclasses.replace(last, tasks=last.tasks[1:])))
         return dataclasses.replace(plan, program=lazy)
 
-    monkeypatch.setattr(planner, "plan_rank", broken)
+    for module in ("make_plan", "user_plan"):
+        monkeypatch.setattr(f"ringspan.planner.{module}.plan_rank", broken)
 
 
 def wrong_merge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""What a :class:`~ringspan.plans.Hardware` says of a machine, timed on this one: jobs for workers, and what follows from them.
+"""Timings for every field of :class:`~ringspan.costs.Hardware`: jobs for workers, and the figures that follow from them.
 
-A *round* times everything, on all ranks at the same time, because that is how they will work: processes on one machine share
-its caches and its memory. Of several rounds the fastest counts: what else runs on a machine can only make things slower.
+A *round* times everything on all ranks at the same time, as in real work: processes on one machine share its caches and its
+memory. The fastest of several rounds counts: other processes can only make a round slower.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.bench.fit import Kernel, Launch, Message, fit_kernel, fit_link, fit_overlap
+from ringspan.bench.fit import FittedKernel, Message, TimedLaunch, fit_kernel, fit_link, fit_overlap
 from ringspan.bench.graphs import captured
 from ringspan.costs import Hardware
 from ringspan.engine import attend_ranks, config_for
@@ -29,20 +29,20 @@ from ringspan.transports.null import NullTransport
 
 Seconds = NDArray[np.float64]
 
-# Small ones for the latency, large ones for the bandwidth.
+# Message sizes in bytes: small ones for the latency, large ones for the bandwidth.
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
-# Bytes, of which half are copied together and apart again. A GPU would not notice so few.
+# Bytes of the copied tensor, half of which are packed and unpacked. A GPU needs more of them than a CPU.
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
-# Replays in a row, on a GPU, and the least that a difference of two times counts: what it really is, noise may hide.
+# Replays in a row on a GPU. The least difference of two times: noise may make a smaller or negative one.
 AHEAD = 10
 LEAST = 1e-6
-# The processor's time does not count what others take from a busy machine. A worker computes in one thread.
+# Processor time leaves out other processes on a loaded machine. A worker computes in one thread.
 CLOCK = time.thread_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """What is timed: the kernel on each kind of band in several sizes, for tensors of this shape."""
+    """The kernel calls to time: each kind of band in several sizes, for tensors of this shape."""
 
     shape: rs.Shape
     tokens: tuple[int, ...]
@@ -51,13 +51,13 @@ class Probes:
 
     @property
     def masks(self) -> list[rs.Mask]:
-        """Each is one band: whole, cut by one diagonal, cut by two (a wide window and a narrow one)."""
+        """Masks of one band each: without a diagonal, with one, and with two (a wide and a narrow window)."""
         windows = [rs.causal(n) & rs.window(left=n // part) for n in self.tokens for part in (4, 8)]
         return [*map(rs.full, self.tokens), *map(rs.causal, self.tokens), *windows]
 
 
 class Round(NamedTuple):
-    """Seconds, by rank: of each mask and phase, of copying, of each message, and of computing, sending, and both at once."""
+    """Seconds by rank: each mask and phase, copying, each message, and computing, sending and both at once."""
 
     launches: Seconds
     copying: Seconds
@@ -66,55 +66,55 @@ class Round(NamedTuple):
 
 
 def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], float, list[float], list[float]]:
-    """A job for all workers; also called without any, where there is one device and no wire."""
-    wired = dist.is_initialized() and dist.get_world_size() > 1
+    """A job for all workers. On one GPU it is called directly, and there are no messages to time."""
+    has_peers = dist.is_initialized() and dist.get_world_size() > 1
     return (
         [time_launch(probes, mask) for mask in probes.masks],
         time_copy(probes),
-        [time_message(size) for size in MESSAGES] if wired else [],
-        time_both(probes, MESSAGES[-1]) if wired else [],
+        [time_message(size) for size in MESSAGES] if has_peers else [],
+        time_both(probes, MESSAGES[-1]) if has_peers else [],
     )
 
 
 def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
-    """Forward and backward as the engine does them, with all that it does around the kernel."""
+    """Forward and backward of the engine, including its own work around the kernel."""
     forward, backward = _step(probes, mask)
-    backward(forward())  # the first call takes memory and may compile
-    if probes.device == "cuda":  # where backward follows forward in one graph
+    backward(forward())  # warm-up: allocates memory and may compile
+    if probes.device == "cuda":  # one graph holds forward, another forward and backward
         ahead, both = (time_on_device(f) for f in (forward, lambda: backward(forward())))
         return ahead, max(both - ahead, LEAST)
-    seconds, out = all_begin_alike(forward, CLOCK)
-    return seconds, all_begin_alike(lambda: backward(out), CLOCK)[0]
+    seconds, out = time_together(forward, CLOCK)
+    return seconds, time_together(lambda: backward(out), CLOCK)[0]
 
 
 def time_copy(probes: Probes) -> float:
-    """Half of the heads of every row, copied together as a message is packed, and apart again as it is laid out."""
+    """Copy half of the heads of every row into a message and back out, as packing and unpacking do."""
     rows, there = (torch.randn(COPIED[probes.device] // (8 * 64 * 4), 1, 8, 64, device=probes.device) for _ in range(2))
     every = torch.arange(len(rows), device=probes.device)
 
     def copy() -> None:
         there[:, :, 4:].index_copy_(0, every, rows[:, :, :4].index_select(0, every))
 
-    return time_on_device(copy) if probes.device == "cuda" else all_begin_alike(copy, CLOCK)[0]
+    return time_on_device(copy) if probes.device == "cuda" else time_together(copy, CLOCK)[0]
 
 
 def time_message(size: int) -> float:
     send, wait = _exchange(size)
     wait(send())
-    return all_begin_alike(lambda: wait(send()))[0]
+    return time_together(lambda: wait(send()))[0]
 
 
 def time_both(probes: Probes, size: int) -> list[float]:
-    """Computing alone, a message alone, and computing while the message travels."""
+    """Computing alone, a message alone, and both at once."""
     forward, _ = _step(probes, rs.full(probes.tokens[-1]))
     send, wait = _exchange(size)
 
     def both() -> None:
-        under_way = send()
+        works = send()
         forward()
-        wait(under_way)
+        wait(works)
 
-    return [all_begin_alike(f)[0] for f in (forward, lambda: wait(send()), both)]
+    return [time_together(f)[0] for f in (forward, lambda: wait(send()), both)]
 
 
 def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
@@ -132,9 +132,9 @@ def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable
 
 
 def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
-    """So many bytes to the next rank, and as many from the one before, which come into memory that nobody has used yet."""
+    """Send a message to the next rank and receive one from the previous rank into newly allocated memory."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    outgoing = torch.ones(size, dtype=torch.uint8)  # not zeros: a system may keep all zeros in one place
+    outgoing = torch.ones(size, dtype=torch.uint8)  # not zeros: the system may map all pages of zeros to one
 
     def send() -> list[Any]:
         incoming = torch.empty(size, dtype=torch.uint8)
@@ -152,8 +152,8 @@ def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]],
     return send, wait
 
 
-def all_begin_alike(f: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
-    """How long it takes when all ranks begin at the same time, and its result."""
+def time_together(f: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+    """Seconds when all ranks begin at the same time, and the result."""
     if dist.is_initialized():
         dist.barrier()
     start = clock()
@@ -162,8 +162,8 @@ def all_begin_alike(f: Callable[[], Any], clock: Callable[[], float] = time.perf
 
 
 def time_on_device(f: Callable[[], Any]) -> float:
-    """How long it takes a GPU whose host is ahead of it, as it is in training: a few times in a row, out of a CUDA graph."""
-    replay = captured(f) or f  # what cannot be captured takes what its host takes
+    """Seconds on a GPU whose queue is never empty, as in training: replays of a CUDA graph in a row."""
+    replay = captured(f) or f  # a call that cannot be captured includes its time on the host
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
     start.record()
@@ -178,16 +178,18 @@ def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:
     return Round(*(np.array(part) for part in zip(*ranks, strict=True)))
 
 
-def kernel_of(rounds: Sequence[Round], probes: Probes) -> Kernel:
+def kernel_of(rounds: Sequence[Round], probes: Probes) -> FittedKernel:
     seconds = fastest([r.launches for r in rounds])
     timed = [
-        Launch(phase, mask.bands, float(seconds[m, p])) for m, mask in enumerate(probes.masks) for p, phase in enumerate(PHASES)
+        TimedLaunch(phase, mask.bands, float(seconds[m, p]))
+        for m, mask in enumerate(probes.masks)
+        for p, phase in enumerate(PHASES)
     ]
     return fit_kernel(timed, probes.shape)
 
 
 def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardware:
-    """The kernels of this GPU; what one GPU cannot tell (links, overlap) as in another hardware."""
+    """The kernels of this GPU. Links and overlap, which one GPU cannot measure, are those of ``like``."""
     kernel = kernel_of(rounds, probes)
     device, shape = torch.cuda.get_device_properties(probes.device), probes.shape
     return replace(
@@ -200,7 +202,7 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
         memory=device.total_memory,
         copy_bytes_per_s=_copy_rate(rounds, probes),
         source=f"kernels measured on {device.name} with {shape.heads} heads of {shape.head_dim}, {shape.dtype}, "
-        f"fit to {kernel.error:.1%} but for windows; links and overlap not measured but those of {like.name}",
+        f"fit to {kernel.error:.1%} (windows excepted); links and overlap are those of {like.name}, not measured",
     )
 
 
@@ -223,7 +225,7 @@ def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
         copy_bytes_per_s=_copy_rate(rounds, probes),
         overlap=fit_overlap(*fastest([r.together for r in rounds]).tolist()),
         source=f"measured with {world} processes, {shape.heads} heads of {shape.head_dim}, {shape.dtype}; "
-        f"kernels fit to {kernel.error:.1%} but for windows; there is one machine, so no other link between nodes was seen",
+        f"kernels fit to {kernel.error:.1%} (windows excepted); the link between nodes is taken to be the same",
     )
 
 
@@ -232,6 +234,6 @@ def _copy_rate(rounds: Sequence[Round], probes: Probes) -> float:
 
 
 def fastest(rounds: Sequence[Seconds]) -> Seconds:
-    """Of each round what the slowest rank took (ranks are the first dim), and of these the least."""
+    """The slowest rank of each round (ranks are the first dim), and of these times the shortest."""
     least: Seconds = np.min([seconds.max(axis=0) for seconds in rounds], axis=0)
     return least

@@ -1,67 +1,40 @@
-"""``ringspan bench cost``: what the cost model says of this machine's processes, against what they really take.
+"""The predictions of the cost model for processes on this machine, against measured times.
 
-Each round times the kernel, the link and every case once, so that the model is made in the same minutes it is held against.
-Of all rounds the fastest counts, on both sides; the median is there to show how quiet the machine was. Where it was not, the
-clock says what others took, too. *Busy* is the processor's time of the busiest rank, all threads together: it does not count
-what others took, nor what a rank waited for its peers. On a quiet machine with evenly shared work both are the same.
+Each round times the kernel, the link and every case once, so that the model is calibrated in the same minutes in which it is
+tested. The fastest round counts, for the model and for the measurement; the median shows how loaded the machine was. On a
+loaded machine the wall time includes the time of other processes. *Busy* is the processor time of the busiest rank over all
+its threads: without other processes, and without waiting for peers. On an idle machine with balanced work both are equal.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import ringspan as rs
-from ringspan.bench.calibration import Probes, all_begin_alike, as_round, fastest, this_machine, time_round
-from ringspan.cli.progress import Progress
+from ringspan.bench.calibration import Probes, as_round, fastest, this_machine, time_round, time_together
+from ringspan.bench.rows import OnProgress, Row, ignore_progress
 from ringspan.testing.workers import Pool
-
-COLUMNS = {
-    "mask": "mask",
-    "heads": "heads",
-    "layout": "layout",
-    "strategy": "strategy",
-    "predicted_ms": "predicted, ms",
-    "measured_ms": "measured, ms",
-    "ratio": "ratio",
-    "median_ms": "median, ms",
-    "busy_ms": "busy, ms",
-    "busy_ratio": "ratio to busy",
-    "choice_measured": "× fastest",
-    "choice_busy": "× least busy",
-}
 
 STRATEGIES = ("ring", "gather", "exchange(stages=1)", "exchange(stages=2)", "ulysses", "pass_q")
 CLOSE = 0.15
-# In a row, in each round: where others use the machine too, it is seldom quiet for long.
+# Repetitions in each round. The shortest counts: a shared machine is rarely idle for long.
 REPEATS = 3
 
 
-class Case(NamedTuple):
-    """One way to do one piece of work. Pieces of work are compared by mask and heads."""
+class CostCase(NamedTuple):
+    """A layout and strategy for a mask and a number of heads. Cases with equal mask and heads are alternatives."""
 
     mask: rs.Mask
     heads: int
     strategy: str
     layout: str
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=int, default=2, help="how many processes (default 2; no more than you have cores)")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens (default 2048)")
-    parser.add_argument(
-        "--heads", type=int, nargs="+", default=[4], help="query and key heads (default 4; several may be given)"
-    )
-    parser.add_argument("--head-dim", type=int, default=64, help="head dim (default 64)")
-    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], help=f"default: {' '.join(STRATEGIES)}")
-    parser.add_argument("--layout", default="auto", help="default: auto")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds; the fastest counts (default 10)")
 
 
 def masks(n: int) -> list[rs.Mask]:
@@ -71,34 +44,63 @@ def masks(n: int) -> list[rs.Mask]:
     return [rs.causal(n), rs.full(n), rs.causal(n) & rs.window(left=n // 8), documents]
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    shape = rs.Shape(heads=args.heads[0], kv_heads=args.heads[0], head_dim=args.head_dim, dtype="float32")
-    probes = Probes(shape=shape, tokens=tuple(args.seq_len // part for part in (4, 2, 1)))
-    tried = [Case(m, h, s, args.layout) for m in masks(args.seq_len) for h in args.heads for s in args.strategies]
-    with Pool(args.world, threads=1, timeout=1800) as pool, Progress(args.rounds) as bar:
-        rounds, times = [], []
-        for n in range(args.rounds):
-            bar.update(n, f"round {n + 1} of {args.rounds}: {len(tried)} cases, and the machine itself")
-            rounds.append(as_round(pool.run(time_round, probes)))
-            times.append(np.array(pool.run(time_cases, tried, args.head_dim)))
-        bar.update(args.rounds, "done")
-    machine = this_machine(rounds, probes)
+def cost_rows(
+    *,
+    world: int,
+    seq_len: int,
+    heads: Sequence[int],
+    head_dim: int,
+    strategies: Sequence[str],
+    layout: str,
+    rounds: int,
+    on_progress: OnProgress = ignore_progress,
+) -> list[Row]:
+    """A row for each mask, number of heads and strategy."""
+    shape = rs.Shape(heads=heads[0], kv_heads=heads[0], head_dim=head_dim, dtype="float32")
+    probes = Probes(shape=shape, tokens=tuple(seq_len // part for part in (4, 2, 1)))
+    cases = [CostCase(m, h, s, layout) for m in masks(seq_len) for h in heads for s in strategies]
+    timed, times = [], []
+    with Pool(world, threads=1, timeout=1800) as pool:
+        for n in range(rounds):
+            on_progress(n, rounds, f"round {n + 1} of {rounds}: calibration and {len(cases)} cases")
+            timed.append(as_round(pool.run(time_round, probes)))
+            times.append(np.array(pool.run(time_cases, cases, head_dim)))
+    machine = this_machine(timed, probes)
     median = np.median([seconds.max(axis=0)[:, 0] for seconds in times], axis=0)
-    predicted = []
-    for case in tried:
-        made = rs.plan(case.mask, world=args.world, strategy=case.strategy, layout=case.layout)
-        predicted.append(made.cost(machine, replace(shape, heads=case.heads, kv_heads=case.heads)).seconds)
-    records = [_record(*x, args) for x in zip(tried, predicted, fastest(times).tolist(), median.tolist(), strict=True)]
-    return [record for _, work in groupby(records, key=lambda r: (r["mask"], r["heads"])) for record in _with_choice([*work])]
+    rows = []
+    for case, (wall, busy), middle in zip(cases, fastest(times).tolist(), median.tolist(), strict=True):
+        plan = rs.plan(case.mask, world=world, strategy=case.strategy, layout=case.layout).for_heads(case.heads, case.heads)
+        predicted = plan.cost(machine, replace(shape, heads=case.heads, kv_heads=case.heads)).seconds
+        rows.append(
+            {
+                "bench": "cost",
+                "mask": case.mask.name,
+                "world": world,
+                "heads": case.heads,
+                "head_dim": head_dim,
+                "dtype": "float32",
+                "layout": plan.q_layout.name,
+                "strategy": plan.strategy,
+                "plan": plan.digest,
+                "rounds": rounds,
+                "predicted_ms": round(predicted * 1e3, 2),
+                "measured_ms": round(wall * 1e3, 2),
+                "median_ms": round(middle * 1e3, 2),
+                "ratio": round(predicted / wall, 3),
+                "busy_ms": round(busy * 1e3, 2),
+                "busy_ratio": round(predicted / busy, 3),
+            }
+        )
+    return [row for _, work in groupby(rows, key=lambda r: (r["mask"], r["heads"])) for row in _with_choice([*work])]
 
 
-def time_cases(rank: int, tried: list[Case], head_dim: int) -> list[tuple[float, float]]:
+def time_cases(rank: int, cases: list[CostCase], head_dim: int) -> list[tuple[float, float]]:
     """A job for all workers: each case, forward + backward."""
-    return [time_case(case, head_dim) for case in tried]
+    return [time_case(case, head_dim) for case in cases]
 
 
-def time_case(case: Case, head_dim: int) -> tuple[float, float]:
-    """By the clock, and by the processor."""
+def time_case(case: CostCase, head_dim: int) -> tuple[float, float]:
+    """Wall time and processor time."""
     cp = rs.ContextParallel(None, case.mask, strategy=case.strategy, layout=case.layout)
     q, k, v, grad = torch.randn(4, 1, case.heads, cp.plan.q_rows, head_dim).unbind()
     qkv = [x.requires_grad_() for x in (q, k, v)]
@@ -108,50 +110,24 @@ def time_case(case: Case, head_dim: int) -> tuple[float, float]:
         cp.attention(*qkv).backward(grad)
         return time.process_time() - start
 
-    step()  # plans for these heads, shakes hands, takes memory
-    by_clock, by_processor = zip(*(all_begin_alike(step) for _ in range(REPEATS)), strict=True)
-    return min(by_clock), min(by_processor)
+    step()  # warm-up: the plan for these heads, the handshake and memory
+    wall, busy = zip(*(time_together(step) for _ in range(REPEATS)), strict=True)
+    return min(wall), min(busy)
 
 
-def _record(
-    case: Case, predicted: float, measured: tuple[float, float], median: float, args: argparse.Namespace
-) -> dict[str, Any]:
-    by_clock, busy = measured
-    made = rs.plan(case.mask, world=args.world, strategy=case.strategy, layout=case.layout)
-    plan = made.for_heads(case.heads, case.heads)
-    return {
-        "bench": "cost",
-        "mask": case.mask.name,
-        "world": args.world,
-        "heads": case.heads,
-        "head_dim": args.head_dim,
-        "dtype": "float32",
-        "layout": plan.q_layout.name,
-        "strategy": plan.strategy,
-        "plan": plan.digest,
-        "rounds": args.rounds,
-        "predicted_ms": round(predicted * 1e3, 2),
-        "measured_ms": round(by_clock * 1e3, 2),
-        "median_ms": round(median * 1e3, 2),
-        "ratio": round(predicted / by_clock, 3),
-        "busy_ms": round(busy * 1e3, 2),
-        "busy_ratio": round(predicted / busy, 3),
-    }
-
-
-def _with_choice(work: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Beside the candidate that the model would take: what it took over the best of all, by the clock and by the processor."""
+def _with_choice(work: list[Row]) -> list[Row]:
+    """Adds to the alternative that the model would choose: its time over that of the best one, measured and busy."""
     chosen = min(work, key=lambda r: r["predicted_ms"])
     over = {f"choice_{by}": round(chosen[f"{by}_ms"] / min(r[f"{by}_ms"] for r in work), 3) for by in ("measured", "busy")}
-    return [{**record, **over} if record is chosen else record for record in work]
+    return [{**row, **over} if row is chosen else row for row in work]
 
 
-def summary(records: list[dict[str, Any]]) -> str:
-    """How many predictions are close, and how much the model's choice loses; by the clock, then by the processor."""
+def summary(rows: list[Row]) -> str:
+    """How many predictions are close, and how much the model's choice loses; by wall time, then by processor time."""
 
-    def said(ratio: str, choice: str) -> str:
-        close = sum(abs(r[ratio] - 1) <= CLOSE for r in records)
-        worst = max(r[choice] for r in records if choice in r)
-        return f"{close} of {len(records)} within {CLOSE:.0%}, what the model would choose takes at most {worst} × the fastest"
+    def line(ratio: str, choice: str) -> str:
+        close = sum(abs(r[ratio] - 1) <= CLOSE for r in rows)
+        worst = max(r[choice] for r in rows if choice in r)
+        return f"{close} of {len(rows)} within {CLOSE:.0%}, the model's choice takes at most {worst} × the fastest"
 
-    return f"measured: {said('ratio', 'choice_measured')}\nbusy: {said('busy_ratio', 'choice_busy')}"
+    return f"measured: {line('ratio', 'choice_measured')}\nbusy: {line('busy_ratio', 'choice_busy')}"

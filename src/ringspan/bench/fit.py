@@ -1,9 +1,9 @@
-"""From timings to what a machine is: the cost model (``plans/cost.py``) read backwards.
+"""Fit the parameters of the cost model (``costs/plan_cost.py``) to measured times.
 
-What a launch takes is linear in ``launch_s`` and in one over the speed of each kind of band, once the tile is known; there are
-few sizes a tile can have, so each is tried. Every equation counts by its relative error. Rectangles and bands of one diagonal,
-which every kernel does in one launch, say what a launch and a tile are; the speed in windows is then what makes theirs true,
-since some kernels do them block by block.
+For a given tile size the time of a launch is linear in ``launch_s`` and in the reciprocal speed of each kind of band. There
+are few possible tile sizes, so each is tried. The fit minimises relative errors. ``launch_s`` and the tile are fitted to
+rectangles and bands with one diagonal, which every kernel computes in one launch. The speed of windows is fitted afterwards,
+because some kernels compute a window block by block.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TILES = (1, 16, 32, 64, 128, 256, 512, 1024)
 SIMPLE = 2  # kinds of bands: no diagonal, one. The third kind has two.
 
 
-class Launch(NamedTuple):
-    """One call of the kernel: bands of one kind, and how long it took."""
+class TimedLaunch(NamedTuple):
+    """One call of the kernel with bands of one kind, and its time."""
 
     phase: Phase
     bands: tuple[Band, ...]
     seconds: float
 
 
-class Kernel(NamedTuple):
-    """What was found, and the mean relative error that is left in rectangles and bands of one diagonal."""
+class FittedKernel(NamedTuple):
+    """The parameters of a kernel, and the mean relative error for rectangles and bands with one diagonal."""
 
     launch_s: float
     tile: int
@@ -42,12 +42,12 @@ class Kernel(NamedTuple):
     error: float
 
 
-def fit_kernel(timed: Sequence[Launch], shape: Shape) -> Kernel:
-    """The kernel whose launches would have taken what they took, as nearly as can be. Each kind needs two sizes or more."""
+def fit_kernel(timed: Sequence[TimedLaunch], shape: Shape) -> FittedKernel:
+    """The parameters that fit the timed launches best. Each kind of band needs two sizes or more."""
     return min((_with_tile(timed, shape, tile) for tile in TILES), key=lambda found: found.error)
 
 
-def _with_tile(timed: Sequence[Launch], shape: Shape, tile: int) -> Kernel:
+def _with_tile(timed: Sequence[TimedLaunch], shape: Shape, tile: int) -> FittedKernel:
     seconds = np.array([launch.seconds for launch in timed])
     phase = np.array([PHASES.index(launch.phase) for launch in timed])
     flops = np.array(
@@ -62,14 +62,14 @@ def _with_tile(timed: Sequence[Launch], shape: Shape, tile: int) -> Kernel:
     for p, (full, causal) in enumerate((1 / found[1:]).reshape(len(PHASES), SIMPLE).tolist()):
         windows = (phase == p) & ~simple
         relative = flops[windows, SIMPLE] / seconds[windows]
-        rest = np.maximum(1 - found[0] / seconds[windows], 1e-3)  # a launch cannot be all that a window took
+        rest = np.maximum(1 - found[0] / seconds[windows], 1e-3)  # launch_s may not be all of a window's time
         window = float((relative**2).sum() / (relative * rest).sum())
         speeds.append(Speed(full=full, causal=causal, window=window))
-    return Kernel(launch_s=float(found[0]), tile=tile, forward=speeds[0], backward=speeds[1], error=error)
+    return FittedKernel(launch_s=float(found[0]), tile=tile, forward=speeds[0], backward=speeds[1], error=error)
 
 
 class Message(NamedTuple):
-    """What two ranks sent to each other at the same time, and how long it took."""
+    """A message that each of two ranks sent to the other at the same time, and its time."""
 
     size: int
     seconds: float
@@ -88,8 +88,11 @@ def fit_overlap(computing: float, wire: float, together: float) -> float:
 
 
 def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Least squares of the relative errors. The first unknown is a constant, which noise must not make negative; where it makes
-    another so, as if more took no longer, the quickest measurement is taken to have been nothing but that."""
+    """Least squares of the relative errors, and the mean relative error that is left.
+
+    The first unknown is a constant; if noise makes it negative, it is set to 0. If noise makes another unknown negative, it is
+    set to the value with which the fastest measurement would consist of that term alone.
+    """
     relative = columns / seconds[:, None]
     scale = np.abs(relative).max(axis=0)  # FLOP and seconds are twelve orders of magnitude apart
     found = np.linalg.lstsq(relative / scale, np.ones(len(seconds)), rcond=None)[0] / scale

@@ -1,4 +1,4 @@
-"""What is measured on a GPU, out of a CUDA graph: its host has nothing to do then but to say "again"."""
+"""CUDA graphs: measure a GPU without the time that the host takes for each kernel launch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from ringspan.errors import KernelError
 
 
 def captured(f: Callable[[], Any]) -> Callable[[], Any] | None:
-    """What repeats it out of a CUDA graph; None, if it cannot be captured, as where a kernel makes masks anew in every call."""
-    with torch.cuda.stream(torch.cuda.Stream()):
+    """``f`` as the replay of a CUDA graph, or None if it cannot be captured: some kernels build masks in every call.
+
+    The warm-up runs on a side stream. That stream has to wait for the current one, which may still be filling the tensors that
+    ``f`` reads, and the current stream has to wait for the side stream before it reuses their memory.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         f()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

@@ -1,66 +1,48 @@
-"""``ringspan bench layouts``: how evenly layouts share packed documents, and what they ask for in pieces and keys.
+"""How evenly layouts share packed documents, and how many pieces and received key rows they cause.
 
-Only the making of the layout is timed. *Rows* are the key rows that all ranks together need of others; *× fewest* is that over
-a number which no layout of even token counts and balance 1.02 can go below (:func:`fewest_rows`).
+Only making the layout is timed. *Rows* are the key rows that all ranks together receive from other ranks. *× fewest* is their
+ratio to a lower bound for layouts with even token counts and balance 1.02 (:func:`fewest_rows`).
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 import ringspan as rs
+from ringspan.bench.rows import Row
 from ringspan.layouts import LAYOUTS, Layout, balance
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1
 from ringspan.plans import needed_rows
 from ringspan.plans.problem import union
 
-COLUMNS = {
-    "lengths": "lengths",
-    "tokens": "tokens",
-    "documents": "documents",
-    "world": "ranks",
-    "layout": "layout",
-    "balance": "balance",
-    "rows": "rows",
-    "over_fewest": "× fewest",
-    "pieces": "pieces",
-    "most_pieces": "most",
-    "make_ms": "make, ms",
-}
-
 BALANCED_ENOUGH = 1.02
 
-# Layouts that cut every document for every rank make about so many tiles at most before this machine is asked too much.
+# Received rows are counted up to about this many tiles. Layouts that cut every document for every rank make more.
 MOST_TILES = 2**22
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", nargs="+", default=[*LENGTHS], choices=[*LENGTHS], help="of documents (default: all)")
-    parser.add_argument("--documents", type=int, default=None, help="how many (default: one for every 1024 tokens)")
-    parser.add_argument("--seq-len", type=int, nargs="+", default=[131072, 1048576], help="tokens (default: 131072 1048576)")
-    parser.add_argument("--world", type=int, nargs="+", default=[8, 32, 128], help="ranks (default: 8 32 128)")
-    parser.add_argument("--layouts", nargs="+", default=[*COMPARED], choices=[*COMPARED], help="default: all")
-    parser.add_argument("--seed", type=int, default=0)
+def layout_rows(
+    *,
+    seq_len: Sequence[int],
+    lengths: Sequence[str],
+    documents: int | None,
+    world: Sequence[int],
+    layouts: Sequence[str],
+    seed: int,
+) -> Iterator[Row]:
+    """A row for each number of tokens, distribution of lengths, number of ranks and layout."""
+    for n in seq_len:
+        for name in lengths:
+            drawn = draw_lengths(name, documents=documents or max(1, n // 1024), tokens=n, seed=seed)
+            yield from (_row(name, drawn, ranks, layout) for ranks in world for layout in layouts)
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record for each way to draw lengths, number of tokens, number of ranks and layout."""
-    records = []
-    for n in args.seq_len:
-        for name in args.lengths:
-            lengths = draw_lengths(name, documents=args.documents or max(1, n // 1024), tokens=n, seed=args.seed)
-            for world in args.world:
-                records += [_case(name, lengths, world, layout) for layout in args.layouts]
-    return records
-
-
-def _case(name: str, lengths: list[int], world: int, layout_name: str) -> dict[str, Any]:
+def _row(name: str, lengths: list[int], world: int, layout_name: str) -> Row:
     mask = rs.documents(lengths)
     start = time.perf_counter()
     layout = COMPARED[layout_name](mask, world)
@@ -97,7 +79,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[int]:
-    """Lengths in the proportions of that name, so many tokens together; those that round to nothing are left out."""
+    """Lengths of documents from a named distribution, scaled to a number of tokens. Lengths that round to 0 are left out."""
     share = LENGTHS[name](np.random.default_rng(seed), documents)
     cuts = np.round(np.cumsum(share) / share.sum() * tokens).astype(np.int64)
     lengths: list[int] = np.diff(cuts, prepend=0).tolist()
@@ -105,10 +87,10 @@ def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[i
 
 
 def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
-    """Key rows that every layout of causal documents needs, if its token counts are even and its balance is at most so much.
+    """A lower bound of the received key rows of any layout of causal documents with even token counts and this balance.
 
-    The rows from key x to the end of a document are so many tokens, and so many pairs, that some ranks must share them. All of
-    these see key x, and all but its owner fetch it. (Each key is counted for itself, so there may be no layout for all.)
+    The rows from key x to the end of its document have so many tokens and pairs that several ranks must share them. All of
+    these ranks see key x, and all but its owner receive it. (Each key is bounded separately, so the bound may not be reached.)
 
     >>> fewest_rows([8], 2, 1.0)
     6
@@ -128,9 +110,9 @@ def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
 
 
 def ptrr(mask: rs.Mask, world: int, block: int = 128) -> Layout:
-    """Torch's processing-time round robin: blocks of queries dealt to and fro, those that see most blocks of keys first.
+    """PyTorch's processing-time round robin: blocks of queries are dealt to the ranks in alternating order, heaviest first.
 
-    (Its head-tail balancer is zigzag, its per-document one is per_document, which here takes documents of any length.)
+    (PyTorch's head-tail balancer is zigzag. Its per-document balancer is per_document, which here takes any lengths.)
     """
     n = mask.lengths[0]
     cuts = np.append(np.arange(0, n, block), n)
@@ -141,9 +123,9 @@ def ptrr(mask: rs.Mask, world: int, block: int = 128) -> Layout:
     row, first, last = union(i[kept], seen[:, K0] // block, -(-seen[:, K1] // block))
     blocks_seen = np.bincount(row, weights=last - first, minlength=len(cuts) - 1)
     spans: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    to_and_fro = [*range(world), *reversed(range(world))]
+    alternating = [*range(world), *reversed(range(world))]
     for turn, b in enumerate(np.argsort(-blocks_seen, kind="stable").tolist()):
-        spans[to_and_fro[turn % len(to_and_fro)]].append((int(cuts[b]), int(cuts[b + 1])))
+        spans[alternating[turn % len(alternating)]].append((int(cuts[b]), int(cuts[b + 1])))
     return Layout([sorted(of_rank) for of_rank in spans], name="ptrr")
 
 
@@ -155,12 +137,12 @@ COMPARED: dict[str, Callable[[rs.Mask, int], Layout]] = {
 
 
 def _pieces(mask: rs.Mask, layout: Layout) -> list[int]:
-    """How many parts of documents each rank owns: what a kernel is given as separate sequences."""
+    """How many parts of documents each rank owns. A kernel treats each as a separate sequence."""
     cuts = mask.documents()
     p = layout.pieces
     joins = np.append(False, (p.owner[1:] == p.owner[:-1]) & (p.start[1:] == p.start[:-1] + p.size[:-1]))
     parts = np.searchsorted(cuts, p.start + p.size) - np.searchsorted(cuts, p.start, side="right") + 1
-    parts -= joins & ~np.isin(p.start, cuts)  # the same part of the document goes on
+    parts -= joins & ~np.isin(p.start, cuts)  # the same part of the document continues
     counts: list[int] = np.bincount(p.owner, weights=parts, minlength=layout.world).astype(int).tolist()
     return counts
 

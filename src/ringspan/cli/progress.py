@@ -1,67 +1,79 @@
-"""Progress on stderr: on a terminal one line that is redrawn; elsewhere, where stderr may be taken for trouble, nothing, unless
-it takes so long that whoever reads the log wants to know whether it still goes on."""
+"""Progress on stderr: a bar on a terminal. In a file, where a reader may take stderr for errors, a line every ten seconds."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 import time
 from types import TracebackType
 from typing import TextIO
 
-WIDTH = 28
-# How long to wait between two drawings; before the first line of a log, and between two of them.
-REDRAW_SECONDS = 0.05
+import rich.progress
+
+from ringspan.cli.console import console_for
+
+# The time before the first line of a file, and between two lines.
 LOG_SECONDS = 10.0
 
 
 class Progress:
-    """``with Progress(100) as bar: bar.update(37, "what is going on")``. May be called from several threads."""
+    """``with Progress(100) as bar: bar.update(37, "the current step")``. May be used from several threads."""
 
-    def __init__(self, total: int, *, stream: TextIO | None = None) -> None:
-        self.total = max(1, total)
+    def __init__(self, total: int = 1, *, stream: TextIO | None = None) -> None:
         self.stream = sys.stderr if stream is None else stream
-        self.is_terminal = self.stream.isatty()
+        self.total = total
+        self._bar = _bar(self.stream) if self.stream.isatty() else None
+        self._task = self._bar.add_task("", total=max(1, total)) if self._bar else None
         self._lock = threading.Lock()
-        self._shown = 0.0 if self.is_terminal else time.monotonic()
-        self._last = ""
-        self._has_shown = False
+        self._last_line = ""
+        self._written = time.monotonic()
+        self._has_written = False
 
-    def update(self, done: int, text: str = "") -> None:
+    def update(self, done: int, text: str = "", *, total: int | None = None) -> None:
         with self._lock:
-            self._last = self._line(done, text)
-            wait = REDRAW_SECONDS if self.is_terminal else LOG_SECONDS
-            if time.monotonic() - self._shown >= wait:
-                self._show()
+            self.total = self.total if total is None else total
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, completed=done, total=max(1, self.total), description=text)
+                return
+            self._last_line = f"{min(1.0, done / max(1, self.total)):4.0%}  {text}".rstrip()
+            if time.monotonic() - self._written >= LOG_SECONDS:
+                self._write_line()
+
+    def on_progress(self, done: int, total: int, text: str) -> None:
+        """:meth:`update` in the form in which benchmarks call it."""
+        self.update(done, text, total=total)
+
+    def print(self, text: str) -> None:
+        """Print a line to stdout that does not mix with the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+        print(text, flush=True)
+        if self._bar is not None:
+            self._bar.start()
 
     def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._lock:
-            if self._last and (self.is_terminal or self._has_shown):  # what was begun is ended
-                self._show()
-            if self.is_terminal:
-                self.stream.write("\n")
-                self.stream.flush()
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._has_written and self._last_line:  # a file that shows a start also shows the end
+            self._write_line()
 
-    def _show(self) -> None:
-        if self.is_terminal:
-            columns = shutil.get_terminal_size().columns
-            # Carriage return, the line, and "erase to the end of the line".
-            self.stream.write(f"\r{self._last[: columns - 1]}\x1b[K")
-        else:
-            self.stream.write(f"{self._last}\n")
-            self._last = ""  # a log keeps its lines: none is written twice
+    def _write_line(self) -> None:
+        self.stream.write(f"{self._last_line}\n")
         self.stream.flush()
-        self._has_shown = True
-        self._shown = time.monotonic()
+        self._last_line = ""
+        self._written = time.monotonic()
+        self._has_written = True
 
-    def _line(self, done: int, text: str) -> str:
-        share = min(1.0, done / self.total)
-        if not self.is_terminal:
-            return f"{share:4.0%}  {text}".rstrip()
-        full, empty = ("█", "░") if (getattr(self.stream, "encoding", None) or "").lower().startswith("utf") else ("#", ".")
-        filled = round(share * WIDTH)
-        return f"{full * filled}{empty * (WIDTH - filled)} {share:4.0%}  {text}".rstrip()
+
+def _bar(stream: TextIO) -> rich.progress.Progress:
+    columns = (
+        rich.progress.BarColumn(28),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TextColumn("{task.description}", markup=False),
+    )
+    return rich.progress.Progress(*columns, console=console_for(stream), redirect_stdout=False, redirect_stderr=False)

@@ -140,7 +140,7 @@ def test_candidates_are_compared_by_all_ranks_up_to_256_and_by_some_of_more(caps
     assert [c["exact"] for c in told(capsys, *words, "--world", "32")["candidates"]] == [True]
     assert main(["plan", *words, "--world", "32"]) == 0
     text = capsys.readouterr().out
-    assert "exact: all 32 ranks were planned and walked through" in text
+    assert "exact: all 32 ranks were planned and simulated" in text
     assert "candidates compared" not in text
     assert [c["exact"] for c in told(capsys, *words, "--world", "300", "--cost-ranks", "4")["candidates"]] == [False]
     assert main(["plan", *words, "--world", "300", "--cost-ranks", "4"]) == 0

@@ -6,12 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
+from ringspan.cli.console import show
 from ringspan.cli.mask_argument import mask_at
 from ringspan.cli.plan.facts import facts
 from ringspan.cli.plan.page import page
 from ringspan.cli.plan.png import check_drawable, draw
-from ringspan.cli.plan.study import Question, Study, study
-from ringspan.cli.plan.text import shortened, text
+from ringspan.cli.plan.study import Question, study
+from ringspan.cli.plan.text import candidates, shortened, summary
 from ringspan.costs import Hardware, named_hardware
 from ringspan.errors import InputError, PlanError
 from ringspan.plans import Shape
@@ -79,7 +80,12 @@ def run(args: argparse.Namespace) -> int:
         args.html.write_text(page(found, told), encoding="utf-8")
     if args.png is not None:
         draw(args.png, found)
-    print(json.dumps(told) if args.json else _text(found, told, args))
+    if args.json:
+        print(json.dumps(told))
+        return 0
+    show(summary(told), candidates(told), "", shortened(found.plans[0].at(args.rank).explain(found.question.shape)))
+    for path in filter(None, (args.html, args.png)):
+        show(f"\nwritten: {path}")
     return 0
 
 
@@ -110,15 +116,3 @@ def _machine(name: str) -> Hardware:
         return named_hardware(name)
     except PlanError as error:  # it does not know which of the words it came from
         raise PlanError(f"--hardware {name}: {error}") from None
-
-
-def _text(found: Study, told: dict[str, object], args: argparse.Namespace) -> str:
-    written = [str(path) for path in (args.html, args.png) if path is not None]
-    return "\n".join(
-        [
-            text(told),
-            "",
-            shortened(found.plans[0].at(args.rank).explain(found.question.shape)),
-            *(f"\nwritten: {path}" for path in written),
-        ]
-    )

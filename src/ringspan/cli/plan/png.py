@@ -11,7 +11,7 @@ from ringspan.cli.pictures import COLOURS, DPI, GRID, INK, PAPER, cells, rank_co
 from ringspan.cli.plan.drawings import slowest_of_groups
 from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Study
-from ringspan.cli.plan.units import seconds
+from ringspan.cli.units import seconds
 from ringspan.errors import InputError
 
 # More steps than these have edges that would hide what lies between.

@@ -5,19 +5,31 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from ringspan.cli.plan.units import seconds, size
+from rich.table import Table
+
+from ringspan.cli.console import table
+from ringspan.cli.units import seconds, size
 from ringspan.planner.auto import MOST_RANKS
 
 FIRST_STEPS, LAST_STEPS = 8, 2
 
+COLUMNS = {
+    "strategy": "candidate",
+    "layout": "layout",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "exposed_s": "waiting",
+    "peak_bytes": "buffers",
+    "rejected": "rejected",
+}
 
-def text(found: dict[str, Any]) -> str:
-    """What was chosen, and why not another."""
+
+def summary(found: dict[str, Any]) -> str:
+    """The choice and the figures behind it, above the table of candidates."""
     mask, chosen = found["mask"], found["chosen"]
-    width = max(len(candidate["strategy"]) for candidate in found["candidates"]) + 2
     lines = [
-        f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward, of which the wire "
-        f"shows {seconds(chosen['exposed_s'])}",
+        f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward, of which "
+        f"{seconds(chosen['exposed_s'])} wait for communication",
         "",
         f"  mask      {mask['name']}: {mask['queries']:,} × {mask['keys']:,}, {mask['share']:.3g} of all pairs visible",
         f"  machine   {found['world']:,} ranks of {found['hardware']['name']}, {found['hardware']['per_node']} in a node "
@@ -27,26 +39,28 @@ def text(found: dict[str, Any]) -> str:
         f"  figures   {basis(found)}",
         *(f"  note      {note}" for note in found["notes"]),
         "",
-        f"{'candidate':<{width}}{'layout':<13}{'forward':>10}{'backward':>10}{'wire shows':>12}{'buffers':>10}   rejected",
-        "-" * (width + 74),
-        *(_row(candidate, width) for candidate in found["candidates"]),
     ]
     return "\n".join(lines)
 
 
+def candidates(found: dict[str, Any]) -> Table:
+    """All candidates, and why some were rejected."""
+    return table(COLUMNS, [_row(candidate) for candidate in found["candidates"]])
+
+
 def basis(found: dict[str, Any]) -> str:
-    """What the figures stand on."""
+    """How the figures were obtained: from all ranks or from a sample."""
     compared = "" if all(c["exact"] in (True, None) for c in found["candidates"]) else f"; candidates compared by {MOST_RANKS}"
     if found["exact"]:
-        return f"exact: all {found['world']:,} ranks were planned and walked through{compared}; the machine is a model"
+        return f"exact: all {found['world']:,} ranks were planned and simulated{compared}; the machine is a model"
     return (
-        f"sampled: {len(found['costed_ranks'])} of {found['world']:,} ranks were planned and walked through, among them the "
-        f"busiest{compared}; the others are taken to keep pace with their neighbours"
+        f"sampled: {len(found['costed_ranks'])} of {found['world']:,} ranks were planned and simulated, among them the "
+        f"busiest{compared}; the others are assumed to be as fast as their neighbours"
     )
 
 
 def shortened(explained: str) -> str:
-    """A plan's ``explain()`` with the steps in the middle left out, where there are more than one would read."""
+    """A plan's ``explain()``, without the steps in the middle if there are many."""
     shown: list[str] = []
     for is_step, lines in groupby(explained.splitlines(), key=lambda line: line.startswith("step ")):
         part = list(lines)
@@ -57,8 +71,7 @@ def shortened(explained: str) -> str:
     return "\n".join(shown)
 
 
-def _row(c: dict[str, Any], width: int) -> str:
-    cells = [seconds(c[key]) if c[key] is not None else "–" for key in ("forward_s", "backward_s", "exposed_s")]
-    peak = size(c["peak_bytes"]) if c["peak_bytes"] is not None else "–"
-    figures = f"{cells[0]:>10}{cells[1]:>10}{cells[2]:>12}{peak:>10}"
-    return f"{c['strategy']:<{width}}{c['layout']:<13}{figures}   {c['rejected'] or ''}".rstrip()
+def _row(c: dict[str, Any]) -> dict[str, Any]:
+    times = {key: "–" if c[key] is None else seconds(c[key]) for key in ("forward_s", "backward_s", "exposed_s")}
+    peak = "–" if c["peak_bytes"] is None else size(c["peak_bytes"])
+    return {**c, **times, "peak_bytes": peak, "rejected": c["rejected"] or ""}

@@ -1,4 +1,4 @@
-"""Seconds and bytes as people read them."""
+"""Seconds and bytes in units that are easy to read."""
 
 from __future__ import annotations
 

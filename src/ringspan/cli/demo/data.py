@@ -1,4 +1,4 @@
-"""The demo's data: functions of Python's own standard library, byte by byte, packed end to end.
+"""The demo's data: functions of Python's standard library as bytes, packed end to end.
 
 ::
 
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ringspan.errors import InputError
 
-# 256 bytes, and a token that begins each document.
+# 256 byte values, and a token at the start of each document.
 BEGIN = 256
 VOCABULARY = 257
 
-# Pure Python of every length and taste, in every Python we support.
+# Pure Python modules that every supported Python has, with functions of many lengths.
 MODULES = (
     *("bisect", "calendar", "colorsys", "contextlib", "copy", "csv", "dataclasses", "difflib", "fnmatch", "fractions"),
     *("functools", "glob", "graphlib", "heapq", "json/decoder", "json/encoder", "linecache", "pprint", "queue", "random"),
@@ -36,7 +36,7 @@ MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A function and where it comes from."""
+    """A function and its name."""
 
     name: str
     text: bytes
@@ -51,14 +51,14 @@ class Pack:
     tokens: tuple[int, ...]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, labels and weights, each (1, length). Labels are shifted while each token's successor is its neighbour."""
+        """Tokens, labels and weights, each (1, length). Labels are shifted before the tokens are sharded."""
         tokens = torch.tensor([self.tokens])
         weights = torch.ones(tokens.shape)
         weights[:, torch.tensor(self.lengths).cumsum(0) - 1] = 0.0
         return tokens, tokens.roll(-1, dims=1), weights
 
     def document_of_token(self) -> Tensor:
-        """The number of the document each token belongs to."""
+        """The index of the document that each token belongs to."""
         return torch.repeat_interleave(torch.tensor(self.lengths))
 
 
@@ -68,12 +68,12 @@ def library_documents() -> tuple[Document, ...]:
     paths = [path for path in (root / f"{module}.py" for module in MODULES) if path.is_file()]
     documents = tuple(document for path in paths for document in _functions(path, path.relative_to(root)))
     if not documents:
-        raise InputError(f"there are no sources of the standard library in {root}: the demo needs a Python that came with them")
+        raise InputError(f"there are no sources of the standard library in {root}: the demo needs a Python that includes them")
     return documents
 
 
 def packs(documents: tuple[Document, ...], *, count: int, length: int, seed: int) -> tuple[Pack, ...]:
-    """``count`` packs of ``length`` tokens, each a new draw. A document takes three quarters of a pack at most."""
+    """``count`` packs of ``length`` tokens, drawn at random. A document takes three quarters of a pack at most."""
     draw = random.Random(seed)
     return tuple(_pack(draw, documents, length) for _ in range(count))
 
@@ -84,8 +84,8 @@ def _pack(draw: random.Random, documents: tuple[Document, ...], length: int) -> 
     tokens: list[int] = []
     while len(tokens) < length:
         document = draw.choice(documents)
-        room = min(length - len(tokens), max(2, length * 3 // 4))
-        piece = [BEGIN, *document.text][:room]
+        limit = min(length - len(tokens), max(2, length * 3 // 4))
+        piece = [BEGIN, *document.text][:limit]
         names.append(document.name)
         lengths.append(len(piece))
         tokens += piece

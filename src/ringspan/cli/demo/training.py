@@ -10,20 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.cli.demo_model import Config, Transformer, build
-from ringspan.cli.demo_text import Pack
+from ringspan.cli.demo.data import Pack
+from ringspan.cli.demo.model import Config, Transformer, build
 from ringspan.planner import bytes_moved
 from ringspan.planner import plan as make_plan
 from ringspan.plans.data import PHASES
 from ringspan.testing.workers import send_message
 
-# How far --sabotage moves a rank's tokens from their place.
+# By how much --sabotage shifts the positions of a rank's tokens.
 SHIFT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All that a run follows from. ``sabotage`` names what the last rank is to do wrong: ``"positions"`` or ``"gradient"``."""
+    """The inputs of a run. ``sabotage`` is what the last rank does wrong: ``"positions"`` or ``"gradient"``."""
 
     config: Config
     packs: tuple[Pack, ...]
@@ -33,7 +33,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank did in all steps together. ``area`` counts the (query, key) pairs of one head of one layer."""
+    """The work of a rank in all steps together. ``area`` counts the (query, key) pairs of one head of one layer."""
 
     losses: tuple[float, ...]
     tokens: int
@@ -46,7 +46,7 @@ class RankReport:
 
 
 def train_split(rank: int, training: Training) -> RankReport:
-    """The job of one worker of the pool. This is what a training script with ringspan looks like."""
+    """The job of one worker of the pool: a training script with ringspan."""
     model = build(training.config, training.seed)
     optimiser = Adam(model.parameters())
     losses: list[float] = []
@@ -82,7 +82,7 @@ def train_split(rank: int, training: Training) -> RankReport:
 
 
 def train_alone(training: Training, on_step: Callable[[int, float], bool]) -> tuple[float, ...]:
-    """The same training in this process: plain attention through a dense mask. Ends early when ``on_step`` says False."""
+    """The same training in this process: plain attention through a dense mask. Ends early when ``on_step`` returns False."""
     model = build(training.config, training.seed)
     optimiser = Adam(model.parameters())
     losses: list[float] = []
@@ -99,7 +99,7 @@ def train_alone(training: Training, on_step: Callable[[int, float], bool]) -> tu
 
 
 def dense_mask(pack: Pack) -> Tensor:
-    """(S, S), True where a query sees a key: same document, not later. Without ringspan, so that it can prove it wrong."""
+    """(S, S), True where a query sees a key: same document, not later. Made without ringspan, to test it."""
     document = pack.document_of_token()
     return (document[:, None] == document[None, :]).tril()
 
@@ -109,7 +109,7 @@ def token_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 class Adam:
-    """Adam in its plainest form. torch.optim would do, but it imports the compiler, which costs every process some seconds."""
+    """Plain Adam. torch.optim imports the compiler, which takes each process some seconds."""
 
     def __init__(self, parameters: Iterable[Tensor], *, rate: float = 2e-3, betas: tuple[float, float] = (0.9, 0.95)) -> None:
         self.parameters = tuple(parameters)
@@ -119,7 +119,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step along the gradients, which are then forgotten."""
+        """One step along the gradients, which are then cleared."""
         self.steps += 1
         first, second = self.betas
         for p, (mean, square) in zip(self.parameters, self.moments, strict=True):
@@ -132,7 +132,7 @@ class Adam:
 
 
 def _gather_received(plan: rs.Plan, config: Config) -> int:
-    """The bytes this rank would have received, had every rank been sent all keys."""
+    """The bytes this rank would have received if every rank were sent all keys."""
     gather = make_plan(plan.mask, world=plan.world, rank=plan.rank, strategy="gather", layout=plan.q_layout)
     shape = rs.Shape(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
     return config.layers * sum(bytes_moved(gather, shape, phase)[1] for phase in PHASES)

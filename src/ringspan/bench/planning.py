@@ -1,57 +1,38 @@
-"""``ringspan bench plan``: how long planning takes from nothing, in seconds of one core."""
+"""How long planning takes with empty caches, in seconds of one core."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 import ringspan as rs
+from ringspan.bench.rows import Row
 from ringspan.layouts import balance
 
-COLUMNS = {
-    "mask": "mask",
-    "world": "ranks",
-    "layout": "layout",
-    "strategy": "strategy",
-    "balance": "balance",
-    "one_rank_ms": "one rank, ms",
-    "all_ranks_s": "all ranks, s",
-}
-
 AUTO = ("auto", "auto")
-# What a new batch costs in training: 131,072 tokens on a node of 8, everything to be chosen.
+# The plan of a new batch in training: 131,072 tokens on a node of 8 ranks, layout and strategy to be chosen.
 BATCH_TOKENS, BATCH_RANKS, BATCH_DOCUMENTS = 131072, 8, (28, 200)
 ROUNDS = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--documents", type=int, default=1000, help="of the large mask (default 1000)")
-    parser.add_argument("--seq-len", type=int, default=1048576, help="tokens of the large mask (default 1048576)")
-    parser.add_argument("--world", type=int, default=64, help="ranks for the large mask (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the documents' lengths (default 0)")
-
-
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Masks of a batch with everything to be chosen, then a large one with layouts and strategies given."""
-    rs.plan(rs.documents([3, 5]), world=2)  # so that the first case does not pay for first uses
+def planning_rows(*, documents: int, seq_len: int, world: int, seed: int) -> Iterator[Row]:
+    """A row for each mask of a batch with ``"auto"``, then for each of some layouts and strategies of a large mask."""
+    rs.plan(rs.documents([3, 5]), world=2)  # imports and first uses are not part of the first row
     n = BATCH_TOKENS
-    packed = [_lengths(n, count, args.seed) for count in BATCH_DOCUMENTS]
+    packed = [_lengths(n, count, seed) for count in BATCH_DOCUMENTS]
     batches: list[Callable[[], rs.Mask]] = [
         lambda: rs.causal(n),
         lambda: rs.causal(n) & rs.window(left=4096),
         *(lambda lengths=lengths: rs.documents(lengths) for lengths in packed),
     ]
-    large = _lengths(args.seq_len, args.documents, args.seed)
+    large = _lengths(seq_len, documents, seed)
     ways = (AUTO, ("zigzag", "exchange"), ("zigzag", "ring"), ("round_robin", "exchange"), ("contiguous", "gather"))
-    return [
-        *(_case(mask, BATCH_RANKS, *AUTO) for mask in batches),
-        *(_case(lambda: rs.documents(large), args.world, *way) for way in ways),
-    ]
+    yield from (_row(mask, BATCH_RANKS, *AUTO) for mask in batches)
+    yield from (_row(lambda: rs.documents(large), world, *way) for way in ways)
 
 
 def _lengths(tokens: int, documents: int, seed: int) -> list[int]:
@@ -61,7 +42,7 @@ def _lengths(tokens: int, documents: int, seed: int) -> list[int]:
     return lengths
 
 
-def _case(mask: Callable[[], rs.Mask], world: int, layout: str, strategy: str) -> dict[str, Any]:
+def _row(mask: Callable[[], rs.Mask], world: int, layout: str, strategy: str) -> Row:
     def plan(rank: int) -> rs.Plan:
         return rs.plan(mask(), world=world, rank=rank, layout=layout, strategy=strategy)
 
@@ -86,7 +67,7 @@ def _case(mask: Callable[[], rs.Mask], world: int, layout: str, strategy: str) -
 
 
 def _seconds(f: Callable[[], Any]) -> float:
-    """Of this process alone: planning uses one core, and does not wait for anything."""
+    """Processor time of this process: planning uses one core and waits for nothing."""
     start = time.process_time()
     f()
     return time.process_time() - start

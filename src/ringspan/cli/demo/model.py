@@ -1,7 +1,7 @@
 """The demo's model: a small decoder-only transformer with rotary embeddings and grouped key heads.
 
-Nothing in it knows of ranks. It asks for the place of each token (``positions``), because a rank's tokens are not the first
-ones of the sequence, and calls PyTorch's own attention. That is all a model must do to run inside ``with cp:``.
+It contains nothing about ranks. It takes the position of each token (``positions``), because a rank's tokens are not the
+first ones of the sequence, and calls PyTorch's own attention. That is all a model must do to run inside ``with cp:``.
 
 Legend: B batch, S tokens here, M model width, H query heads, G key heads (G divides H), D head dim, V vocabulary.
 """
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         return self.out(out_BHSD.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
@@ -62,13 +62,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits (B, S, V) for tokens (B, S) that stand at ``positions`` (S) of the sequence."""
+    """Logits (B, S, V) for tokens (B, S) at ``positions`` (S) of the sequence."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 
 
 def build(config: Config, seed: int) -> Transformer:
-    """The model with weights that follow from the seed alone; the generator of the rest of the program is left as it was."""
+    """The model with weights that depend on the seed alone. The global random generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(config)

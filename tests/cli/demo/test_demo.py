@@ -17,10 +17,10 @@ import torch
 
 import ringspan as rs
 from ringspan.cli import demo
-from ringspan.cli.demo_model import Config, build
-from ringspan.cli.demo_report import TOLERANCE, Outcome, as_json, parting, rank_table
-from ringspan.cli.demo_text import BEGIN, VOCABULARY, Pack, library_documents, packs
-from ringspan.cli.demo_train import RankReport, Training, dense_mask, token_losses, train_alone
+from ringspan.cli.demo.data import BEGIN, VOCABULARY, Pack, library_documents, packs
+from ringspan.cli.demo.model import Config, build
+from ringspan.cli.demo.report import TOLERANCE, Comparison, as_json, failure, rank_table
+from ringspan.cli.demo.training import RankReport, Training, dense_mask, token_losses, train_alone
 from ringspan.errors import InputError
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
@@ -61,7 +61,7 @@ def passed(folder: Path) -> Ran:
 
 @pytest.fixture(scope="module")
 def failed() -> Iterator[Ran]:
-    """Broken on purpose; and matplotlib is missing, without which all but the pictures must work."""
+    """Broken on purpose. Also without matplotlib: everything but the pictures must work."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         yield run(*SHORT, "--sabotage")
@@ -84,7 +84,7 @@ def _one_thread() -> Iterator[None]:
 # -- a run that passes -------------------------------------------------------------------------------------------------
 
 
-def test_the_two_curves_are_one(passed: Ran) -> None:
+def test_the_two_curves_agree(passed: Ran) -> None:
     assert passed.code == 0
     found = passed.summary
     assert found["ok"]
@@ -96,7 +96,7 @@ def test_the_two_curves_are_one(passed: Ran) -> None:
     assert split[-1] < split[0]
 
 
-def test_the_first_loss_is_that_of_each_document_by_itself(passed: Ran, training: Training) -> None:
+def test_the_first_loss_is_that_of_separate_documents(passed: Ran, training: Training) -> None:
     """No mask, no packing, no ranks, float64: each document alone, from position 0 (rotary embeddings know only distances)."""
     model = build(training.config, SEED).double()
     pack = training.packs[0]
@@ -109,7 +109,7 @@ def test_the_first_loss_is_that_of_each_document_by_itself(passed: Ran, training
     assert passed.summary["losses"]["split"][0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_the_ranks_did_is_what_was_planned(passed: Ran, training: Training) -> None:
+def test_figures_of_the_ranks_are_those_of_the_plans(passed: Ran, training: Training) -> None:
     config, masks = training.config, [rs.documents(pack.lengths) for pack in training.packs]
     shape = rs.Shape(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
     for n, rank in enumerate(passed.summary["ranks"]):
@@ -129,7 +129,7 @@ def test_what_the_ranks_did_is_what_was_planned(passed: Ran, training: Training)
     assert passed.summary["digest"] == rs.plan(masks[-1], world=WORLD).digest
 
 
-def test_people_are_told_too(passed: Ran, folder: Path) -> None:
+def test_text_output(passed: Ran, folder: Path) -> None:
     for words in ("331 bytes of Python a step (not a multiple of 3", "largest difference", "gather", "LocalWorld", "explain()"):
         assert words in passed.out
     assert str(folder / "mask.png") in passed.out
@@ -137,7 +137,7 @@ def test_people_are_told_too(passed: Ran, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mask.png", "losses.png"])
-def test_the_pictures_show_something(passed: Ran, folder: Path, name: str) -> None:
+def test_pictures(passed: Ran, folder: Path, name: str) -> None:
     assert str(folder / name) in passed.summary["pictures"]
     image = pytest.importorskip("matplotlib.image").imread(folder / name)
     assert min(image.shape[:2]) > 600
@@ -148,19 +148,19 @@ def test_the_pictures_show_something(passed: Ran, folder: Path, name: str) -> No
 # -- a run that fails --------------------------------------------------------------------------------------------------
 
 
-def test_sabotage_is_caught_and_the_step_named(failed: Ran) -> None:
+def test_sabotage_fails_with_the_step(failed: Ran) -> None:
     assert failed.code == 1
     found = failed.summary
     assert not found["ok"]
     assert found["max_difference"] > TOLERANCE
     step = found["parted_at_step"]
-    assert f"FAILED: the two curves part at step {step}:" in failed.err
-    assert "the last rank took its tokens to stand 3 places further on" in failed.err
+    assert f"FAILED: the two curves differ at step {step}:" in failed.err
+    assert "the last rank shifted the positions of its tokens by 3" in failed.err
     differences = [abs(a - b) for a, b in zip(found["losses"]["split"], found["losses"]["alone"], strict=True)]
     assert step == 1 + next(n for n, difference in enumerate(differences) if difference > TOLERANCE)
 
 
-def test_without_matplotlib_there_are_only_numbers(failed: Ran) -> None:
+def test_without_matplotlib(failed: Ran) -> None:
     assert "pip install 'ringspan[demo]'" in failed.out
     assert failed.summary["pictures"] == []
     assert len(failed.summary["losses"]["split"]) == STEPS
@@ -172,7 +172,7 @@ def test_one_rank_cannot_be_sabotaged() -> None:
 
 
 @pytest.mark.parametrize("words", [("--steps", 0), ("--seq-len", 7), ("--world", "two"), ("--sabotage", "everything")])
-def test_nonsense_is_refused(words: tuple[object, ...]) -> None:
+def test_invalid_arguments(words: tuple[object, ...]) -> None:
     with pytest.raises(SystemExit):
         run(*words)
 
@@ -180,7 +180,7 @@ def test_nonsense_is_refused(words: tuple[object, ...]) -> None:
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_repeats_itself_and_learns(training: Training) -> None:
+def test_one_process_is_deterministic_and_learns(training: Training) -> None:
     longer = Training(config=Config(), packs=packs(library_documents(), count=12, length=LENGTH, seed=SEED), seed=SEED)
     first, second = (train_alone(longer, lambda n, loss: True) for _ in range(2))
     assert first == second
@@ -190,7 +190,7 @@ def test_one_process_repeats_itself_and_learns(training: Training) -> None:
     assert train_alone(training, lambda n, loss: False) == first[:1]
 
 
-def test_weights_follow_from_the_seed_alone() -> None:
+def test_weights_depend_on_the_seed_alone() -> None:
     before = torch.random.get_rng_state()
     one, same, other = (build(Config(), seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
@@ -218,9 +218,9 @@ def test_labels_are_the_next_tokens_and_end_with_their_document() -> None:
     assert torch.equal(dense_mask(pack), torch.from_numpy(rs.documents([3, 1, 2]).dense()))
 
 
-def outcome(alone: list[float], *ranks: list[float]) -> Outcome:
+def comparison(alone: list[float], *ranks: list[float]) -> Comparison:
     more: dict[str, Any] = {"tokens": 1, "area": 0, "sent": 0, "received": 0, "gather_received": 0, "choices": (), "digest": ""}
-    return Outcome(alone=tuple(alone), ranks=tuple(RankReport(losses=tuple(losses), **more) for losses in ranks))
+    return Comparison(alone=tuple(alone), ranks=tuple(RankReport(losses=tuple(losses), **more) for losses in ranks))
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,13 @@ def outcome(alone: list[float], *ranks: list[float]) -> Outcome:
         ([[3.0, 2.0], [math.inf, 2.0]], 1),
     ],
 )
-def test_any_rank_that_parts_is_seen(split: list[list[float]], step: int | None) -> None:
-    found = outcome([3.0, 2.0], *split)
+def test_a_difference_of_any_rank_counts(split: list[list[float]], step: int | None) -> None:
+    found = comparison([3.0, 2.0], *split)
     assert found.parted_at == step
     summary = json.loads(as_json(found), parse_constant=pytest.fail)
     assert summary["ok"] is (step is None)
-    assert "rank" in rank_table(found)
+    assert rank_table(found).row_count == len(split)
     if step:
         assert found.largest[1] == step
-        assert f"part at step {step}:" in parting(found, None)
-        assert "ringspan check" in parting(found, None)
+        assert f"differ at step {step}:" in failure(found, None)
+        assert "ringspan check" in failure(found, None)

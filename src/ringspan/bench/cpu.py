@@ -1,0 +1,87 @@
+"""Causal attention split over processes against the same attention in one process, forward and backward.
+
+Each process computes with one thread. Both sides are measured in turns, so that both meet the same load of the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ringspan as rs
+from ringspan.bench.rows import OnProgress, Row, ignore_progress
+from ringspan.testing.workers import Pool
+
+
+def cpu_rows(
+    *,
+    world: int,
+    seq_len: int,
+    heads: int,
+    head_dim: int,
+    strategies: Sequence[str],
+    rounds: int,
+    on_progress: OnProgress = ignore_progress,
+) -> Iterator[Row]:
+    """A row for each strategy."""
+    with Pool(world, threads=1, timeout=1800) as pool:
+        for n, strategy in enumerate(strategies):
+            on_progress(n, len(strategies), f"measuring {strategy}")
+            times, digest = pool.run(_time_strategy, strategy, seq_len, heads, head_dim, rounds)[0]
+            ratios = [one / split for one, split in times]
+            yield {
+                "bench": "cpu",
+                "mask": f"causal({seq_len})",
+                "layout": "zigzag",
+                "strategy": strategy,
+                "plan": digest,
+                "world": world,
+                "threads": 1,
+                "heads": heads,
+                "head_dim": head_dim,
+                "dtype": "float32",
+                "one_s": round(statistics.median(one for one, _ in times), 4),
+                "many_s": round(statistics.median(split for _, split in times), 4),
+                "speedup": round(statistics.median(ratios), 3),
+                "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
+            }
+
+
+def _time_strategy(
+    rank: int, strategy: str, n: int, heads: int, head_dim: int, rounds: int
+) -> tuple[list[tuple[float, float]], str]:
+    """A job for all workers: seconds in one process and split, for each round, and the digest of the plan."""
+    torch.manual_seed(0)
+    cp = rs.ContextParallel(None, rs.causal(n), strategy=strategy, layout="zigzag")
+    whole = torch.randn(4, 1, heads, n, head_dim).unbind()
+    *shards, grad = cp.shard(*whole, dim=2)
+
+    def attend_whole() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in whole[:3])
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(whole[3])
+
+    def attend_split() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in shards)
+        cp.attention(q, k, v).backward(grad)
+
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        one = _seconds(attend_whole) if rank == 0 else 0.0
+        dist.barrier()
+        split = torch.tensor(_seconds(attend_split))
+        dist.all_reduce(split, op=dist.ReduceOp.MAX)
+        times.append((one, split.item()))
+    return times[1:], cp.plan.digest  # the first round is the warm-up
+
+
+def _seconds(f: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start

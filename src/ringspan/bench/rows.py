@@ -1,0 +1,16 @@
+"""What every benchmark returns, and how it reports its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+"""One measurement: values that JSON can hold, by name."""
+
+OnProgress: TypeAlias = Callable[[int, int, str], None]
+"""Called as ``on_progress(done, total, text)``."""
+
+
+def ignore_progress(done: int, total: int, text: str) -> None:
+    """The default ``on_progress``."""

@@ -1,0 +1,78 @@
+"""How long a step takes: by the device, by the host, and kernel by kernel."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ringspan.bench.graphs import captured
+
+# The least duration of a timed round on a GPU, so that the host is ahead of it for most of the round, as in training.
+ROUND_SECONDS = 0.1
+
+
+def step_seconds(step: Callable[[], object], *, rounds: int, on_gpu: bool) -> float:
+    """Seconds for one step: the median of the rounds, each of which ends with a synchronisation."""
+    synchronize = _synchronize(on_gpu)
+
+    def round_of(steps: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize()
+        return (time.perf_counter() - start) / steps
+
+    round_of(1)  # warm-up: compiles, and allocates memory
+    steps = math.ceil(ROUND_SECONDS / round_of(1)) if on_gpu else 1
+    return statistics.median(round_of(steps) for _ in range(rounds))
+
+
+def host_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
+    """How long one forward call occupies the host, which does not wait for the device."""
+    with torch.no_grad():
+        return _on_host(lambda: attention(*qkv), _synchronize(qkv[0].is_cuda))
+
+
+def replay_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
+    """How long the replay of a captured forward call occupies the host. 0 if it cannot be captured."""
+    with torch.no_grad():
+        replay = captured(lambda: attention(*qkv))
+    return 0.0 if replay is None else _on_host(replay, torch.cuda.synchronize)
+
+
+def device_profile(step: Callable[[], object]) -> dict[str, int]:
+    """Microseconds of each kernel on the device in one step, the longest first."""
+    step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    on_device = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+    longest = sorted((round(e.self_device_time_total), e.key) for e in on_device if not e.key.startswith("ringspan::"))
+    return {name[:80]: time for time, name in reversed(longest)}
+
+
+def _on_host(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    """The median of ten calls; the least of five such medians, because other processes can only make a call slower."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    medians = []
+    for _ in range(5):
+        synchronize()
+        medians.append(statistics.median(seconds() for _ in range(10)))
+    synchronize()
+    return min(medians)
+
+
+def _synchronize(on_gpu: bool) -> Callable[[], None]:
+    return torch.cuda.synchronize if on_gpu else lambda: None

@@ -1,0 +1,67 @@
+"""``ringspan bench``: measure this machine. Prints a line of JSON for each measurement, then a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+import ringspan as rs
+from ringspan.bench.rows import OnProgress, Row
+from ringspan.cli.bench import calibrate, cost, cpu, layouts, planning, rank
+from ringspan.cli.console import show, table
+from ringspan.cli.progress import Progress
+
+
+class Benchmark(Protocol):
+    """A module that runs a function of ``ringspan.bench``. It may also have a DESCRIPTION, and a ``summary(rows) -> str``."""
+
+    HELP: str
+    COLUMNS: dict[str, str]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def measure(self, args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]: ...
+
+
+BENCHMARKS: dict[str, Any] = {
+    "cpu": cpu,
+    "plan": planning,
+    "rank": rank,
+    "layouts": layouts,
+    "calibrate": calibrate,
+    "cost": cost,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        sub = names.add_parser(
+            name,
+            help=benchmark.HELP,
+            description=getattr(benchmark, "DESCRIPTION", benchmark.HELP),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        benchmark.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print only the lines of JSON, not the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    benchmark: Benchmark = BENCHMARKS[args.benchmark]
+    rows: list[Row] = []
+    with Progress() as bar:
+        for row in benchmark.measure(args, bar.on_progress):
+            versions = {"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine()}
+            bar.print(json.dumps({**versions, **row}))  # at once: the next one may take long, or fail
+            rows.append(row)
+    if not args.json:
+        print()
+        show(table(benchmark.COLUMNS, rows))
+        if hasattr(benchmark, "summary"):
+            show(benchmark.summary(rows))
+    return 0

@@ -1,0 +1,174 @@
+"""``ringspan demo``: train a small language model with its sequence split over processes, and the same model in one process."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+import ringspan as rs
+from ringspan.cli import pictures
+from ringspan.cli.console import show, show_error
+from ringspan.cli.demo import report
+from ringspan.cli.demo.data import library_documents, packs
+from ringspan.cli.demo.model import Config, build
+from ringspan.cli.demo.training import SHIFT, Training, train_alone, train_split
+from ringspan.cli.numbers import at_least
+from ringspan.cli.progress import Progress
+from ringspan.errors import InputError
+from ringspan.planner import plan
+from ringspan.testing.workers import Pool
+
+EPILOG = """\
+The processes communicate over gloo. The text is the standard library of your Python. Every step packs new
+documents, so every step has a new mask and a new plan. It takes half a minute on two cores.
+"""
+
+BROKEN = {
+    "positions": f"the last rank shifted the positions of its tokens by {SHIFT}",
+    "gradient": "the last rank halved its part of the gradient",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--steps", type=at_least(1), default=36, metavar="N", help="training steps (default: %(default)s)")
+    add(
+        "--seq-len",
+        type=at_least(8),
+        default=1531,  # a prime: no number of ranks divides it, and none has to
+        metavar="N",
+        help="tokens in the sequence; it need not be a multiple of anything (default: %(default)s)",
+    )
+    add(
+        "--world",
+        type=at_least(1),
+        default=4,
+        metavar="N",
+        help="processes that share the sequence (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the weights and the text (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("ringspan-demo"),
+        metavar="FOLDER",
+        help="where to write the pictures; created if needed (default: %(default)s)",
+    )
+    add("--no-pictures", action="store_true", help="print the figures only")
+    add("--json", action="store_true", help="print all figures as one last line of JSON")
+    add(
+        "--sabotage",
+        nargs="?",
+        choices=sorted(BROKEN),
+        const="positions",
+        help="break one rank on purpose to see the demo fail: its positions (the default) or its gradient",
+    )
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    if args.sabotage and args.world == 1:
+        raise InputError("--sabotage needs a second rank to compare with: give --world 2 or more")
+    config = Config()
+    training = Training(
+        config=config,
+        packs=packs(library_documents(), count=args.steps, length=args.seq_len, seed=args.seed),
+        seed=args.seed,
+        sabotage=args.sabotage,
+    )
+    show(_opening(training, args.world))
+    no_pictures = "--no-pictures was given" if args.no_pictures else pictures.why_not()
+    if no_pictures and not args.no_pictures:
+        show(f"\nNo pictures: {no_pictures}.")
+    comparison = train_both(training, args.world)
+    show("", report.loss_table(comparison), report.largest_difference(comparison))
+    show("\nWork of each rank in all steps together (pairs: of each head of each layer)\n", report.rank_table(comparison))
+    show(report.traffic(comparison))
+    drawn = [] if no_pictures else [str(path) for path in draw(args.out, training, comparison)]
+    seconds = time.monotonic() - started
+    if comparison.parted_at is None:
+        show(f"\n{report.closing(comparison, drawn, seconds)}")
+    else:
+        show_error(f"\n{report.failure(comparison, BROKEN.get(args.sabotage))}")
+    if args.json:
+        asked = {"steps": args.steps, "seq_len": args.seq_len, "seed": args.seed, "sabotage": args.sabotage}
+        print(report.as_json(comparison, **asked, seconds=round(seconds, 2), pictures=drawn))
+    return 0 if comparison.parted_at is None else 1
+
+
+def train_both(training: Training, world: int) -> report.Comparison:
+    """Both trainings at the same time: the split one in a pool of processes, the other in a thread of this process."""
+    stop = threading.Event()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in each worker; more threads would compete for the same cores
+    try:
+        with Progress(2 * len(training.packs)) as bar, ThreadPoolExecutor(1) as beside:
+            show = _bar_updater(bar, len(training.packs), world)
+
+            def on_step(n: int, loss: float) -> bool:
+                show("alone", n, loss)
+                return not stop.is_set()
+
+            alone = beside.submit(train_alone, training, on_step)
+            try:
+                with Pool(world) as pool:
+                    ranks = pool.run(train_split, training, on_message=lambda _, message: show("split", *message))
+                return report.Comparison(alone=alone.result(), ranks=tuple(ranks))
+            finally:
+                stop.set()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def draw(folder: Path, training: Training, comparison: report.Comparison) -> list[Path]:
+    """The mask of the last step, and the curves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pack = training.packs[-1]
+    last = plan(rs.documents(pack.lengths), world=comparison.world)
+    mask, losses = folder / "mask.png", folder / "losses.png"
+    pictures.draw_mask(mask, last, pack.names, pack.lengths)
+    pictures.draw_losses(losses, comparison.split, comparison.alone, world=comparison.world, tolerance=report.TOLERANCE)
+    return [mask, losses]
+
+
+def _bar_updater(bar: Progress, steps: int, world: int) -> Callable[[str, int, float], None]:
+    """A function to call after each step of either run: it updates the bar with the losses and their largest difference."""
+    losses: dict[str, dict[int, float]] = {"split": {}, "alone": {}}
+
+    def show(run: str, n: int, loss: float) -> None:
+        losses[run][n] = loss
+        split, alone = (dict(losses[side]) for side in ("split", "alone"))
+        both = split.keys() & alone.keys()
+        apart = f", differ by {max(abs(split[n] - alone[n]) for n in both):.0e} at most" if both else ""
+        here = " and ".join(
+            f"{report.processes(count)} {max(done) + 1}/{steps}: {done[max(done)]:.3f}"
+            for count, done in ((world, split), (1, alone))
+            if done
+        )
+        bar.update(len(split) + len(alone), here + apart)
+
+    bar.update(0, f"starting {report.processes(world)}")
+    return show
+
+
+def _opening(training: Training, world: int) -> str:
+    size = sum(p.numel() for p in build(training.config, training.seed).parameters())
+    tokens = sum(training.packs[0].lengths)
+    rest = tokens % world
+    uneven = f" (not a multiple of {world}: {rest} left over)" if rest else ""
+    counts = [len(pack.lengths) for pack in training.packs]
+    many = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
+    return (
+        f"A language model of {size:,} parameters trains on {tokens:,} bytes of Python a step{uneven}.\n"
+        f"Each of {len(counts)} steps packs {many} functions of the standard library end to end. "
+        "No function attends to another.\n"
+        f"It is trained twice: with the sequence split over {report.processes(world)}, and in one process without ringspan.\n"
+    )
