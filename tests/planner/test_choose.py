@@ -15,6 +15,7 @@ from ringspan.planner import best_on, cost
 from ringspan.planner import choose as choosing
 from ringspan.planner.auto import plans_at, workload_of
 from ringspan.plans.shape import EXAMPLE
+from ringspan.strategies import Strategy
 from tests.plans.machines import LAPTOP
 
 STRATEGIES = ["ring", "gather", "gather(stages=3)", "exchange(stages=1)", "exchange(stages=2)", "exchange(stages=3)", "pass_q"]
@@ -118,7 +119,7 @@ def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypa
     """Whatever takes a second and could take 0.98 is just worth planning, on every processor."""
     taken = SimpleNamespace(is_exact=True, seconds=1 + last_bit, memory_bytes=0)
     monkeypatch.setattr(choosing, "cost", lambda *_: taken)
-    monkeypatch.setattr(choosing, "least_seconds", lambda *_: 0.98)
+    monkeypatch.setattr(Strategy, "least_seconds", lambda *_: 0.98)
     layout = LAYOUTS["contiguous"](rs.causal(64), 2)
     workloads = [workload_of(rs.causal(64), layout, layout, HARDWARE["h200"], SHAPE, 2)]
     found = choosing.choose(workloads, ["exchange(stages=1)", "ring"], plans_at)

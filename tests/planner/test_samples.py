@@ -15,7 +15,6 @@ from ringspan.planner.auto import MOST_RANKS, plans_at, workload_of
 from ringspan.planner.samples import sample
 from ringspan.plans import needed_rows
 from ringspan.strategies import parse_strategy
-from ringspan.strategies.bound import least_seconds
 
 H200 = HARDWARE["h200"]
 SHAPE = rs.Shape(heads=128, kv_heads=8, head_dim=128)
@@ -65,7 +64,7 @@ def test_a_sample_costs_what_all_ranks_cost(name: str, strategy: str, world: int
     assert (whole.is_exact, sampled.is_exact, len(sampled.ranks)) == (True, False, MOST_RANKS)
     within = FURTHER.get((name, strategy), STRATEGIES[strategy])
     assert sampled.seconds == pytest.approx(whole.seconds, rel=within)
-    assert least_seconds(parse_strategy(strategy), some) <= 1.001 * sampled.seconds
+    assert parse_strategy(strategy).least_seconds(some) <= 1.001 * sampled.seconds
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 39, 40, 99])

@@ -56,13 +56,17 @@ class Workload:
         """The same, with all ranks looked at."""
         return replace(self, ranks=tuple(range(self.world)))
 
+    def demand(self, moving: MovingSide) -> Demand:
+        """What ranks compute and exchange if keys move to the queries, or queries to the keys."""
+        return self._demand_of_keys if moving is KEYS else self._demand_of_queries
+
     @cached_property
-    def keys_travel(self) -> Demand:
+    def _demand_of_keys(self) -> Demand:
         """Ranks compute for their own queries."""
         return self._demand(KEYS, self._seen, self._seeing, self._for_queries)
 
     @cached_property
-    def queries_travel(self) -> Demand:
+    def _demand_of_queries(self) -> Demand:
         """Ranks compute with their own keys."""
         return self._demand(QUERIES, self._seeing, self._seen, self._with_keys)
 

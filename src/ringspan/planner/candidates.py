@@ -13,14 +13,8 @@ from ringspan.masks import Mask
 from ringspan.plans.moving_side import KEYS
 from ringspan.plans.problem import needed_rows
 from ringspan.plans.shape import Shape
-from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.gather import Gather
-from ringspan.strategies.hierarchical import Hierarchical
-from ringspan.strategies.hybrid import Hybrid
-from ringspan.strategies.pass_q import PassQ
-from ringspan.strategies.registry import Strategy, spec
-from ringspan.strategies.ring import Ring
-from ringspan.strategies.ulysses import Ulysses
+from ringspan.strategies.protocol import Strategy
+from ringspan.strategies.registry import STRATEGIES, spec
 
 # Where a simple layout has at most this balance, one that looks at the work could save too little to be made.
 EVEN_ENOUGH = 1.02
@@ -89,13 +83,6 @@ def _most_fetched(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
 
 
 def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
-    if world == 1:
-        return [spec(Gather())]
-    found: list[Strategy] = [Exchange(stages=1), Exchange(stages=2), Ring(), Gather()]
-    if world <= shape.heads:
-        found.append(Ulysses(heads=shape.heads, kv_heads=shape.kv_heads))
-    if machine.per_node < world:
-        found.append(Hierarchical(per_node=machine.per_node))
-        if world % machine.per_node == 0 and machine.per_node > 1 and shape.heads:
-            found.append(Hybrid(per_node=machine.per_node, heads=shape.heads, kv_heads=shape.kv_heads))
-    return [spec(strategy) for strategy in (*found, PassQ())]
+    """What the registered strategies offer, in the order of the registry."""
+    kinds = (kind for kind in STRATEGIES.values() if issubclass(kind, Strategy))
+    return [spec(strategy) for kind in kinds for strategy in kind.candidates(world, machine, shape)]

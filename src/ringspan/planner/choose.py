@@ -14,28 +14,13 @@ from ringspan.costs.workload import Workload
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.plans.data import RankPlan
-from ringspan.plans.moving_side import KEYS, QUERIES, MovingSide
-from ringspan.strategies.bound import least_seconds
-from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.gather import Gather
-from ringspan.strategies.hierarchical import Hierarchical
-from ringspan.strategies.hybrid import Hybrid
-from ringspan.strategies.pass_q import PassQ
+from ringspan.strategies.protocol import described
 from ringspan.strategies.registry import parse_strategy
-from ringspan.strategies.ring import Ring
-from ringspan.strategies.ulysses import Ulysses
 
 # A candidate that could save less than this is not planned: the model of a machine is not that good.
 WORTH_PLANNING = 0.02
 # Of so many ranks all are planned before a candidate is taken; of more, a sample.
 FEW_RANKS = 256
-# Who computes what follows from the layout alone: for a rank's own queries, or with its own keys.
-MOVING_SIDES: dict[type, MovingSide] = {Exchange: KEYS, Gather: KEYS, Ring: KEYS, Hierarchical: KEYS, PassQ: QUERIES}
-# They depend on how many heads there are.
-SPLIT_HEADS = (Ulysses, Hybrid)
-# It shares work by heads alone, so that the simplest layout is as good as any.
-ANY_LAYOUT = Ulysses
-
 COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "rejected")
 
 
@@ -114,14 +99,14 @@ def choose(
     fastest = float("inf")
     queue: list[_Open] = []
     for order, (workload, strategy) in enumerate(product(workloads, strategies)):
-        planner = parse_strategy(strategy)
-        if isinstance(planner, ANY_LAYOUT) and workload is not workloads[0]:
+        described_strategy = described(parse_strategy(strategy))
+        if not described_strategy.depends_on_layout and workload is not workloads[0]:
             continue
-        if isinstance(planner, SPLIT_HEADS) and not may_split_heads:
+        if described_strategy.splits_heads and not may_split_heads:
             why = "how many heads there are was not said: give shape="
             found.append(_Decided(float("inf"), order, _candidate(workload, strategy, rejected=why)))
         else:
-            glance = workload.busiest(MOVING_SIDES[type(planner)]) if type(planner) in MOVING_SIDES else 0.0
+            glance = described_strategy.computing_seconds(workload)
             heappush(queue, _Open(rounded(glance), order, Estimate.GLANCE, workload, strategy))
     while queue:
         least_s, order, look, workload, strategy = heappop(queue)
@@ -130,7 +115,7 @@ def choose(
             why = f"takes at least {_ms(least_s)} ms{saves}"
             found.append(_Decided(least_s, order, _candidate(workload, strategy, rejected=why)))
         elif look == Estimate.GLANCE:
-            closer = least_seconds(parse_strategy(strategy), workload)
+            closer = described(parse_strategy(strategy)).least_seconds(workload)
             heappush(queue, _Open(rounded(closer), order, Estimate.BOUND, workload, strategy))
         else:
             if on_progress is not None:

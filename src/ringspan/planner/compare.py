@@ -12,7 +12,7 @@ from ringspan.planner import auto
 from ringspan.planner.choose import Choice, OnProgress
 from ringspan.planner.request import check_request
 from ringspan.plans.shape import Shape, check_shape
-from ringspan.strategies.registry import Strategy
+from ringspan.strategies.protocol import Strategy
 
 
 def best_on(

@@ -14,7 +14,7 @@ from ringspan.planner import auto
 from ringspan.planner.request import check_request
 from ringspan.planner.user_plan import Plan, plan_rank
 from ringspan.plans.shape import Shape, check_shape
-from ringspan.strategies.registry import Strategy
+from ringspan.strategies.protocol import Strategy
 
 
 def plan(

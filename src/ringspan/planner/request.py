@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ringspan.layouts import Layout, LayoutLike, make_layout
 from ringspan.masks import Mask
-from ringspan.strategies.registry import Strategy, spec
+from ringspan.strategies.protocol import Strategy
+from ringspan.strategies.registry import spec
 
 
 class Request(NamedTuple):

@@ -6,7 +6,8 @@ from ringspan.strategies.hierarchical import Hierarchical
 from ringspan.strategies.hybrid import Hybrid
 from ringspan.strategies.make import make_program
 from ringspan.strategies.pass_q import PassQ
-from ringspan.strategies.registry import STRATEGIES, Strategy, parse_strategy, register_strategy, spec, strategy_for_heads
+from ringspan.strategies.protocol import Strategy
+from ringspan.strategies.registry import STRATEGIES, parse_strategy, register_strategy, spec, strategy_for_heads
 from ringspan.strategies.ring import Ring
 from ringspan.strategies.ulysses import Ulysses
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from ringspan.plans.data import Program
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.timeline import Loads
+from ringspan.costs.workload import Workload
+from ringspan.plans.data import Phase, Program
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem
+from ringspan.plans.shape import Shape
+from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.staged import check_stages, staged
+from ringspan.strategies.staged_loads import staged_loads
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(Strategy):
     """All keys, whether seen or not. One stage lets one launch cover them all; more stages hide the wire behind computing."""
 
     stages: int = 1
+
+    moving_side = KEYS
 
     def __post_init__(self) -> None:
         check_stages(self.stages)
@@ -30,3 +40,21 @@ class Gather:
         incoming = RowRanges(others, here[others], np.zeros_like(others), rows[others])
         outgoing = RowRanges(here[askers], askers, np.zeros_like(askers), rows[here[askers]])
         return staged(problem, KEYS, problem.seen(), incoming, outgoing, self.stages)
+
+    def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
+        rows = np.array(workload.kv_layout.counts)
+        size = len(workload.ranks), workload.world
+        everything = replace(
+            workload.demand(KEYS),
+            incoming=np.broadcast_to(rows[None, :], size),
+            outgoing=np.broadcast_to(rows[list(workload.ranks), None], size),
+        )
+        return staged_loads(workload, everything, KEYS, self.stages)
+
+    @classmethod
+    def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
+        return [cls()]
+
+    @classmethod
+    def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
+        return {"stages": range(1, 9)}

@@ -15,10 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from ringspan.caching.by_digest import cache_by_digest
+from ringspan.costs.timeline import Loads, wire_seconds, without_messages
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
-from ringspan.plans.data import Phase, Program, Side, Slot, Step, Transfer, What, side
+from ringspan.plans.data import PHASES, Phase, Program, Side, Slot, Step, Transfer, What, side
 from ringspan.plans.problem import Problem, Rows
 from ringspan.plans.slot_tokens import SlotTokens, home_tokens
 from ringspan.strategies.heads import Run, share_heads
@@ -125,3 +129,25 @@ def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
     """One to each peer: some heads of a row never lie together with those of the next, so all are packed by the sender."""
     return by_peer(p.owner, p.at, p.at + p.size, apart=1)
+
+
+def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
+    """Queries out, computing, results back. ``whole`` is what all heads of the tokens of the busiest group of ranks take.
+
+    Nobody keeps more query heads than ⌈heads / ranks⌉, so all others of a rank's own tokens leave it; those that cannot stay on
+    its node leave that, too. Keys are not looked at.
+    """
+    shape, machine = workload.shape, workload.machine
+    kept = -(-shape.heads // per_node)
+    far = max(0, shape.heads - kept * min(per_node, machine.per_node))
+    rows = max(workload.q_layout.counts[rank] for rank in workload.ranks)
+    share = kept / shape.heads if shape.heads else 0.0
+    found: dict[Phase, Loads] = {}
+    for phase in PHASES:
+        leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - kept) for what in ("q", RESULTS[phase][0])]
+        moved = np.zeros((2, 1, 3))
+        moved[1 if far else 0, 0, [0, 2]] = leaving
+        found[phase] = without_messages(np.array([[0.0, whole[phase] * share, 0.0]]))._replace(
+            wire=wire_seconds(moved, moved, machine), copying=moved.sum(axis=0) / machine.copy_bytes_per_s
+        )
+    return found

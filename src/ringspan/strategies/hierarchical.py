@@ -22,26 +22,32 @@ The forwarder receives what anybody on its node sees, hands it on, and holds it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.timeline import Loads, without_messages
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Tiles, cut
 from ringspan.masks.table import K0, K1
-from ringspan.plans.data import Program, Slot, Step, Task, Transfer, What
+from ringspan.plans.data import PHASES, Phase, Program, Slot, Step, Task, Transfer, What
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem, Rows, union
+from ringspan.plans.shape import Shape
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.incoming_rows import HOME, IncomingRows, bands_by_stage, by_peer, by_token, lay_out
 from ringspan.strategies.nodes import Nodes, check_per_node
+from ringspan.strategies.protocol import Strategy
 
 FIRST_HAND, SECOND_HAND = 0, 1
 SLOT = {HOME: 0, FIRST_HAND: 1, SECOND_HAND: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchical:
+class Hierarchical(Strategy):
     """Exchange for nodes whose ranks see the same keys: those cross the slow link once, not once for each rank.
 
     Any number of ranks: the last node may have fewer. On one node, or on nodes of one rank, there is nothing to hand on, and
@@ -50,12 +56,27 @@ class Hierarchical:
 
     per_node: int = 8
 
+    moving_side = KEYS
+
     def __post_init__(self) -> None:
         check_per_node(self.per_node)
 
     def __call__(self, problem: Problem) -> Program:
         nodes = Nodes(problem.world, self.per_node)
         return _fan_out(problem, nodes) if nodes.count > 1 and nodes.per_node > 1 else Exchange(stages=1)(problem)
+
+    def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
+        """Computing only: how many rows cross between nodes is not counted."""
+        seconds = workload.demand(KEYS).seconds
+        return {phase: without_messages(seconds[phase].sum(axis=1, keepdims=True)) for phase in PHASES}
+
+    @classmethod
+    def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
+        return [cls(per_node=machine.per_node)] if machine.per_node < world else []
+
+    @classmethod
+    def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
+        return {"per_node": range(1, world + 1)}
 
 
 def _fan_out(problem: Problem, nodes: Nodes) -> Program:

@@ -12,23 +12,33 @@ So ``per_node`` heads are enough for any number of ranks, and a key crosses the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.plan_cost import flops_per_pair
+from ringspan.costs.timeline import Loads
+from ringspan.costs.workload import Workload
 from ringspan.errors import PlanError
-from ringspan.plans.data import Program
+from ringspan.layouts import areas
+from ringspan.plans.data import PHASES, Phase, Program
 from ringspan.plans.problem import Problem
+from ringspan.plans.shape import Shape
 from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.head_split import split_heads
+from ringspan.strategies.head_split import head_split_loads, split_heads
 from ringspan.strategies.heads import check_heads
 from ringspan.strategies.nodes import Nodes, check_per_node
+from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.ring import Ring
 
 BETWEEN: dict[str, Callable[[Problem], Program]] = {"exchange": Exchange(), "ring": Ring()}
 
 
 @dataclass(frozen=True, slots=True)
-class Hybrid:
+class Hybrid(Strategy):
     """Ulysses within nodes of ``per_node`` ranks, exchange or ring between them.
 
     The nodes must be of one size: the ranks that work on the same heads are those with the same place on their nodes. As with
@@ -40,6 +50,8 @@ class Hybrid:
     between: str = "exchange"
     heads: int = 32
     kv_heads: int = 8
+
+    splits_heads = True
 
     def __post_init__(self) -> None:
         check_per_node(self.per_node)
@@ -56,3 +68,22 @@ class Hybrid:
                 f"per_node= one of {', '.join(map(str, fitting))}, or take hierarchical, whose last node may be smaller"
             )
         return split_heads(problem, nodes, self.heads, self.kv_heads, between=BETWEEN[self.between])
+
+    def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
+        """The busiest node computes at the best speed; how many rows move between nodes is not counted."""
+        per_node = min(self.per_node, workload.world)
+        pairs = np.add.reduceat(areas(workload.mask, workload.q_layout), np.arange(0, workload.world, per_node)).max()
+        shape, machine = workload.shape, workload.machine
+        speeds = {"forward": machine.forward.best, "backward": machine.backward.best}
+        work = {phase: float(pairs) * shape.heads * flops_per_pair(shape, phase) / speeds[phase] for phase in PHASES}
+        return head_split_loads(workload, per_node, work)
+
+    @classmethod
+    def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
+        if not shape.heads or not 1 < machine.per_node < world or world % machine.per_node:
+            return []
+        return [cls(per_node=machine.per_node, heads=shape.heads, kv_heads=shape.kv_heads)]
+
+    @classmethod
+    def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
+        return {"per_node": [n for n in range(1, world + 1) if world % n == 0], "between": tuple(BETWEEN)}

@@ -10,16 +10,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ringspan.plans.data import Program
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.timeline import Loads
+from ringspan.costs.workload import Workload
+from ringspan.plans.data import Phase, Program
 from ringspan.plans.moving_side import QUERIES
 from ringspan.plans.problem import Problem
+from ringspan.plans.shape import Shape
+from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.staged import check_stages, staged
+from ringspan.strategies.staged_loads import staged_loads
 
 
 @dataclass(frozen=True, slots=True)
-class PassQ:
+class PassQ(Strategy):
     """Keys stay where they are. Fewer bytes where queries are few beside them: cross-attention, decoding, chunks of a prompt.
 
     A query goes there, its result comes back in float32 at least, and backward it takes along all that its gradient needs. Work
@@ -28,9 +36,22 @@ class PassQ:
 
     stages: int = 2
 
+    moving_side = QUERIES
+
     def __post_init__(self) -> None:
         check_stages(self.stages)
 
     def __call__(self, problem: Problem) -> Program:
         tiles = QUERIES.tiles(problem)
         return staged(problem, QUERIES, tiles, QUERIES.incoming(problem, tiles), QUERIES.outgoing(problem), self.stages)
+
+    def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
+        return staged_loads(workload, workload.demand(QUERIES), QUERIES, self.stages)
+
+    @classmethod
+    def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
+        return [cls()] if world > 1 else []
+
+    @classmethod
+    def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
+        return {"stages": range(1, 9)}

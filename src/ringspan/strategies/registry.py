@@ -5,40 +5,36 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
 from ringspan.errors import PlanError, unknown_name
-from ringspan.plans.data import Program
-from ringspan.plans.problem import Problem
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather
 from ringspan.strategies.hierarchical import Hierarchical
 from ringspan.strategies.hybrid import Hybrid
 from ringspan.strategies.pass_q import PassQ
+from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.ring import Ring
 from ringspan.strategies.ulysses import Ulysses
 
-
-class Strategy(Protocol):
-    """A planner: a frozen dataclass that is called with a problem."""
-
-    def __call__(self, problem: Problem, /) -> Program: ...
-
-
+# From the simplest on: of candidates that cost the same, the automatic choice takes the first.
 STRATEGIES: dict[str, type[Any]] = {
+    "exchange": Exchange,
     "ring": Ring,
     "gather": Gather,
-    "exchange": Exchange,
-    "pass_q": PassQ,
     "ulysses": Ulysses,
     "hierarchical": Hierarchical,
     "hybrid": Hybrid,
+    "pass_q": PassQ,
 }
 
 
 def register_strategy(name: str, strategy: type[Any]) -> None:
-    """Register a strategy of your own under a name: a frozen dataclass whose instances make a Program of a Problem."""
+    """Register a strategy of your own under a name: a frozen dataclass that derives from :class:`ringspan.strategies.Strategy`.
+
+    Any frozen dataclass whose instances make a Program of a Problem will do; the automatic choice does not consider it.
+    """
     if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
         raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
     if not is_dataclass(strategy):

@@ -14,21 +14,30 @@ beside the own, whatever the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.timeline import Loads, nearest, wire_seconds
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
-from ringspan.plans.data import Program, Slot, Step, Task, Transfer
+from ringspan.plans.data import PHASES, Phase, Program, Slot, Step, Task, Transfer
+from ringspan.plans.moving_side import KEYS
 from ringspan.plans.problem import Problem, bands_by_group, seen_ranks
+from ringspan.plans.shape import Shape
 from ringspan.plans.slot_tokens import home_tokens
+from ringspan.strategies.protocol import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(Strategy):
     """Neighbour to neighbour."""
+
+    moving_side = KEYS
 
     def __call__(self, problem: Problem) -> Program:
         world, rank = problem.world, problem.rank
@@ -87,6 +96,13 @@ class Ring:
             kv_slots=tuple(Slot(rows=n) for n in slots),
         )
 
+    def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
+        return _loads(workload)
+
+    @classmethod
+    def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
+        return [cls()] if world > 1 else []
+
 
 @cache_by_digest(64)
 def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
@@ -103,3 +119,31 @@ def _block(what: str, peer: int, slot: int, rows: int) -> Transfer:
 
 def _both(a: Step, b: Step) -> Step:
     return Step(sends=a.sends + b.sends, recvs=a.recvs + b.recvs, tasks=a.tasks + b.tasks)
+
+
+def _loads(workload: Workload) -> dict[Phase, Loads]:
+    """What comes from the rank before: the block of the next step and, one step behind, the gradient of the present one."""
+    world, shape, machine = workload.world, workload.shape, workload.machine
+    rows = np.array(workload.kv_layout.counts)
+    reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))
+    hops = int(reach.max())
+    rank, row = np.array(workload.ranks)[:, None], np.arange(len(workload.ranks))[:, None]
+    step = np.arange(hops + 2 if hops else 1)[None, :]
+    block, coming = (rank - step) % world, (rank - step - 1) % world
+    blocks = np.where(step + 1 <= reach[coming], rows[coming], 0)
+    gradients = np.zeros_like(blocks)
+    gradients[:, 2:] = blocks[:, 1:-1]
+    is_near = workload.is_near[row, (rank - 1) % world]
+    before = nearest(rank[:, 0], world)[(rank[:, 0] - 1) % world]
+    found: dict[Phase, Loads] = {}
+    for phase in PHASES:
+        kv, dkv = blocks * shape.row_bytes("kv", phase), gradients * shape.row_bytes("dkv", phase)
+        dkv *= phase == "backward"
+        received = np.stack([(kv + dkv) * is_near, (kv + dkv) * ~is_near])
+        found[phase] = Loads(
+            workload.launched(np.where(step <= hops, workload.demand(KEYS).seconds[phase][row, block], 0.0)),
+            wire_seconds(np.zeros_like(received), received, machine),
+            dkv / machine.copy_bytes_per_s,
+            [(who, before[who]) for who in map(np.flatnonzero, (kv + dkv).T)],
+        )
+    return found

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ringspan.plans.data import Program
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.timeline import Loads
+from ringspan.costs.workload import Workload, tile_seconds
+from ringspan.plans.data import PHASES, Phase, Program
 from ringspan.plans.problem import Problem
+from ringspan.plans.shape import Shape
 from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.head_split import split_heads
+from ringspan.strategies.head_split import head_split_loads, split_heads
 from ringspan.strategies.heads import check_heads
 from ringspan.strategies.nodes import Nodes
+from ringspan.strategies.protocol import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Ulysses:
+class Ulysses(Strategy):
     """Bytes shrink with the number of ranks, and one launch covers the whole sequence; no more ranks than query heads can work.
 
     Any number of heads goes (see ``heads.py``). Those given here are an example until tensors come: a plan is fitted to theirs
@@ -24,8 +30,19 @@ class Ulysses:
     heads: int = 32
     kv_heads: int = 8
 
+    splits_heads = True
+    depends_on_layout = False
+
     def __post_init__(self) -> None:
         check_heads(self.heads, self.kv_heads)
 
     def __call__(self, problem: Problem) -> Program:
         return split_heads(problem, Nodes(problem.world, per_node=problem.world), self.heads, self.kv_heads, between=Exchange())
+
+    def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
+        whole = tile_seconds(workload.mask.table, workload.machine, workload.shape)
+        return head_split_loads(workload, workload.world, {phase: float(whole[phase].sum()) for phase in PHASES})
+
+    @classmethod
+    def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
+        return [cls(heads=shape.heads, kv_heads=shape.kv_heads)] if 1 < world <= shape.heads else []

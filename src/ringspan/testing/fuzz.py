@@ -15,6 +15,7 @@ import numpy as np
 
 from ringspan.errors import InputError
 from ringspan.masks.expressions import parse_mask
+from ringspan.strategies import STRATEGIES, Strategy
 
 MAX_LENGTH = 300
 MAX_WORLD = 8
@@ -226,16 +227,12 @@ def _spans(d: _Dice, length: int, world: int) -> Spans:
     return tuple(map(tuple, ranks))
 
 
-_STRATEGIES = ("ring", "ring", "gather", "exchange", "exchange", "auto", "pass_q", "ulysses", "hierarchical", "hybrid")
-
-
 def _strategy(d: _Dice, world: int) -> str:
-    """Heads are left to be found out from the tensors, as users leave them."""
-    name = str(d.one_of(_STRATEGIES))
-    if name == "hierarchical":
-        return f"hierarchical(per_node={d.between(1, world)})"
-    if name == "hybrid":
-        per_node = d.one_of([n for n in range(1, world + 1) if world % n == 0])
-        return f"hybrid(per_node={per_node}, between={d.one_of(('exchange', 'ring'))!r})"
-    staged = name in ("gather", "exchange", "pass_q") and d.chance(0.6)
-    return f"{name}(stages={d.between(1, 8)})" if staged else name
+    """A registered strategy with options of its own choice, or auto. The number of heads is left to the tensors, as users
+    leave it."""
+    name = str(d.one_of([*STRATEGIES, "auto"]))
+    kind = STRATEGIES.get(name)
+    options = kind.example_options(world) if kind is not None and issubclass(kind, Strategy) else {}
+    chosen = [f"{option}={d.one_of(values)!r}" for option, values in options.items()]
+    # Half of the time the defaults, where they hold for any number of ranks.
+    return f"{name}({', '.join(chosen)})" if chosen and ("per_node" in options or d.chance(0.6)) else name
