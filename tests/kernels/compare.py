@@ -35,7 +35,7 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 class Compared(NamedTuple):
-    """A result, the exact one, and that of PyTorch's plain attention in the same dtype. The last gives the yardstick."""
+    """A result, the exact one, and that of PyTorch's plain attention in the same dtype, which is the yardstick."""
 
     actual: Tensor
     exact: Tensor

@@ -14,7 +14,7 @@ fused = pytest.importorskip("ringspan.kernels.fused", reason="needs triton")
 
 
 def parts(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
-    """Two parts of 7 × 2 × 3 queries, the second with the strides of a kernel's output. Rows 0 to 2 have empty parts."""
+    """Two parts of 7 × 2 × 3 queries, the second with a kernel's strides. Rows 0 to 2 are empty in one or both."""
     torch.manual_seed(e)
     a = Partial(torch.randn(7, 2, 3, e, device=DEVICE), 5 * torch.randn(7, 2, 3, device=DEVICE))
     b_out = torch.randn(2, 7, 3, e, device=DEVICE).to(dtype).transpose(0, 1)

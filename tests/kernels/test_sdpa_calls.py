@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ringspan.kernels import sdpa_calls
-from ringspan.kernels.sdpa_calls import SdpaCall, make_sdpa_calls
+from ringspan.kernels.sdpa_calls import RectangleCall, make_sdpa_calls
 from ringspan.masks import Band
 from tests import truth
 from tests.hypothesis_strategies import Drawn, masks
@@ -25,7 +25,7 @@ def clear_cache() -> Iterator[None]:
     make_sdpa_calls.cache_clear()
 
 
-def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[SdpaCall, ...]:
+def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[RectangleCall, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa_calls, "WASTE", waste)
         patch.setattr(sdpa_calls, "BLOCK", block)
@@ -33,7 +33,7 @@ def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[SdpaCa
         return make_sdpa_calls(tuple(bands))
 
 
-def covered(given: Sequence[SdpaCall], rows: int, cols: int) -> NDArray[np.int64]:
+def covered(given: Sequence[RectangleCall], rows: int, cols: int) -> NDArray[np.int64]:
     """How often each pair is computed: all of a rectangle, its lower triangle from the top left, or its bands."""
     count = np.zeros((rows, cols), dtype=np.int64)
     for call in given:
@@ -72,24 +72,24 @@ def test_hidden_pairs_are_limited(drawn: Drawn, waste: int) -> None:
 LARGE = 10_000  # so large that no rectangle is below WASTE
 
 BRANCHES = {
-    "full": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, LARGE - 1)], [SdpaCall(0, LARGE, 0, LARGE)]),
-    "causal": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, 0)], [SdpaCall(0, LARGE, 0, LARGE, is_causal=True)]),
-    "causal, more rows than keys": ([Band(5, LARGE, 5, 999, 6 - LARGE, 0)], [SdpaCall(5, LARGE, 5, 999, is_causal=True)]),
+    "full": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, LARGE - 1)], [RectangleCall(0, LARGE, 0, LARGE)]),
+    "causal": ([Band(0, LARGE, 0, LARGE, 1 - LARGE, 0)], [RectangleCall(0, LARGE, 0, LARGE, is_causal=True)]),
+    "causal, more rows than keys": ([Band(5, LARGE, 5, 999, 6 - LARGE, 0)], [RectangleCall(5, LARGE, 5, 999, is_causal=True)]),
     "causal, after keys that all see": (
         [Band(0, LARGE, 0, LARGE + 50, 1 - LARGE, 50)],
-        [SdpaCall(0, LARGE, 0, 50), SdpaCall(0, LARGE, 50, LARGE + 50, is_causal=True)],
+        [RectangleCall(0, LARGE, 0, 50), RectangleCall(0, LARGE, 50, LARGE + 50, is_causal=True)],
     ),
     "a small step": (
         [Band(0, 4, 0, 6, -3, 2)],
-        [SdpaCall(0, 4, 0, 6, bands=(Band(0, 4, 0, 6, -3, 2),))],
+        [RectangleCall(0, 4, 0, 6, bands=(Band(0, 4, 0, 6, -3, 2),))],
     ),
     "small neighbours": (
         [Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)],
-        [SdpaCall(0, 20, 0, 20, bands=(Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)))],
+        [RectangleCall(0, 20, 0, 20, bands=(Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)))],
     ),
     "large neighbours": (
         [Band(0, 900, 0, 900, -899, 0), Band(900, 1800, 900, 1800, -899, 0)],
-        [SdpaCall(0, 900, 0, 900, is_causal=True), SdpaCall(900, 1800, 900, 1800, is_causal=True)],
+        [RectangleCall(0, 900, 0, 900, is_causal=True), RectangleCall(900, 1800, 900, 1800, is_causal=True)],
     ),
     "nothing": ([], []),
 }

@@ -13,7 +13,7 @@ states::
 
     EMPTY     no part yet
     KEPT      one part, still in the tensor that the kernel wrote: no copy is made
-    WAITING   a second part waits beside the kept one
+    WAITING   two parts: one kept, one not yet combined with it
     WIDE      the combination so far, in a buffer of at least float32
 
 A part is *narrow* if its dtype is narrower than that of the buffer: a kernel that computes in bfloat16 writes bfloat16.
@@ -187,7 +187,7 @@ class OutputAccumulator(RowAccumulator):
 
 
 class GradientAccumulator(RowAccumulator):
-    """Gradients, added up: one, or several whose rows lie side by side in the wide buffer (of keys and of values)."""
+    """Sums of gradients: of one tensor, or of several (keys and values) that are side by side in the wide buffer."""
 
     def __init__(self, shape_SBH: Sequence[int], widths: Sequence[int], *, like: Tensor, keeps: bool = False) -> None:
         super().__init__((*shape_SBH, sum(widths)), like=like, keeps=keeps)

@@ -59,7 +59,7 @@ MAX_PROGRAMS = 256
 MAX_CACHED = 32
 
 
-class FlexCall(NamedTuple):
+class LayerCall(NamedTuple):
     """One layer, with its intervals and blocks as tensors on the device."""
 
     layer: IntervalLayer
@@ -138,12 +138,12 @@ def _has_mask_mod(mods: IndexedMods | None) -> bool:
 @cache_by_stream(MAX_CACHED)
 def make_flex_calls(
     bands: tuple[Band, ...], has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device
-) -> tuple[FlexCall, ...]:
+) -> tuple[LayerCall, ...]:
     """One call for each layer of the bands. With a ``mask_mod`` no block counts as full."""
     return tuple(_make_call(layer, has_mask_mod, flex_backend, device) for layer in interval_layers(bands))
 
 
-def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device) -> FlexCall:
+def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device) -> LayerCall:
     start_S, stop_S = (on_device(x.astype(np.int32), device) for x in (layer.start, layer.stop))
     min_length = MIN_LENGTH if flex_backend == "TRITON" else 1  # FLASH requires tables of exactly the number of blocks
     found = block_tables(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=has_mask_mod, min_length=min_length)
@@ -153,7 +153,7 @@ def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBacke
         # The leading dims are batch and heads: one table for all.
         lists[f"{name}_num_blocks"] = on_device(counts[None, None], device)
         lists[f"{name}_indices"] = on_device(indices[None, None], device)
-    return FlexCall(layer, start_S, stop_S, lists)
+    return LayerCall(layer, start_S, stop_S, lists)
 
 
 def _as_base_tensor(x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _run_call(
     k_BGTD: Tensor,
     v_BGTE: Tensor,
     *learned: Tensor,
-    call: FlexCall,
+    call: LayerCall,
     scale: float,
     mods: IndexedMods | None = None,
     flex_backend: FlexBackend = "TRITON",

@@ -108,10 +108,10 @@ def _power_of_2(n: int) -> int:
 
 
 class TritonLaunch(NamedTuple):
-    """A compiled program with its grid, and its arguments beside the tensors."""
+    """A compiled program with its grid, and the integer arguments that follow the tensors."""
 
     launch: Callable[..., Any]
-    numbers: tuple[int, ...]
+    integers: tuple[int, ...]
 
 
 # Launches differ by shapes and strides. Every packed batch of documents has new ones.
@@ -132,14 +132,14 @@ def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tupl
     aligned = tuple([x.data_ptr() % ALIGNMENT == 0 for x in tensors])
     key = (kernel, tensors[0].device, rows, sizes, strides, aligned, *[x.dtype for x in tensors])
     with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which may be another one
-        known = _launches.get(key)
-        if known is not None:
-            known.launch(*tensors, *known.numbers)
+        cached = _launches.get(key)
+        if cached is not None:
+            cached.launch(*tensors, *cached.integers)
             return
         grid = (triton.cdiv(count, BLOCK), 1, 1)
-        numbers = (count, *rows[1:], *(n for stride in strides for n in stride[:3]), *sizes)
-        program = kernel[grid](*tensors, *numbers)
+        integers = (count, *rows[1:], *(n for stride in strides for n in stride[:3]), *sizes)
+        program = kernel[grid](*tensors, *integers)
         if program is not None:  # Triton's interpreter returns None
             if len(_launches) >= MAX_CACHED:
                 _launches.clear()
-            _launches[key] = TritonLaunch(program[grid], numbers)
+            _launches[key] = TritonLaunch(program[grid], integers)

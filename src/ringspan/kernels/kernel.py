@@ -1,4 +1,4 @@
-"""What a kernel is: attention over a list of bands, its gradients, and a function that says which inputs are supported.
+"""The interface of a kernel: attention over a list of bands, its gradients, and which inputs it supports.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """

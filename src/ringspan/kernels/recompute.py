@@ -39,7 +39,7 @@ def gradients(
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE, *learned)]
     with torch.enable_grad():
         again = part(*leaves)
-    # If a score_mod ignores the score that it is given, then lse may not depend on any leaf.
+    # If a score_mod ignores its score, then lse may not depend on any leaf.
     pairs = [(x, grad) for x, grad in zip(again, _of_part(saved, again), strict=True) if x.requires_grad]
     outputs, grads = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)

@@ -1,6 +1,6 @@
 """The bookkeeping of an accumulator: the state of each row, and the parts that wait to be combined.
 
-What the states mean and how rows pass from one to the next is said in :mod:`ringspan.kernels.accumulators`.
+For the meaning of the states, and a drawing of their transitions, see :mod:`ringspan.kernels.accumulators`.
 """
 
 from __future__ import annotations

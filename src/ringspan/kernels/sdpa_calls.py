@@ -15,7 +15,7 @@ WASTE = 4096
 BLOCK = 512
 
 
-class SdpaCall(NamedTuple):
+class RectangleCall(NamedTuple):
     """One call over a rectangle: all of it, its lower triangle from the top left, or ``bands`` by a dense mask."""
 
     q0: int
@@ -27,11 +27,11 @@ class SdpaCall(NamedTuple):
 
 
 @cache_by_digest(4096, plain=True)
-def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[SdpaCall, ...]:
+def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[RectangleCall, ...]:
     """The calls that together compute each pair of the bands once.
 
     >>> make_sdpa_calls((Band(0, 8, 0, 8, -7, 0),))
-    (SdpaCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
+    (RectangleCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
     """
     return tuple(call for group in _grouped(sorted(bands)) for call in _of_group(group))
 
@@ -50,34 +50,34 @@ def _grouped(bands: Sequence[Band]) -> Iterator[list[Band]]:
         yield group
 
 
-def _of_group(group: Sequence[Band]) -> Iterator[SdpaCall]:
+def _of_group(group: Sequence[Band]) -> Iterator[RectangleCall]:
     if len(group) > 1:
-        yield SdpaCall(*_hull(group), bands=tuple(group))
+        yield RectangleCall(*_hull(group), bands=tuple(group))
         return
     (band,) = group
     rectangle = band[:4]
     ahead = band.hi - (band.k0 - band.q0)
     if band.is_full:
-        yield SdpaCall(*rectangle)
+        yield RectangleCall(*rectangle)
     elif band.cut_below:
         yield from _by_rows(band)
     elif ahead == 0:
-        yield SdpaCall(*rectangle, is_causal=True)
+        yield RectangleCall(*rectangle, is_causal=True)
     elif _cells(rectangle) <= band.area + WASTE:
-        yield SdpaCall(*rectangle, bands=(band,))
+        yield RectangleCall(*rectangle, bands=(band,))
     else:
         # All rows see the first ``ahead`` keys; the rest is a triangle.
-        yield SdpaCall(band.q0, band.q1, band.k0, band.k0 + ahead)
-        yield SdpaCall(band.q0, band.q1, band.k0 + ahead, band.k1, is_causal=True)
+        yield RectangleCall(band.q0, band.q1, band.k0, band.k0 + ahead)
+        yield RectangleCall(band.q0, band.q1, band.k0 + ahead, band.k1, is_causal=True)
 
 
-def _by_rows(band: Band) -> Iterator[SdpaCall]:
+def _by_rows(band: Band) -> Iterator[RectangleCall]:
     """A window, as blocks of rows, each with the keys that any of its rows sees."""
     block = min(BLOCK, max(64, band.hi - band.lo + 1))
     for q0 in range(band.q0, band.q1, block):
         (row,) = tables.table((q0, min(q0 + block, band.q1), *band[2:])).tolist()
         part = Band(*row)
-        yield SdpaCall(*part[:4]) if part.is_full else SdpaCall(*part[:4], bands=(part,))
+        yield RectangleCall(*part[:4]) if part.is_full else RectangleCall(*part[:4], bands=(part,))
 
 
 def _hull(bands: Sequence[Band]) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringspan.caching.by_stream import on_device
 from ringspan.kernels.kernel import Gradients, PartialRows, Saved, with_dlse_column
 from ringspan.kernels.partial import EMPTY_LSE, Partial, finite_lse
-from ringspan.kernels.sdpa_calls import SdpaCall, make_sdpa_calls
+from ringspan.kernels.sdpa_calls import RectangleCall, make_sdpa_calls
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
@@ -66,7 +66,7 @@ class SdpaKernel:
             )
             yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
 
-    def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
+    def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: RectangleCall) -> tuple[Tensor, Tensor, Tensor]:
         width = max(q_BHSD.shape[-1], v_BGTE.shape[-1])
         width += -width % self.dim_multiple
         dtype = self.compute_dtype(k_BGTD.dtype)
@@ -79,7 +79,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def _mask(call: SdpaCall, like: Tensor) -> Tensor | None:
+def _mask(call: RectangleCall, like: Tensor) -> Tensor | None:
     """The bands of the call as an additive mask of its rectangle. Rows are 16-byte aligned, as GPU kernels require."""
     if not call.bands:
         return None
