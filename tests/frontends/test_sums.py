@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ringspan as rs
+from ringspan.frontends import sums
+from ringspan.testing.assertions import assert_close
 from tests.conftest import Pools
+from tests.engine.test_memory import Ledger
 
 N, REPLICAS, CP = 13, 2, 2
 
@@ -50,7 +53,7 @@ def mean_over_replicas(rank: int, over: str, grads: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("grads", ["summed", "averaged"])
 @pytest.mark.parametrize("over", OVER)
-def test_the_mean_is_that_of_all_replicas(pools: Pools, over: str, grads: str) -> None:
+def test_the_mean_is_over_all_replicas(pools: Pools, over: str, grads: str) -> None:
     x, weights, scale = data()
     loss = ((x * scale).square() * weights).sum() / weights.sum()
     (gradient,) = torch.autograd.grad(loss, scale)
@@ -97,13 +100,66 @@ def gradients_of_split_parameters(rank: int) -> tuple[list[float], list[float]]:
     return used.grad.to_local().tolist(), elsewhere.grad.to_local().tolist()
 
 
-def test_parameters_that_tensor_parallelism_has_split(pools: Pools) -> None:
+def test_gradients_of_dtensor_parameters(pools: Pools) -> None:
     """Ranks 0 and 2 share one half of the parameter, 1 and 3 the other."""
     found = pools(4).run(gradients_of_split_parameters)
     assert found == [([4.0] * 2, [1.0] * 2), ([6.0] * 2, [2.0] * 2)] * 2
 
 
-def said_of_other_words(rank: int) -> str:
+# -- precision and memory of sum_gradients -----------------------------------------------------------------------------
+
+
+def half_precision_gradients(rank: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """The summed gradients of one contiguous and one transposed parameter, and this rank's own."""
+    sums.BUCKET_BYTES = 64  # several buckets, and gradients that span two
+    torch.manual_seed(rank)
+    parameters = [torch.nn.Parameter(torch.zeros(n, 3, dtype=dtype)) for n in (1, 5, 20)]
+    parameters.append(torch.nn.Parameter(torch.zeros(4, 5, dtype=dtype).t()))
+    own = [torch.randn(p.shape) * 8 ** torch.randint(0, 4, p.shape) for p in parameters]
+    own = [x.to(dtype) for x in own]
+    for p, x in zip(parameters, own, strict=True):
+        p.grad = torch.empty_like(p).copy_(x)
+    rs.ContextParallel(None, rs.causal(N)).sum_gradients(parameters)
+    sums.BUCKET_BYTES = 32 * 2**20
+    return [p.grad for p in parameters if p.grad is not None], own
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gradients_are_summed_in_float32_and_rounded_once(pools: Pools, dtype: torch.dtype) -> None:
+    results = pools(3).run(half_precision_gradients, dtype)
+    for i in range(4):
+        exact = torch.stack([own[i].double() for _, own in results]).sum(0)
+        for summed, _ in results:
+            assert summed[i].dtype == dtype
+            if dtype == torch.float32:
+                assert_close(summed[i].double(), exact, atol=1e-3)
+            else:  # sums of three values of 11 bits are exact in float32, but for the smallest
+                assert torch.equal(summed[i], exact.float().to(dtype))
+
+
+def extra_memory_of_sum_gradients(rank: int, dtype: torch.dtype, size: int) -> int:
+    sums.BUCKET_BYTES = 2**16
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for _ in range(8)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    cp = rs.ContextParallel(None, rs.causal(N))
+    with Ledger([x for p in parameters for x in (p, p.grad) if x is not None]) as ledger:
+        cp.sum_gradients(parameters)
+    sums.BUCKET_BYTES = 32 * 2**20
+    assert all(p.grad is not None and (p.grad == 2).all() for p in parameters)
+    return ledger.peak
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "extra"),
+    [(torch.bfloat16, 2**17, 2**16), (torch.float32, 2**17, 0), (torch.float32, 100, 2**16)],
+    ids=["half precision", "in place", "small"],
+)
+def test_summing_gradients_needs_one_bucket_of_memory(pools: Pools, dtype: torch.dtype, size: int, extra: int) -> None:
+    assert pools(2).run(extra_memory_of_sum_gradients, dtype, size) == [extra] * 2
+
+
+def error_for_other_words(rank: int) -> str:
     try:
         rs.ContextParallel(None, rs.causal(N)).mean(torch.ones(3), grads="average")  # type: ignore[arg-type]
     except rs.InputError as error:
@@ -111,5 +167,5 @@ def said_of_other_words(rank: int) -> str:
     return "nothing"
 
 
-def test_a_word_that_means_nothing(pools: Pools) -> None:
-    assert all(said.startswith('grads must be "summed" or "averaged"') for said in pools(2).run(said_of_other_words))
+def test_an_unknown_way_to_combine_gradients_is_refused(pools: Pools) -> None:
+    assert all(said.startswith('grads must be "summed" or "averaged"') for said in pools(2).run(error_for_other_words))

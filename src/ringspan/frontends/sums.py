@@ -1,13 +1,13 @@
-"""Sums over ranks: of losses, with the gradient that is right, and of the gradients themselves.
+"""Sums over ranks: of losses, with the right gradient, and of the gradients themselves.
 
-A loss over several ranks is one number that all of them have. On each rank its gradient is that of the rank's own *share*, and
-a parameter that all ranks use gets its gradient in parts, which somebody must put together::
+A loss over several ranks is one number, the same on all of them. On each rank its gradient is that of the rank's own *share*. A
+parameter that all ranks use gets a part of its gradient on each, and the parts must be summed::
 
     rank 0:  x0 ─┐                     ┌─ d loss / d x0 ─► part of w.grad ─┐
     rank 1:  x1 ─┼─► loss, on all of ──┼─ d loss / d x1 ─► part of w.grad ─┼─► summed: sum_gradients, an all-reduce
     rank 2:  x2 ─┘   them the same     └─ d loss / d x2 ─► part of w.grad ─┘   or averaged: DDP, FSDP
 
-Who averages divides by the number of ranks; ``grads="averaged"`` multiplies by it beforehand.
+DDP and FSDP divide by the number of ranks; ``grads="averaged"`` multiplies by it beforehand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Grads = Literal["summed", "averaged"]
 
 
 def groups_of(over: Group) -> list[ProcessGroupTransport]:
-    """The groups whose sums, one after the other, are the sum over all ranks: one for each axis of a mesh."""
+    """The groups to sum over, one after the other: one for each axis of a mesh."""
     if isinstance(over, DeviceMesh) and over.ndim > 1:
         return [ProcessGroupTransport(over.get_group(axis)) for axis in range(over.ndim)]
     return [as_transport(over)]
@@ -41,9 +41,9 @@ def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
 
 
 def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads) -> Tensor:
-    """The sum of every rank's share, on every rank; differentiable in this rank's."""
+    """The sum of the shares of all ranks, on every rank; differentiable in the share of this rank."""
     if grads not in ("summed", "averaged"):
-        raise InputError(f'grads must be "summed" or "averaged", what will be done with them over the ranks; not {grads!r}')
+        raise InputError(f'grads must be "summed" or "averaged", how the gradients are combined over ranks; not {grads!r}')
     result: Tensor = _SumOfShares.apply(share, groups, grads)
     return result
 
@@ -62,25 +62,85 @@ class _SumOfShares(torch.autograd.Function):
 
 
 def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTransport]) -> None:
-    """Sum the gradients of parameters over ranks, in place. One that is missing on all ranks stays missing."""
-    by_kind: dict[Any, list[Tensor]] = {}
+    """Sum the gradients of parameters over ranks, in place. One that is missing on all ranks stays missing.
+
+    The sum is computed in at least float32 and rounded once to the dtype of the gradient. Extra memory is one bucket of
+    ``BUCKET_BYTES`` for each dtype and device, filled again and again::
+
+        gradients   | a  bf16 | b  bf16            | c  bf16 |
+        buckets     | float32        | float32        | … |      each: copy in, all-reduce, copy back
+
+    A contiguous float32 or float64 gradient of at least a bucket is summed where it is.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p in parameters:
         if p.requires_grad:
-            by_kind.setdefault((p.dtype, p.device), []).append(p)
-    for same in by_kind.values():
-        # One message for all of a kind: many small ones would each wait for the wire.
-        shards = [_local(p) for p in same]
-        there = torch.tensor([p.grad is not None for p in same], dtype=same[0].dtype, device=same[0].device)
-        parts = (torch.zeros_like(x) if p.grad is None else _local(p.grad) for p, x in zip(same, shards, strict=True))
-        flat = torch.cat([there, *(part.flatten() for part in parts)])
-        there, *sums = all_sum(flat, groups).split([len(same), *(x.numel() for x in shards)])
-        for p, shard, total, used in zip(same, shards, sums, there.tolist(), strict=True):
-            if used and p.grad is None:
+            by_kind.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(p)
+    for (dtype, device), alike in by_kind.items():
+        present = torch.tensor([p.grad is not None for p in alike], dtype=torch.int32, device=device)
+        used = _all_sum_(present, groups).tolist()
+        bucket = _Bucket(dtype, device, groups)
+        for p, ranks in zip(alike, used, strict=True):
+            if ranks and p.grad is None:
                 p.grad = torch.zeros_like(p)
-            if used and p.grad is not None:
-                _local(p.grad).copy_(total.view_as(shard))
+            if ranks and p.grad is not None:
+                bucket.add(_local(p.grad))
+        bucket.flush()
+
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class _Bucket:
+    """A buffer through which gradients are summed. All ranks add the same sizes in the same order, so buckets agree."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, groups: Sequence[ProcessGroupTransport]) -> None:
+        self._dtype, self._device, self._groups = dtype, device, groups
+        self._size = max(1, BUCKET_BYTES // dtype.itemsize)
+        self._buffer: Tensor | None = None
+        self._pieces: list[Tensor] = []  # flat views of gradients: those whose values are in the buffer
+        self._filled = 0
+
+    def add(self, grad: Tensor) -> None:
+        """Sum a gradient, now or in the next flush."""
+        if not grad.is_contiguous():
+            dense = grad.contiguous()
+            self.add(dense)
+            self.flush()
+            grad.copy_(dense)
+            return
+        if grad.dtype == self._dtype and grad.numel() >= self._size:
+            _all_sum_(grad, self._groups)
+            return
+        flat, at = grad.view(-1), 0
+        while at < len(flat):
+            piece = flat[at : at + self._size - self._filled]
+            if self._buffer is None:
+                self._buffer = torch.empty(self._size, dtype=self._dtype, device=self._device)
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._pieces.append(piece)
+            self._filled += len(piece)
+            at += len(piece)
+            if self._filled == self._size:
+                self.flush()
+
+    def flush(self) -> None:
+        if self._buffer is None or not self._filled:
+            return
+        _all_sum_(self._buffer[: self._filled], self._groups)
+        at = 0
+        for piece in self._pieces:
+            piece.copy_(self._buffer[at : at + len(piece)])
+            at += len(piece)
+        self._pieces, self._filled = [], 0
+
+
+def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
+    for group in groups:
+        group.all_reduce_sum_(x)
+    return x
 
 
 def _local(x: Tensor) -> Tensor:
-    """What this rank holds of a parameter that tensor parallelism has split, else all of it. Not a copy."""
+    """The local tensor of a DTensor, else the tensor itself. Not a copy."""
     return x.to_local().detach() if is_dtensor(x) else x.detach()

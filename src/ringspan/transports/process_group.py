@@ -168,8 +168,12 @@ class ProcessGroupTransport:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks."""
         total = x.clone(memory_format=torch.contiguous_format)  # all-reduce adds memory in order, so strides must agree
-        self._run_collective(lambda: dist.all_reduce(total, group=self.group, async_op=True), "an all-reduce")
+        self.all_reduce_sum_(total)
         return total
+
+    def all_reduce_sum_(self, x: Tensor) -> None:
+        """The sum of ``x`` over all ranks, in place. ``x`` must be contiguous."""
+        self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), "an all-reduce")
 
     def _all_gather(self, x: Tensor, step: str) -> list[Tensor]:
         gathered = [torch.empty_like(x) for _ in self.ranks]
