@@ -12,6 +12,7 @@ answer must not depend on when Python's garbage collector runs:
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,9 +26,10 @@ from ringspan.errors import InputError
 
 
 class ShardRegistry:
-    """The layouts in use over one mesh: those of reachable shards and those of the latest sharding."""
+    """The layouts in use over one mesh: those of reachable shards and those of the latest sharding. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: gc.collect() can run a finalizer that uses the registry
         self._shards = WeakTensorKeyDictionary()
         self._latest: dict[int, Layouts] = {}  # by sequence length, like _retired
         self._retired: dict[int, Layouts] = {}
@@ -36,40 +38,45 @@ class ShardRegistry:
     def record(self, shards: Iterable[tuple[Tensor, Layouts]]) -> None:
         """Record a new sharding: its shards, each with its layouts."""
         recorded = list(shards)
-        self._in_use = None
-        self._shards.update(recorded)
-        self._latest = {layouts[0].length: layouts for _, layouts in recorded}
-        for length in self._latest:
-            self._retired.pop(length, None)
+        with self._lock:
+            self._in_use = None
+            self._shards.update(recorded)
+            self._latest = {layouts[0].length: layouts for _, layouts in recorded}
+            for length in self._latest:
+                self._retired.pop(length, None)
 
     def mark(self, x: Tensor, layouts: Layouts | None) -> None:
         """Record that a tensor became a shard in place, or (None) whole again."""
-        self._in_use = None
-        if layouts is None:
-            self._shards.pop(x, None)
-        else:
-            self._shards[x] = layouts
+        with self._lock:
+            self._in_use = None
+            if layouts is None:
+                self._shards.pop(x, None)
+            else:
+                self._shards[x] = layouts
 
     def retire(self, layouts: Mapping[int, Layouts]) -> None:
         """Layouts that attention no longer uses. Results computed with them can still be unsharded."""
-        self._in_use = None
-        self._retired |= layouts
-        for length in layouts:
-            self._latest.pop(length, None)
+        with self._lock:
+            self._in_use = None
+            self._retired |= layouts
+            for length in layouts:
+                self._latest.pop(length, None)
 
     def in_use(self) -> dict[int, set[Layouts]]:
         """The layouts that an attention call can mean now, by the length of the whole sequence."""
-        if self._in_use is not None:
-            return self._in_use
-        latest = set(self._latest.values())
-        if any(layouts not in latest for layouts in self._shards.values()):
-            gc.collect()  # another rank may have collected these shards already
-        found: dict[int, set[Layouts]] = {}
-        for layouts in (*latest, *self._shards.values()):
-            found.setdefault(layouts[0].length, set()).add(layouts)
-        if all(len(candidates) == 1 for candidates in found.values()):
-            self._in_use = found
-        return found
+        known = self._in_use
+        if known is not None:
+            return known
+        with self._lock:
+            latest = set(self._latest.values())
+            if any(layouts not in latest for layouts in self._shards.values()):
+                gc.collect()  # another rank may have collected these shards already
+            found: dict[int, set[Layouts]] = {}
+            for layouts in (*latest, *self._shards.values()):
+                found.setdefault(layouts[0].length, set()).add(layouts)
+            if all(len(candidates) == 1 for candidates in found.values()):
+                self._in_use = found
+            return found
 
     def layouts_of_shard(self, x: Tensor) -> Layouts | None:
         """The layouts of a tensor that is itself a shard; None for any other tensor."""
@@ -81,9 +88,10 @@ class ShardRegistry:
         own = self.layouts_of_shard(x)
         if own is not None:
             return own
-        found = dict(self.in_use())
-        for retired, layouts in self._retired.items():
-            found[retired] = found.get(retired, set()) | {layouts}
+        with self._lock:
+            found = dict(self.in_use())
+            for retired, layouts in self._retired.items():
+                found[retired] = found.get(retired, set()) | {layouts}
         return unambiguous(found, length) if found else None
 
 
