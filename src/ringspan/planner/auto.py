@@ -12,7 +12,7 @@ from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
 from ringspan.planner.candidates import layouts_for, strategies_for
 from ringspan.planner.choose import Choice, OnProgress, choose
-from ringspan.planner.request import Request
+from ringspan.planner.request import PlanRequest
 from ringspan.planner.samples import sample
 from ringspan.planner.user_plan import Plan, plan_rank
 from ringspan.plans.shape import EXAMPLE, Shape
@@ -25,7 +25,7 @@ MOST_RANKS = 16
 def best(
     mask: Mask,
     world: int,
-    request: Request,
+    request: PlanRequest,
     *,
     machine: Hardware | None,
     shape: Shape | None,

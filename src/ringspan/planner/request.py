@@ -10,7 +10,7 @@ from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.registry import spec
 
 
-class Request(NamedTuple):
+class PlanRequest(NamedTuple):
     """The strategy and layouts that were given. None means: to be chosen. A ``kv_layout`` of None is that of the queries."""
 
     strategy: str | None
@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
 def check_request(
     mask: Mask, world: int, *, strategy: str | Strategy, layout: LayoutLike, kv_layout: LayoutLike | None
-) -> Request:
+) -> PlanRequest:
     """The arguments of a user as a request, with a note for each thing that was given."""
     text, q_layout, k_layout = None, None, None
     notes = []
@@ -36,4 +36,4 @@ def check_request(
     if strategy != "auto":
         text = spec(strategy)
         notes.append(f"strategy {text}: as asked")
-    return Request(text, q_layout, k_layout, tuple(notes))
+    return PlanRequest(text, q_layout, k_layout, tuple(notes))
