@@ -2,8 +2,8 @@
 
     python benchmarks/mode_overhead.py
 
-Prints one JSON line for each case: no mode, a torch function mode that only calls the function, a block, ``local_attention``
-in a block. The time is the smallest of several rounds, since the machine may be busy.
+Prints one JSON line for each case: no mode, a torch function mode that only calls the function, a block,
+``local_attention`` in a block. The time is the smallest of several rounds, since the machine may be busy.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 
 import ringspan as rs
-from ringspan.frontends.sdpa import AttentionCatcher
+from ringspan.frontends.attention_block import AttentionCatcher
 from ringspan.kernels import IndexedMods, Inputs, Kernel, eager, flex, mods_of, reference
 from ringspan.kernels.accumulators import OutputAccumulator
 from ringspan.kernels.kernel import Saved

@@ -86,7 +86,7 @@ def _is_of_packages(module: str) -> bool:
 
 
 def _is_private_operator(text: str) -> bool:
-    """Whether a string is the private name of something in PyTorch: an attribute of a tensor, a function, an operator."""
+    """Whether a string is a private name of PyTorch: of a function, an operator, an attribute of a tensor."""
     if not is_private(text) or not text.isidentifier() or text in own_names():
         return False
     return text in OF_OPTIONAL_MODULES or any(hasattr(owner, text) for owner in OWNERS)

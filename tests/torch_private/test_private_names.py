@@ -1,4 +1,4 @@
-"""Every private name of PyTorch and FlashAttention-4 that ringspan uses, with its use: a test for each says if it is gone.
+"""The private names of PyTorch and FlashAttention-4 that ringspan uses: one test for each reports if it is gone.
 
 The first test imports nothing of ringspan, so it also reports a name whose absence breaks ``import ringspan``
 (``pytest --noconftest tests/torch_private/test_private_names.py``).

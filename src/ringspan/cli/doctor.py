@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.cli.numbers import at_least
 from ringspan.engine import DTYPES
-from ringspan.frontends.activate import missing
+from ringspan.frontends.sdpa import missing
 from ringspan.kernels import Inputs, availability, missing_packages
 
 IN_PROCESS = "in process"

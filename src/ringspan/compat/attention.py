@@ -16,7 +16,7 @@ from ringspan.compat.shard_registry import registry_of, unambiguous
 from ringspan.compat.sharding import contiguous_of_counts
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
-from ringspan.frontends.sdpa import AttentionCatcher
+from ringspan.frontends.attention_block import AttentionCatcher
 from ringspan.layouts import Layout
 from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map

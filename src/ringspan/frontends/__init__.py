@@ -1,13 +1,14 @@
 """Front ends: the ways in which users reach the engine."""
 
-from ringspan.frontends.activate import activate, available, current, restore
+from ringspan.frontends import sdpa
 from ringspan.frontends.attention import attention
+from ringspan.frontends.attention_block import local_attention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.flex import flex_attention
 from ringspan.frontends.labels import shift_labels
 from ringspan.frontends.local_world import LocalWorld
 from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, softcap, with_sinks
-from ringspan.frontends.sdpa import local_attention
+from ringspan.frontends.sdpa import activate, available, current, restore
 
 __all__ = [
     "ContextParallel",
@@ -22,6 +23,7 @@ __all__ = [
     "local_attention",
     "relative_bias",
     "restore",
+    "sdpa",
     "shift_labels",
     "softcap",
     "with_sinks",

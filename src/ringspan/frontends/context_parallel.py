@@ -15,10 +15,10 @@ from ringspan.costs import Hardware
 from ringspan.engine import PlanHandle
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attend_tensors, registered_handle
+from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.dtensor import is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, plan_of
 from ringspan.frontends.labels import positions_in
-from ringspan.frontends.sdpa import AttentionMode, under_autocast
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
 from ringspan.frontends.validate import check_mask, check_parameters, check_weights
 from ringspan.kernels import ScoreMod

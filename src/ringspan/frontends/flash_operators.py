@@ -1,8 +1,9 @@
-"""The two operators behind the flash back end of ``F.scaled_dot_product_attention``, answered by another implementation.
+"""The two operators of SDPA's flash back end, forward and backward, computed by another implementation.
 
-PyTorch chooses the back end, pads odd head dims, casts under autocast and knows the derivative, all above these operators; the
-compiler reads shapes and strides off their meta functions, which stay as they are. So what is returned here must lie in memory
-as those say: out as q does, each gradient as its input. Nested tensors have operators of their own and never come here.
+PyTorch chooses the back end, pads odd head dims, casts under autocast and registers the derivative, all above these
+operators. The compiler takes shapes and strides from their meta functions, which are not replaced. So results must have
+the strides that the meta functions report: out those of q, each gradient those of its input. Nested tensors have other
+operators.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim.
 """
@@ -21,20 +22,21 @@ from ringspan.kernels import Inputs, Saved
 from ringspan.kernels.flash_calls import FlashCall, Window
 from ringspan.torch_private.attention_operators import SDPA_FLASH_BACKWARD, SDPA_FLASH_FORWARD
 
-# The operator's causal is aligned at the bottom right, as flash attention's own is. SDPA's is aligned at the top left, and SDPA
-# comes here only with squares, where they are one; torch.nn.attention.bias.causal_lower_right comes with any rectangle.
+# The operator's is_causal is aligned at the bottom right, as in flash attention. SDPA's is aligned at the top left, but
+# SDPA calls this operator only if S == T, where both are the same; torch.nn.attention.bias.causal_lower_right calls it
+# with any S, T.
 CAUSAL, FULL = (FlashCall(slice(None), slice(None), Window(left=None, right=right)) for right in (0, None))
 
 
 class Flash(Protocol):
-    """An implementation of flash attention. A module with these is one: ``ringspan.kernels.fa4``."""
+    """An implementation of flash attention, as a module: ``ringspan.kernels.fa4``."""
 
-    PACKAGE: str  # what to install
-    DISPATCH_KEY: str  # whose tensors it takes, in the dispatcher's words
+    PACKAGE: str  # the package to install
+    DISPATCH_KEY: str  # the dispatch key of the devices that it supports
 
     def is_installed(self) -> bool: ...
     def load(self) -> Any:
-        """Import what it needs, or raise ``ModuleNotFoundError`` saying what to install."""
+        """Import the package. The ``ModuleNotFoundError`` says what to install."""
 
     def unsupported_reason(self, inputs: Inputs) -> str | None:
         """None if it can serve these inputs, else the reason, as the end of a sentence that starts with its name."""
@@ -42,7 +44,7 @@ class Flash(Protocol):
     def forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, call: FlashCall, scale: float, into: Tensor, /
     ) -> tuple[Tensor, Tensor]:
-        """Fill out (B, S, H, D), which is ``into``; give it and lse (B, H, S)."""
+        """Write out (B, S, H, D) to ``into``; return it and lse (B, H, S)."""
 
     def backward(
         self,
@@ -54,12 +56,12 @@ class Flash(Protocol):
         into: tuple[Tensor, Tensor, Tensor],
         /,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill dq, dk and dv, which are ``into``; ``saved`` has tokens before heads, too."""
+        """Write dq, dk and dv to ``into`` and return them. The tensors of ``saved`` have tokens before heads, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashOperators:
-    """What aten is to call, by name, with aten's own arguments."""
+    """Kernels for aten's operators, with their arguments."""
 
     name: str
     flash: Flash
@@ -86,9 +88,9 @@ class FlashOperators:
             raise KernelError(f"{self.name} gives no debug mask: call with return_debug_mask=False")
         out_BHSD = torch.empty_like(q_BHSD)
         q, k, v, out = (x.transpose(1, 2) for x in (q_BHSD, k_BGTD, v_BGTD, out_BHSD))
-        with torch.cuda.device_of(q):  # the device of the tensors need not be the current one
+        with torch.cuda.device_of(q):  # the tensors need not be on the current device
             _, lse_BHS = self.flash.forward(q, k, v, CAUSAL if is_causal else FULL, _scale(q, scale), out)
-        # Without dropout nobody reads the state of its random numbers, nor the mask of what it dropped.
+        # Only dropout uses the random state and the debug mask.
         seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
         debug_mask = torch.empty(0, dtype=q.dtype, device=q.device)
         return out_BHSD, lse_BHS, None, None, q.shape[1], k.shape[1], seed, offset, debug_mask

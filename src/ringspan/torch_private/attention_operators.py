@@ -1,4 +1,4 @@
-"""aten's attention operators, one pair for each SDPA back end, and the names of those that are overridden or refused."""
+"""aten's attention operators, a pair for each SDPA back end, and names of operators that are overridden or refused."""
 
 from __future__ import annotations
 

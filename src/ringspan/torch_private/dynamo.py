@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def dynamo_constant(function: F) -> F:
-    """``torch.compiler.assume_constant_result``: Dynamo calls the function while tracing and keeps the result as a constant."""
+    """``torch.compiler.assume_constant_result``: Dynamo calls the function while tracing; its result is a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

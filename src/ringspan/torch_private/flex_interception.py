@@ -1,21 +1,21 @@
 """Intercept calls of PyTorch's ``flex_attention`` in threads that have a block open.
 
-``flex_attention`` is a Python function, not an operator. It compares the lengths of its tensors with those of its BlockMask
-before it calls anything that a torch function mode could intercept, and users import it by name. So ringspan replaces its code,
-once and for good, by a wrapper with the same parameters::
+``flex_attention`` is a Python function, not an operator. It compares the lengths of its tensors with those of its
+BlockMask before it calls anything that a torch function mode could intercept, and users import it by name. So ringspan
+replaces its code, once and for good, by a wrapper with the same parameters::
 
     def flex_attention(query, key, value, …):
         if ringspan_intercepts():                             # this thread has a block open
             return ringspan_intercepted(query, key, value, …)
         return ringspan_original(query, key, value, …)
 
-The condition depends on this thread's stack of torch function modes alone, and Dynamo guards every compiled program by that
-stack. So other threads call and compile ``flex_attention`` as ever while a block is open here, and a program compiled outside a
-block is not used inside one. Inside a block the intercepted call is a graph break.
+The condition depends on this thread's stack of torch function modes alone, and Dynamo guards every compiled program by
+that stack. So other threads call and compile ``flex_attention`` as ever while a block is open here, and a program
+compiled outside a block is not used inside one. Inside a block the intercepted call is a graph break.
 
-The code is never put back: a thread that compiles ``flex_attention`` reads it several times. Programs that were compiled before
-the wrapper is installed are compiled once more. So it is installed when ringspan is imported, if ``flex_attention`` has been
-imported by then, and else when the first block is opened.
+The code is never put back: a thread that compiles ``flex_attention`` reads it several times. Programs that were
+compiled before the wrapper is installed are compiled once more. So it is installed when ringspan is imported, if
+``flex_attention`` has been imported by then, and else when the first block is opened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FlexInterceptor(TorchFunctionMode):
 
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own ``flex_attention``, without interception. Intercepted calls are reported as calls of this function."""
+    """PyTorch's own ``flex_attention``, without interception. ``AttentionCatcher.caught`` gets it as ``func``."""
     from ringspan.torch_private.flex_original import original_flex_attention
 
     return original_flex_attention(*args, **kwargs)
@@ -104,7 +104,7 @@ def _flex_globals() -> dict[str, Any]:
 
 
 def _wrapper(function: Any) -> CodeType:
-    """The code of the wrapper. Name, file and line are the function's own, for ``inspect`` and for Dynamo's rules by file."""
+    """The code of the wrapper. Name, file and line are the function's own: ``inspect`` and Dynamo's rules use them."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

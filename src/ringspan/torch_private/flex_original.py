@@ -33,5 +33,6 @@ def _copy(function: FunctionType) -> FunctionType:
     return copy
 
 
-# For ringspan's own kernels: no block intercepts it, and programs compiled from it stay valid when the wrapper is installed.
+# For ringspan's own kernels: no block intercepts it, and programs compiled from it stay valid when the wrapper is
+# installed.
 original_flex_attention: Any = _copy(flex_function) if why_not_replaceable(flex_function) is None else flex_function

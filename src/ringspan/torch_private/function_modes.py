@@ -28,10 +28,11 @@ def function_mode_stack() -> list[Any]:
 
 @contextmanager
 def without_modes(*, down_to: TorchFunctionMode | None = None, of: type = TorchFunctionMode) -> Iterator[None]:
-    """Remove modes while the context is open: those of a class, or the innermost ones down to and including ``down_to``.
+    """Remove modes while the context is open: those of a class, or the innermost ones up to and with ``down_to``.
 
-    They are removed rather than disabled, since Dynamo traces into modes that are on the stack. ``torch.set_default_device``
-    may put a mode at the bottom of the stack meanwhile. So each removed mode is put back by its distance from the top.
+    They are removed rather than disabled, since Dynamo traces into modes that are on the stack.
+    ``torch.set_default_device`` may put a mode at the bottom of the stack meanwhile. So each removed mode is put back
+    by its distance from the top.
     """
     stack = function_mode_stack()
     first = 0 if down_to is None else max(n for n, mode in enumerate(stack) if mode is down_to)

@@ -1,6 +1,7 @@
 """The dictionaries in which an ``nn.Module`` keeps its parameters, buffers and submodules, by attribute name.
 
-Unlike ``getattr``, reading them runs no code of the module. Unlike ``named_parameters``, it does not descend into submodules.
+Unlike ``getattr``, reading them runs no code of the module. Unlike ``named_parameters``, it does not descend into
+submodules.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ resolve_process_group = _distributed_c10d._resolve_process_group
 
 
 def on_each_simulated_rank(function: F) -> F:
-    """Call the function once for each rank if its tensors are LocalTensors, which hold the values of all ranks of a mesh.
+    """Call the function once for each rank if its tensors are LocalTensors, which hold the values of all ranks.
 
     A PyTorch without LocalTensor leaves the function as it is.
     """

@@ -114,7 +114,7 @@ def test_shared_key_heads(is_causal: bool) -> None:
     as_good_as_plain(out, q, k, v, visible(512, 512, is_causal=is_causal))
 
 
-def test_a_scale_of_ones_own() -> None:
+def test_a_given_scale() -> None:
     q, k, v = tensors()
     as_good_as_plain(sdpa(q, k, v, scale=0.2), q, k, v, visible(512, 512, is_causal=False), scale=0.2)
 
@@ -129,13 +129,13 @@ def test_odd_lengths() -> None:
     as_good_as_plain(sdpa(q, k, v), q, k, v, visible(777, 301, is_causal=False))
 
 
-def test_lower_right_is_lower_right() -> None:
+def test_causal_lower_right() -> None:
     q, k, v = tensors(s=301, t=777)
     out = sdpa(q, k, v, attn_mask=causal_lower_right(301, 777))
     as_good_as_plain(out, q, k, v, visible(301, 777, is_causal=True))
 
 
-def test_queries_that_see_nothing() -> None:
+def test_queries_without_keys() -> None:
     """More queries than keys: SDPA never asks for it, the operator takes it."""
     q, k, v = tensors(s=777, t=301)
     out, lse, *_ = flash(q, k, v, 0.0, True)
@@ -172,7 +172,7 @@ def test_compiled_code_follows_activate_and_restore() -> None:
         assert runs(lambda: attend(q, k, v)) == {"FA4"}
 
 
-def test_the_backward_pass_may_meet_another_one_than_the_forward() -> None:
+def test_the_backward_pass_may_run_another_implementation_than_the_forward() -> None:
     q, k, v = tensors()
     seen = visible(512, 512, is_causal=True)
     out = sdpa(q, k, v, is_causal=True)
@@ -183,7 +183,7 @@ def test_the_backward_pass_may_meet_another_one_than_the_forward() -> None:
     as_good_as_plain(out, q, k, v, seen)
 
 
-def test_the_kernels_of_a_plan_are_what_was_asked_for() -> None:
+def test_the_kernels_of_a_plan_are_not_replaced() -> None:
     q, k, v = tensors()
     assert runs(lambda: rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(512), backend="flash")) == {"another"}
 

@@ -1,0 +1,266 @@
+"""The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode.
+
+A mode belongs to the thread that entered it, nests, and is removed however the block is left. PyTorch is not patched,
+except for ``flex_attention``, which no mode can intercept (:mod:`ringspan.torch_private.flex_interception`).
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from ringspan.errors import InputError, UnplannedAttention
+from ringspan.masks import Mask
+from ringspan.torch_private.attention_operators import NATIVE_MULTI_HEAD_ATTENTION, TRANSFORMER_ENCODER_LAYER, VARLEN_ATTENTION
+from ringspan.torch_private.dynamo import dynamo_constant
+from ringspan.torch_private.flex_interception import (
+    FlexInterceptor,
+    flex_attention,
+    flex_interception_obstacle,
+    install_flex_interception,
+    replace_code_if_imported,
+)
+from ringspan.torch_private.function_modes import without_modes
+from ringspan.torch_private.higher_order import HigherOrderOperator
+
+# Attention through other functions, which would attend only to this rank's keys: name -> what to call instead.
+REFUSED = {
+    "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
+    NATIVE_MULTI_HEAD_ATTENTION: "project q, k and v yourself and call F.scaled_dot_product_attention",
+    TRANSFORMER_ENCODER_LAYER: "project q, k and v yourself and call F.scaled_dot_product_attention",
+    "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
+    "flex_attention_backward": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
+    VARLEN_ATTENTION: "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
+}
+
+# What a block does with a call: intercept it; run the functions that it is given inside the block; replace the method
+# by the function of the same name. None: nothing, as with almost all calls.
+Treatment = Literal["attention", "runs functions", "unflatten"] | None
+
+# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time.
+_treatments: dict[Any, Treatment] = {}
+# A function made anew for every call must not fill the memory.
+MOST_TREATMENTS = 10_000
+
+
+@dynamo_constant
+def _treatment(func: Any) -> Treatment:
+    try:
+        return _treatments[func]
+    except (KeyError, TypeError):  # not yet seen, or not hashable
+        return _find_treatment(func)
+
+
+def _find_treatment(func: Any) -> Treatment:
+    name, treatment = _name(func), cast(Treatment, None)
+    if name in REFUSED or ("scaled_dot_product" in name and not name.endswith("backward")):
+        treatment = "attention"
+    elif isinstance(func, HigherOrderOperator):  # torch.cond, and checkpoint in compiled code
+        treatment = "runs functions"
+    elif func is Tensor.unflatten:
+        treatment = "unflatten"
+    if isinstance(func, Hashable) and len(_treatments) < MOST_TREATMENTS:
+        _treatments[func] = treatment
+    return treatment
+
+
+@dynamo_constant
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "").split(".")[0]
+    return name
+
+
+class local_attention:  # noqa: N801 (used as `with local_attention():`)
+    """Inside a ``with cp:`` block, attention that stays on this rank: for layers outside the split sequence.
+
+    It takes the blocks off this thread's stack of torch function modes. Other modes, such as that of
+    ``torch.set_default_device``, stay on it.
+    """
+
+    def __init__(self) -> None:
+        self._removed: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Self:
+        # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            # The program would call attention inside the block, which intercepts it. Raising makes the compiler leave
+            # the function to eager code, or report that it cannot.
+            raise UnplannedAttention(
+                "local_attention() inside a compiled function: open it around the call of the compiled function, or compile "
+                "without this layer"
+            )
+        removed = without_modes(of=AttentionCatcher)
+        removed.__enter__()
+        self._removed.append(removed)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._removed.pop().__exit__(*raised)
+
+
+class AttentionCatcher(FlexInterceptor):
+    """Hands every call of attention in the block to :meth:`caught`, except those within ``local_attention()``.
+
+    Dynamo traces the methods of this class along with the model.
+    """
+
+    def __enter__(self) -> Self:
+        if not torch.compiler.is_dynamo_compiling():
+            install_flex_interception()
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        treatment = _treatment(func)
+        if treatment is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if treatment == "attention":
+            return self.caught(func, args, kwargs)
+        if treatment == "unflatten":
+            return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
+        with self:
+            pass  # Dynamo lets a traced function enter the mode only if it has been entered before
+        args = tuple(self._inside(x) if callable(x) else x for x in args)
+        return func(*args, **kwargs)
+
+    def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run inside the block: a mode is off the stack while its ``__torch_function__`` runs."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return inside
+
+    def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with without_modes(down_to=self):
+            return self.caught(flex_attention, args, kwargs)
+
+    @abstractmethod
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of attention. The mode is off meanwhile: ``func`` itself reaches the enclosing block."""
+
+
+class AttentionMode(AttentionCatcher):
+    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, if its arguments agree with the plan's mask.
+
+    Hands ``flex_attention``, with all its arguments, to :meth:`flex_attention`.
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self._mask, self._mask_name, self._is_settled = mask, mask.name, mask.predicate is not None
+        # Whether a mask_mod is causal is computed when a call first asks: it evaluates every pair.
+        self._mask_is_causal = None if self._is_settled else mask.is_causal
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        """Attention under the plan's mask, of q, k and v (batch, heads, tokens, dim)."""
+
+    @abstractmethod
+    def flex_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """FlexAttention under the call's mask or, if it has none, the plan's."""
+
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is flex_attention:
+            _refuse_reentrant_checkpoint()
+            return self.flex_attention(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._sdpa(*args, **kwargs)
+        name = _name(func)
+        instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
+        obstacle = flex_interception_obstacle()
+        if name == "flex_attention" and obstacle is not None:
+            instead = f"this PyTorch's cannot be caught ({obstacle}): call cp.flex_attention, which takes the same"
+        raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
+
+    def _sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        _refuse_reentrant_checkpoint()
+        if attn_mask is not None:
+            raise UnplannedAttention(
+                f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
+                f"(its mask is {self._mask_name}). "
+                f"Give the mask to ContextParallel, and call without attn_mask; or wrap the call in {_WRAP}"
+            )
+        if dropout_p:
+            raise UnplannedAttention(
+                f"this call has dropout_p={dropout_p}; the ranks cannot drop the same pairs as one process would. Set it to 0"
+            )
+        if is_causal and self._mask_is_causal is None:
+            self._mask_is_causal = self._mask.is_causal
+        if is_causal and not self._mask_is_causal:
+            raise UnplannedAttention(
+                f"this call says is_causal=True, but the plan's mask {self._mask_name} lets queries see later keys. "
+                "Give ContextParallel a mask with & rs.causal(), or call with is_causal=False"
+            )
+        if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
+            raise InputError(
+                f"q, k and v must be (..., heads, tokens, dim): got {query.ndim}, {key.ndim} and {value.ndim} dims"
+            )
+        if query.ndim > 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+            raise InputError(
+                f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads"
+            )
+        query, key, value = under_autocast(query, key, value)
+        out = self.attention(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
+        return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+_WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in the dtype that PyTorch's own attention would compute in."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    # A compiled checkpoint recomputes the traced operators, not the function.
+    is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    if not torch.is_grad_enabled() and not is_traced and _inside_reentrant_checkpoint():
+        raise UnplannedAttention(
+            "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
+            "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
+        )
+
+
+def _inside_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+    return False
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """(…, heads, tokens, dim) as (batch, heads, tokens, dim)."""
+    if x.ndim == 4:
+        return x
+    return x.unsqueeze(1) if x.ndim == 3 else x.flatten(0, -4)
+
+
+# Before anything is compiled, if possible: replacing the code later costs a recompilation.
+replace_code_if_imported()
