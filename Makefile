@@ -1,58 +1,72 @@
-# Everything runs in a virtual environment of its own, which the first target that needs it sets up.
-#   make test PYTHON=python3.12      another interpreter (the environment is made anew)
-#   make test VENV=/tmp/ringspan     another place for it
+# Every target runs in its own virtual environment, which is created on first use.
+#   make test PYTHON=python3.12      another interpreter (the environment is created again)
+#   make test VENV=/tmp/ringspan     another place for the environment
 
 PYTHON ?= python3
 VENV   ?= .venv
 
 BIN      := $(VENV)/bin
-TORCH    := $(shell grep '^torch==' constraints.txt)
+PINNED   := $(shell grep '^torch==' constraints.txt)
 CODE     := conftest.py src tests $(wildcard benchmarks docs examples)
 
+# For `make test-torch`: a version of torch other than the pinned one.
+TORCH      ?=
+TORCH_VENV := .venv-torch-$(TORCH)
+
 # Two stamps, so that a change of pyproject.toml does not install torch again. Both lie inside the environment and name the
-# interpreter: another PYTHON finds none of its own and starts from an empty environment.
+# interpreter: with another PYTHON there are none, and the environment is created again.
 HAS_TORCH := $(VENV)/.torch-$(notdir $(PYTHON))
 READY     := $(VENV)/.ready-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test test-torch coverage lint format bench clean
 
 help:  ## this text
-	@echo "ringspan: one long sequence over many devices, with exact attention"
+	@echo "ringspan: exact attention over one long sequence on many devices"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "Each sets up $(VENV) first when it has to. PYTHON=python3.12 chooses another interpreter."
+	@echo "Each target creates $(VENV) first if needed. PYTHON=python3.12 chooses another interpreter."
 
-demo: $(READY)  ## see it work: train on a sequence split over 4 processes; pictures in ringspan-demo/
+demo: $(READY)  ## train on a sequence split over 4 processes; pictures in ringspan-demo/
 	$(BIN)/ringspan demo
 
-test: lint  ## everything that must hold: lint, types, tests, doctests
+test: lint  ## lint, types, tests and doctests
 	$(BIN)/python -m pytest
+
+test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
+	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)"
+	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[dev]" "torch==$(TORCH)"
+	$(TORCH_VENV)/bin/python -m pytest
+
+coverage: $(READY)  ## the tests, and how much of the code they run (worker processes included)
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-report=html
 
 lint: $(READY)  ## style and types only
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
-format: $(READY)  ## rewrite the code in our style
+format: $(READY)  ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-bench: $(READY)  ## measure: the kernels on this CPU, and planning
+bench: $(READY)  ## measure the kernels on this CPU, and planning
 	$(BIN)/ringspan bench cpu
 	$(BIN)/ringspan bench plan
 
-setup: $(READY)  ## the environment, and nothing else
+setup: $(READY)  ## create the environment only
 
-clean:  ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist ringspan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove environments, builds and caches
+	rm -rf $(VENV) .venv-torch-* build dist htmlcov .coverage* ringspan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch goes in first and by its exact version: whatever comes after then finds it there and asks for no other.
+# torch is installed first and by its exact version, so that later packages find it and do not install another.
 $(HAS_TORCH): constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(PINNED)"
 	@touch $@
 
 $(READY): $(HAS_TORCH) pyproject.toml

@@ -1,4 +1,4 @@
-"""Set before anything of ringspan is imported: how Triton kernels run here, and what cannot be imported without it."""
+"""Settings that must be made before ringspan is imported: Triton's interpreter on machines without a GPU, threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
-torch.set_num_threads(1)  # tests are many and small: threads would only get in each other's way
+torch.set_num_threads(1)  # the tests use small tensors, which are faster with one thread
 
 collect_ignore = [] if find_spec("triton") else ["src/ringspan/kernels/fused.py"]

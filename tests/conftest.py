@@ -1,4 +1,4 @@
-"""What all tests share: how hypothesis draws, workers, and what happens to GPU tests on a machine without one."""
+"""Shared by all tests: the profiles of hypothesis, pools of workers, and skipping GPU tests on machines without one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, settings
 
 from ringspan.testing.workers import Pool
 
-# The same cases every time in CI, so that a red run can be repeated; at the desk others every time, so that new ones are met.
-settings.register_profile("desk", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("desk"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "desk")
+# In CI the same examples every time, so that a failure can be repeated; elsewhere new ones, to find more.
+settings.register_profile("local", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Pools:
-    """Pools of gloo workers, each started once for the whole run; one that a failing job has closed is started again."""
+    """Pools of gloo workers, each started once for the whole run. A pool that a failing job closed is started again."""
 
     def __init__(self) -> None:
         self._pools: dict[int, Pool] = {}

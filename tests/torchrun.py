@@ -1,4 +1,4 @@
-"""Programs that torchrun starts."""
+"""Run a program with torchrun."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def torchrun(program: Path, processes: int) -> str:
-    """What a program prints, run in that many processes."""
+    """The output of a program that torchrun starts in this many processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(program)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    # gloo's own threads now and then abort a process that has already said and done everything, ours or not.
+    # gloo's threads sometimes abort a process that has already finished, with or without ringspan.
     assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
     return done.stdout
