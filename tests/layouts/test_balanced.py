@@ -35,7 +35,7 @@ def test_even_tokens_in_rising_order(drawn: Drawn, world: int, block: int) -> No
         assert (np.diff(layout.positions(rank)) > 0).all()
 
 
-@example(Drawn(rs.causal(10), truth.causal(10, 10)), 3)  # here arcs alone would give 22 pairs where zigzag has 20
+@example(Drawn(rs.causal(10), truth.causal(10, 10)), 3)  # here intervals alone would give 22 pairs where zigzag has 20
 @example(Drawn(rs.causal(9), truth.causal(9, 9)), 6)
 @given(masks(60, square=True, leaves=3), worlds)
 def test_never_worse_balanced_than_the_simple_layouts(drawn: Drawn, world: int) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a mask, first to last: the work they hold, and how many keys are seen across a cut between two of them."""
+"""The work of the rows of a mask, and how many keys are visible across a cut between two rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ringspan.masks import Mask
 from ringspan.masks import table as tables
 
 
-class Profile:
-    """Questions about any number of tokens at once; each costs what a search among the bands costs.
+class WorkProfile:
+    """Answers for arrays of tokens. Each token costs a binary search among the bands.
 
     >>> from ringspan import documents
-    >>> profile = Profile(documents([3, 2]))
+    >>> profile = WorkProfile(documents([3, 2]))
     >>> tokens = np.arange(6)
     >>> profile.work_before(tokens).tolist()
     [0, 1, 3, 6, 7, 9]
@@ -37,19 +37,19 @@ class Profile:
         return self._before[i] + self._seen[i] * d + self._slope[i] * (d * (d - 1) // 2)
 
     def seen_across(self, token: Ints) -> Ints:
-        """How many keys lie between a cut before this token and the furthest ones that are seen across it, on both sides.
+        """How many keys lie between a cut before this token and the furthest keys visible across it, on both sides.
 
-        0 for queries and keys of different sequences, whose tokens are no neighbours.
+        0 if queries and keys are of different sequences.
         """
         if not self._one_sequence or not len(self._table):
             return np.zeros_like(token)
         q0, q1, k0, k1, lo, hi = self._table.T
-        # what whole bands beyond the cut see, then what those see that the cut goes through
+        # first the bands that lie on one side of the cut, then those that it goes through
         later = self._open.searchsorted(token)
         lowest = np.where(later < len(q0), self._lowest_from[np.minimum(later, len(q0) - 1)], token)
         earlier = self._close.searchsorted(token, side="right")
         highest = np.where(earlier > 0, self._highest_until[np.maximum(earlier - 1, 0)], token)
-        rows = np.concatenate([token, token - 1])  # the first behind the cut, then the last before it
+        rows = np.concatenate([token, token - 1])  # the first row after the cut, then the last before it
         i, j = tables.overlapping(rows, rows + 1, q0, q1)
         behind, before = slice(None, split := i.searchsorted(len(token))), slice(split, None)
         np.minimum.at(lowest, i[behind], np.maximum(k0[j[behind]], rows[i[behind]] + lo[j[behind]]))
@@ -58,11 +58,11 @@ class Profile:
 
 
 def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:
-    """The number of keys that a row sees is a line from corner to corner: where the corners are, the area of the rows before
-    each, the keys its row sees, and how many more the next row sees.
+    """The number of keys per row is piecewise linear. Returns its corners, and at each the area of the rows before it, the keys
+    of its row, and the slope up to the next corner.
 
-    Row q of a tight band sees ``min(k1, q + hi + 1) - max(k0, q + lo)`` keys: it starts and ends with a jump, and its slope
-    changes where the minimum and the maximum change sides.
+    Row q of a tight band sees ``min(k1, q + hi + 1) - max(k0, q + lo)`` keys. A band begins and ends with a jump, and its slope
+    changes where the minimum or the maximum changes sides.
     """
     q0, q1, k0, k1, lo, hi = mask.table.T
 
@@ -71,7 +71,7 @@ def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:
 
     fills, leaves = np.clip(k1 - hi - 1, q0, q1), np.clip(k0 - lo, q0, q1)
     none, one = np.zeros_like(q0), np.ones_like(q0)
-    # widening by one a row until it is filled, narrowing by one a row once it leaves its first column
+    # one key more per row until the band reaches k1, one key less per row after it leaves k0
     changes = [(q0, seen(q0), one), (fills, none, -one), (leaves, none, -one), (q1, -seen(q1), one)]
     at, jump, bend = (np.concatenate(column) for column in zip(*changes, strict=True))
     corner, which = np.unique(np.append(at, 0), return_inverse=True)
