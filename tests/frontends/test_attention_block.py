@@ -131,21 +131,27 @@ X = torch.randn(1, N, 8)
             rs.InputError,
             "4 query heads cannot share 3",
         ),
-        (
-            lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 1:], k, v),
-            rs.PeerMismatch,
-            "11 queries where the plan says 12",
-        ),
         (lambda q, k, v: nn.MultiheadAttention(8, 2)(X, X, X), rs.UnplannedAttention, "project q, k and v yourself"),
         (lambda q, k, v: nn.TransformerEncoderLayer(8, 2, 8).eval()(X), rs.UnplannedAttention, "project q, k and v yourself"),
     ],
-    ids=["attn_mask", "dropout", "gqa not enabled", "heads do not divide", "length", "MultiheadAttention", "encoder layer"],
+    ids=["attn_mask", "dropout", "gqa not enabled", "heads do not divide", "MultiheadAttention", "encoder layer"],
 )
 def test_calls_that_cannot_be_exact_are_refused(
     cp: rs.ContextParallel, call: Callable[..., Any], kind: Any, message: str
 ) -> None:
     with cp, pytest.raises(kind, match=message):
         call(*qkv(2))
+
+
+def test_a_wrong_number_of_queries_is_refused_in_the_first_call_and_in_later_ones() -> None:
+    """In the first call the ranks compare their lengths; later a rank that differs must not wait for the others."""
+    q, k, v = qkv(2)
+    with rs.ContextParallel(None, rs.causal(N) & rs.window(left=5)):
+        with pytest.raises(rs.PeerMismatch, match="11 queries where the plan says 12"):
+            F.scaled_dot_product_attention(q[:, :, 1:], k, v)
+        F.scaled_dot_product_attention(q, k, v)
+        with pytest.raises(rs.InputError, match="11 queries and 12 keys where the plan says 12 and 12"):
+            F.scaled_dot_product_attention(q[:, :, 1:], k, v)
 
 
 def test_is_causal_where_the_mask_is_not() -> None:
@@ -298,9 +304,11 @@ def test_blocks_nest_and_the_innermost_counts(cp: rs.ContextParallel) -> None:
 
 def test_the_block_belongs_to_its_thread(cp: rs.ContextParallel) -> None:
     tensors = qkv(2)
-    seen: list[bool] = []
+    matches: list[bool] = []
     with cp:
-        thread = threading.Thread(target=lambda: seen.append(close(F.scaled_dot_product_attention(*tensors), plain(*tensors))))
+        thread = threading.Thread(
+            target=lambda: matches.append(close(F.scaled_dot_product_attention(*tensors), plain(*tensors)))
+        )
         thread.start()
         thread.join()
-    assert seen == [True]
+    assert matches == [True]

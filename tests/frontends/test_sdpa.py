@@ -1,7 +1,7 @@
-"""activate and restore, and the operators behind them, on the CPU: FlashAttention-4 with a dense stand-in for its package.
+"""activate and restore, and the operators behind them, on the CPU, with a dense implementation of FlashAttention-4.
 
-SDPA on the CPU has a flash operator of its own; the one that SDPA calls on CUDA has no kernel there at all. So what it
-does here is what was activated, and nothing else.
+On the CPU, SDPA calls another operator. The flash operator that SDPA calls on CUDA has no CPU kernel, so here it runs
+what was activated, or raises.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim.
 """
@@ -29,7 +29,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 class Interface(types.ModuleType):
-    """``flash_attn.cute.interface``, densely: with the arguments of the real one, and its number of results."""
+    """A dense ``flash_attn.cute.interface`` with the arguments and the number of results of the real one."""
 
     def __init__(self, *, extra: int = 3) -> None:
         super().__init__("flash_attn.cute.interface")
@@ -41,7 +41,7 @@ class Interface(types.ModuleType):
     ) -> Any:
         self.calls.append(("forward", torch.are_deterministic_algorithms_enabled()))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        got = reference.dense_attention(q, k, v, self._seen(q, k, causal), scale=softmax_scale)
+        got = reference.dense_attention(q, k, v, self._visible(q, k, causal), scale=softmax_scale)
         out.copy_(got.out.transpose(1, 2))
         return out, got.lse.float(), *([None] * self.extra)
 
@@ -51,8 +51,8 @@ class Interface(types.ModuleType):
         self.calls.append(("backward", given["deterministic"]))
         scale, g = given["softmax_scale"], k.shape[2]
         q, k, v, out, dout = (x.double().transpose(1, 2) for x in (q, k, v, out, dout))
-        seen, (k, v) = self._seen(q, k, causal), (x.repeat_interleave(q.shape[1] // g, dim=1) for x in (k, v))
-        weight = (q @ k.mT * scale - lse.unsqueeze(-1)).exp() * seen
+        visible, (k, v) = self._visible(q, k, causal), (x.repeat_interleave(q.shape[1] // g, dim=1) for x in (k, v))
+        weight = (q @ k.mT * scale - lse.unsqueeze(-1)).exp() * visible
         dscore = weight * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
         dk, dv = (x.unflatten(1, (g, -1)).sum(2) for x in (dscore.mT @ q, weight.mT @ dout))
         into = [given[name] for name in ("dq", "dk", "dv")]
@@ -61,13 +61,13 @@ class Interface(types.ModuleType):
         return *into, *([None] * self.extra)
 
     @staticmethod
-    def _seen(q_BHSD: Tensor, k_BGTD: Tensor, causal: bool) -> Tensor:
+    def _visible(q_BHSD: Tensor, k_BGTD: Tensor, causal: bool) -> Tensor:
         lengths = (q_BHSD.shape[2], k_BGTD.shape[2])
         return torch.from_numpy((rs.causal(*lengths, align="end") if causal else rs.full(*lengths)).dense())
 
 
 def install(monkeypatch: pytest.MonkeyPatch, interface: Interface | None) -> None:
-    """Let ``flash_attn.cute`` be there with this interface; None: not be there, whatever this machine has."""
+    """Make ``flash_attn.cute`` importable with this interface; with None, not importable, whatever is installed."""
     if interface is None:
         for name in ("flash_attn", "flash_attn.cute"):
             monkeypatch.setitem(sys.modules, name, None)
@@ -91,7 +91,7 @@ def restored() -> Any:
 
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Interface:
-    """FA4 can be activated, serves the CPU, and is this."""
+    """The package that ``activate("FA4")`` finds, for CPU tensors."""
     interface = Interface()
     install(monkeypatch, interface)
     monkeypatch.setattr(fa4, "DISPATCH_KEY", "CPU")
@@ -227,8 +227,8 @@ CASES = {
 def truth(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
     """PyTorch's, in float64, with the mask written out."""
     s, t = q.shape[2], k.shape[2]
-    seen = torch.ones(s, t, dtype=torch.bool).tril(t - s if is_causal else t)
-    return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=seen, scale=scale, enable_gqa=True)
+    visible = torch.ones(s, t, dtype=torch.bool).tril(t - s if is_causal else t)
+    return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible, scale=scale, enable_gqa=True)
 
 
 def eager(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -278,7 +278,7 @@ def test_compiled_code_follows(interface: Interface) -> None:
     torch.testing.assert_close(attend(q, k, v), truth(q, k, v).float())
 
 
-def test_the_deterministic_flag_is_handed_on(interface: Interface) -> None:
+def test_the_deterministic_flag_is_passed_on(interface: Interface) -> None:
     rs.activate("FA4")
     q, k, v = tensors()
     torch.use_deterministic_algorithms(True)
@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_by_name(call: Callable[..., Any], message: str, interface: Interface) -> None:
+def test_unsupported_inputs_are_refused(call: Callable[..., Any], message: str, interface: Interface) -> None:
     rs.activate("FA4")
     with pytest.raises(rs.KernelError) as error:
         call(*tensors())
@@ -392,7 +392,7 @@ def test_the_reason_of_the_kernel_is_in_the_error(interface: Interface, monkeypa
         ((12, 0), torch.bfloat16, 64, "needs compute capability 9, 10 or 11 (Hopper, Blackwell); this device has 12.0"),
     ],
 )
-def test_what_flash_attention_4_takes(
+def test_inputs_that_flash_attention_4_supports(
     capability: tuple[int, int], dtype: torch.dtype, dim: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, Interface())

@@ -61,10 +61,10 @@ def visible(s: int, t: int, *, is_causal: bool, corner: str = "end") -> Tensor:
     return torch.from_numpy((rs.causal(s, t, align=corner) if is_causal else rs.full(s, t)).dense()).cuda()
 
 
-def as_good_as_plain(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> None:
+def as_good_as_plain(out: Tensor, q: Tensor, k: Tensor, v: Tensor, visible_ST: Tensor, scale: float | None = None) -> None:
     """Out and gradients are at most twice as far from float64 as a plain implementation in this dtype."""
-    want = dense_attention(q, k, v, seen, scale=scale).out
-    plain = sdpa_math(q if scale is None else q * (scale * q.shape[-1] ** 0.5), k, v, seen)
+    want = dense_attention(q, k, v, visible_ST, scale=scale).out
+    plain = sdpa_math(q if scale is None else q * (scale * q.shape[-1] ** 0.5), k, v, visible_ST)
     dout = torch.randn_like(out)
     assert error(out, want) <= 2 * error(plain, want)
     grads, wanted, yardstick = (torch.autograd.grad(x, (q, k, v), dout.to(x.dtype)) for x in (out, want, plain))
@@ -82,7 +82,7 @@ def runs(call: Callable[[], object]) -> set[str]:
     return {"FA4" if "flash_attncute" in name else "another" for name in kernels if "flash" in name.lower()}
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- accuracy ----------------------------------------------------------------------------------------------------------
 
 GRID = list(product([torch.float16, torch.bfloat16], [1, 2], [512, 1024], [4, 8], [64, 128], [False, True]))
 
@@ -136,7 +136,7 @@ def test_causal_lower_right() -> None:
 
 
 def test_queries_without_keys() -> None:
-    """More queries than keys: SDPA never asks for it, the operator takes it."""
+    """More queries than keys: SDPA never calls the operator so, but the operator supports it."""
     q, k, v = tensors(s=777, t=301)
     out, lse, *_ = flash(q, k, v, 0.0, True)
     assert torch.equal(lse == -torch.inf, torch.arange(777, device="cuda").expand_as(lse) < 777 - 301)
@@ -144,7 +144,7 @@ def test_queries_without_keys() -> None:
 
 
 def test_is_causal_of_a_rectangle_still_means_the_upper_left() -> None:
-    """PyTorch takes it elsewhere."""
+    """SDPA then uses another back end."""
     q, k, v = tensors(s=301, t=777)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     as_good_as_plain(out, q, k, v, visible(301, 777, is_causal=True, corner="start"))
@@ -174,13 +174,13 @@ def test_compiled_code_follows_activate_and_restore() -> None:
 
 def test_the_backward_pass_may_run_another_implementation_than_the_forward() -> None:
     q, k, v = tensors()
-    seen = visible(512, 512, is_causal=True)
+    visible_ST = visible(512, 512, is_causal=True)
     out = sdpa(q, k, v, is_causal=True)
     rs.restore()
-    as_good_as_plain(out, q, k, v, seen)
+    as_good_as_plain(out, q, k, v, visible_ST)
     out = sdpa(q, k, v, is_causal=True)
     rs.activate("FA4")
-    as_good_as_plain(out, q, k, v, seen)
+    as_good_as_plain(out, q, k, v, visible_ST)
 
 
 def test_the_kernels_of_a_plan_are_not_replaced() -> None:
@@ -188,7 +188,7 @@ def test_the_kernels_of_a_plan_are_not_replaced() -> None:
     assert runs(lambda: rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(512), backend="flash")) == {"another"}
 
 
-# -- how results lie, and whether they come again ----------------------------------------------------------------------
+# -- strides and determinism -------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "as usual": lambda: torch.randn(2, 4, 512, 128, device="cuda", dtype=torch.bfloat16),
@@ -202,7 +202,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_output_lies_as_the_query_does(layout: Callable[[], Tensor]) -> None:
+def test_the_output_has_the_strides_of_the_query(layout: Callable[[], Tensor]) -> None:
     q, k, v = (layout().requires_grad_() for _ in range(3))
     out = sdpa(q, k, v, is_causal=True)
     assert out.stride() == torch.empty_like(q).stride()
@@ -211,7 +211,7 @@ def test_the_output_lies_as_the_query_does(layout: Callable[[], Tensor]) -> None
     assert out.stride() == told[0].stride()
 
 
-def test_deterministic_gradients_come_again_bit_by_bit() -> None:
+def test_deterministic_gradients_are_bitwise_equal() -> None:
     q, k, v = tensors(s=2048, h=8, g=2)
     dout = torch.randn_like(q)
     torch.use_deterministic_algorithms(True)
@@ -223,7 +223,7 @@ def test_deterministic_gradients_come_again_bit_by_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refused inputs ----------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "dropout": (lambda q, k, v: sdpa(q, k, v, dropout_p=0.1), "FA4 has no dropout, and dropout_p is 0.1"),
@@ -237,13 +237,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_by_name(call: Callable[..., Any], message: str) -> None:
+def test_unsupported_inputs_are_refused(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(rs.KernelError) as error:
         call(*tensors())
     assert message in str(error.value)
 
 
-def test_an_older_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(rs.KernelError, match=r"FA4 needs compute capability 9, 10 or 11 .*; this device has 8\.0"):

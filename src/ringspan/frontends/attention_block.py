@@ -55,7 +55,7 @@ MOST_TREATMENTS = 10_000
 def _treatment(func: Any) -> Treatment:
     try:
         return _treatments[func]
-    except (KeyError, TypeError):  # not yet seen, or not hashable
+    except (KeyError, TypeError):  # a new function, or one that is not hashable
         return _find_treatment(func)
 
 
