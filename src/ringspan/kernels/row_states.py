@@ -27,6 +27,7 @@ class RowStates:
     """
 
     def __init__(self, rows: int) -> None:
+        self._rows = rows
         self._runs = [(0, rows, RowState.EMPTY)] if rows else []
 
     def between(self, start: int, stop: int) -> list[tuple[int, int, RowState]]:
@@ -39,6 +40,9 @@ class RowStates:
 
     def set(self, start: int, stop: int, state: RowState) -> None:
         if start >= stop:
+            return
+        if stop - start == self._rows:  # the common case
+            self._runs = [(start, stop, state)]
             return
         runs: list[tuple[int, int, RowState]] = []
         for a, b, s in self._runs:
@@ -63,6 +67,8 @@ class WaitingParts:
 
     def pop(self, start: int, stop: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
         """Remove and return the parts of the rows ``start:stop``, each with its rows."""
+        if not self._parts:
+            return []
         popped, left = [], []
         for a, b, part in self._parts:
             low, high = max(a, start), min(b, stop)
