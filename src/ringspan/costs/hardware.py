@@ -1,4 +1,4 @@
-"""A machine, as far as the cost of a plan depends on it: links, kernel speed by the shape of a band, memory."""
+"""A model of a machine: links, kernel speed by the shape of a band, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringspan.errors import PlanError
 
 
 class Range(NamedTuple):
-    """Which numbers a field takes, in words and as a test."""
+    """The numbers that a field may have, as text for errors and as a test."""
 
     words: str
     kinds: tuple[type, ...]
@@ -29,16 +29,16 @@ WHOLE_NOT_NEGATIVE = Range("a whole number, 0 or more", (int,), lambda x: x >= 0
 
 
 def _check_numbers(of: object, **ranges: Range) -> None:
-    """A cost of NaN or of less than nothing would still have an order, and choose something."""
+    """Refuse wrong numbers. With NaN or negative numbers the automatic choice would choose something all the same."""
     for name, (words, kinds, holds) in ranges.items():
         given: Any = getattr(of, name)
-        if isinstance(given, bool) or not isinstance(given, kinds) or not holds(given):  # NaN holds nowhere
+        if isinstance(given, bool) or not isinstance(given, kinds) or not holds(given):  # NaN is in no range
             raise PlanError(f"{type(of).__name__}.{name} must be {words}, not {given!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a rank can send to (and, at the same time, receive from) others."""
+    """How fast a rank sends to other ranks and, at the same time, receives from them."""
 
     latency_s: float
     bytes_per_s: float
@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """FLOP/s that the kernel reaches in long bands: whole rectangles, bands cut by one diagonal, bands cut by two."""
+    """FLOP/s of the kernel in long bands: whole rectangles, bands cut by one diagonal, bands cut by two."""
 
     full: float
     causal: float
@@ -67,12 +67,11 @@ class Speed:
 class Hardware:
     """Ranks in nodes of ``per_node``: one link within a node, another between nodes.
 
-    A launch takes ``launch_s`` and what its pairs take at the kernel's speed; the kernel computes in tiles of ``tile`` tokens,
-    so that a diagonal costs half a tile more for every row it cuts. ``overlap`` is the share of what could be hidden that is:
-    1 where computing and sending do not disturb each other, 0 where they take turns, as on a processor that does both.
-    Messages that do not travel as they lie are copied together and apart again, and what queries get in parts is merged:
-    ``copy_bytes_per_s`` of them.
-    """
+    A launch takes ``launch_s`` and its pairs at the kernel's speed. The kernel computes in tiles of ``tile`` tokens, so
+    a diagonal costs half a tile more for every row it cuts. ``overlap`` is the share of communication that computing
+    really hides, of what it could hide: 1 if the two do not slow each other down, 0 if they take turns, as on a CPU
+    that does both. Messages that are not contiguous are packed and unpacked, and partial results are merged, at
+    ``copy_bytes_per_s``."""
 
     name: str
     per_node: int
@@ -119,11 +118,12 @@ class Hardware:
                     raise PlanError(f"{name}: {error}") from None
             return Hardware(**given)
         except (ValueError, TypeError) as error:
-            raise PlanError(f"this is no hardware file as `ringspan bench calibrate` writes it: {error}") from None
+            raise PlanError(f"this is not a hardware file as `ringspan bench calibrate` writes it: {error}") from None
 
 
 def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, source: str) -> Hardware:
-    """From what a kernel reaches in long rectangles forward; the rest in proportion to what an H200 was measured to do."""
+    """A GPU by the FLOP/s that a kernel reaches forward in long rectangles. The rest is in proportion to an H200, as
+    measured."""
     full = tflops * 1e12
     return Hardware(
         name=name,
@@ -136,8 +136,8 @@ def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, sour
         tile=128,
         memory=int(memory_gb * 1e9),
         source=source,
-        overlap=0.9,  # a tenth of the multiprocessors moves messages while the rest computes
-        copy_bytes_per_s=1e12,  # what is copied is read and written, 2 to 8 TB/s on these
+        overlap=0.9,  # a tenth of the multiprocessors copies messages while the rest computes
+        copy_bytes_per_s=1e12,  # a copy reads and writes; the memory of these GPUs does 2 to 8 TB/s
     )
 
 
@@ -163,7 +163,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """A machine by name, with the number of GPUs in a node (8 unless said otherwise), or a file of your own.
+    """A machine by name, with the number of GPUs in a node (8 by default), or from a file of your own.
 
     >>> hardware("h200x4").per_node
     4

@@ -1,4 +1,4 @@
-"""What a plan costs on a machine: its steps as seconds of computing, sending and copying, and all ranks walked through them."""
+"""What plans cost on a machine: each step as seconds of computing, sending and copying, and a timeline of all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds and bytes of the slowest rank. Rows of the timelines belong to ``ranks``: to all of the world, or to a sample.
+    """Seconds and bytes of the slowest rank. The rows of the timelines are ``ranks``: all of the world, or a sample.
 
-    ``peak_bytes`` are those of buffers, ``memory_bytes`` have what the kernel takes as well.
+    ``peak_bytes`` counts buffers. ``memory_bytes`` also counts what the kernel allocates.
     """
 
     forward: Timeline
@@ -32,7 +32,7 @@ class Cost:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every rank was walked, so that nothing but the model of the machine is an estimate."""
+        """Whether every rank was simulated, so that only the model of the machine is an estimate."""
         return len(self.ranks) == self.world
 
     @property
@@ -41,12 +41,13 @@ class Cost:
 
     @property
     def exposed_s(self) -> float:
-        """How long the rank that waits most waits for the wire, or copies and merges what came over it."""
+        """How long the slowest rank waits for messages, or copies and merges what they brought."""
         return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
 
 
 def cost(plans: Sequence[RankPlan], machine: Hardware, shape: Shape) -> Cost:
-    """What the plans of all ranks cost together, or what those of some ranks, in order, tell about it."""
+    """What the plans of all ranks cost together, or of a sample of ranks, in order. They must fit the heads of the
+    shape."""
     for plan in plans:
         check_heads_fit(plan, shape)
     forward, backward = (simulate(_loads(plans, machine, shape, phase), machine.overlap) for phase in PHASES)
@@ -82,20 +83,21 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
 
 
 def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:
-    """Of messages that are packed, and of gradients, which are added to what is there."""
+    """Bytes of messages that are packed, and of gradients that are added to a slot."""
     packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
     added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
     return shape.total_bytes(packed + added, phase, plan.program)
 
 
 def _merged_bytes(task: Task, plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """Of results that are merged with those that their queries have already, or of gradients that are added to them."""
+    """Bytes of results that are merged into earlier results of the same queries, or of gradients that are added to
+    earlier ones."""
     rows = max((b.q1 for b in task.bands), default=0) - min((b.q0 for b in task.bands), default=0)
     return rows * shape.row_bytes("out" if phase == "forward" else "dq", phase, plan.program.q_slots[task.q_slot].heads)
 
 
 def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, phase: Phase) -> float:
-    """How long the kernel takes: a launch for each kind of band there is, and what the pairs take at its speed."""
+    """How long the kernel takes: one launch for each kind of band, and the pairs at the speed of their kind."""
     speed = machine.forward if phase == "forward" else machine.backward
     kinds = tiled_area(task.bands, machine.tile)
     heads = plan.program.q_slots[task.q_slot].heads or shape.heads
@@ -104,25 +106,28 @@ def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, ph
 
 
 def flops_per_pair(shape: Shape, phase: Phase) -> int:
-    """Of one head, over the batch: two products forward, over d and over e; five backward, three of them over d."""
+    """FLOP of one head, over the batch. Forward: two products, over d and over e. Backward: five, three of them over
+    d."""
     d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     return 2 * shape.batch * (d + e if phase == "forward" else 3 * d + 2 * e)
 
 
 def rounded(seconds: float) -> float:
-    """For comparing: ranks with other processors, whose sums differ in the last bit, find the same order."""
+    """Rounded for comparison, so that processors whose sums differ in the last bit find the same order."""
     return float(f"{seconds:.6g}")
 
 
 def of_kind(speed: Speed, cuts: int) -> float:
+    """The speed in bands that so many diagonals cut."""
     return (speed.full, speed.causal, speed.window)[cuts]
 
 
 @cache_by_digest(65536, plain=True)
 def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
-    """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two cut.
+    """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two diagonals
+    cut.
 
-    In a band that is narrower than a tile, kernels take narrower tiles.
+    In a band that is narrower than a tile, kernels use narrower tiles.
     """
     area = [0.0, 0.0, 0.0]
     for band in bands:

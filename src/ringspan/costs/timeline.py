@@ -1,18 +1,17 @@
-"""Ranks that walk their steps, computing while messages travel.
+"""The timeline of all ranks: when each begins and ends each step, computing while messages are under way.
 
-A step of a rank begins when its last one has ended. Its messages start when both sides have posted them; all that a rank sends
-over a link shares that link, and so does all that it receives. The step ends when its tasks are computed and its messages are
-there::
+A step of a rank begins when its previous step has ended. A message starts when both sides have posted it. All messages
+that a rank sends over a link share that link, and so do all that it receives. The step ends when its tasks are computed
+and its messages have arrived::
 
     rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
              |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  the dots are exposed
 
-That is a machine whose ``overlap`` is 1. Where it is less, computing and sending slow each other down, and the step is longer
-by the rest of the shorter of the two. What has to be copied together before it travels, or apart when it has come, hides
-nowhere, nor does merging what queries get in parts.
+This is a machine with an ``overlap`` of 1. Where it is less, computing and sending slow each other down, and the step
+is longer by the share ``1 - overlap`` of the shorter of the two. Packing, unpacking and merging overlap with nothing.
 
-Where there are too many ranks to look at, a sample walks: a peer that is not in it keeps pace with the nearest that is.
-"""
+Where there are too many ranks, a sample of them is simulated. A peer outside the sample keeps pace with the nearest
+rank in it."""
 
 from __future__ import annotations
 
@@ -27,13 +26,14 @@ from ringspan.costs.hardware import Hardware
 Seconds = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Rows of ranks and, beside each, the row of one that it exchanges messages with.
+# Indices of ranks, and for each the index of a peer that it exchanges messages with.
 Pairs = tuple[Ints, Ints]
 NO_PEERS: Pairs = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 class Loads(NamedTuple):
-    """What each rank (row) has to do in each step (column), in seconds, and for each step who has to wait for whom."""
+    """What each rank (row) does in each step (column), in seconds, and for each step the pairs that exchange
+    messages."""
 
     computing: Seconds
     wire: Seconds
@@ -42,7 +42,8 @@ class Loads(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When each rank (row) begins each step (column), has computed it, and ends it; in seconds from the start of the phase."""
+    """When each rank (row) begins each step (column), finishes computing it, and ends it: seconds from the start of the
+    phase."""
 
     begin: Seconds
     computed: Seconds
@@ -54,13 +55,13 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> Seconds:
-        """How long being split keeps each rank beyond its computing: waiting, copying, merging, being slowed down."""
+        """How long each rank takes beyond its computing: waiting, copying, merging, being slowed down by messages."""
         waited: Seconds = (self.end - self.computed).sum(axis=1)
         return waited
 
 
 def simulate(loads: Loads, overlap: float) -> Timeline:
-    """All ranks through all steps."""
+    """The timeline of all ranks through all steps."""
     longer = (1 - overlap) * np.minimum(loads.computing, loads.wire) + loads.copying
     begin, computed, end = (np.zeros_like(loads.computing) for _ in range(3))
     now = np.zeros(len(loads.computing))
@@ -76,8 +77,8 @@ def simulate(loads: Loads, overlap: float) -> Timeline:
 
 
 def wire_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardware) -> Seconds:
-    """How long messages take once both sides have posted them, of their bytes within the node (first) and between nodes: the
-    slower of the two links, which work at the same time, each both ways."""
+    """How long messages take once both sides have posted them. The first axis of the bytes is: within the node, between
+    nodes. Both links work at the same time and in both directions, so the slower one counts."""
     size = np.maximum(sent, received)
     links = zip((machine.within, machine.between), size, strict=True)
     within, between = (np.where(x > 0, link.latency_s + x / link.bytes_per_s, 0.0) for link, x in links)
@@ -85,15 +86,15 @@ def wire_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardwa
 
 
 def nearest(ranks: Ints, world: int) -> Ints:
-    """For each rank of the world, which of the given ones, in order, is nearest: itself, if it is among them.
+    """For each rank of the world, the index of the nearest of the given ranks: its own, if it is one of them.
 
     >>> nearest(np.array([0, 4, 5]), 6).tolist()
     [0, 0, 0, 1, 1, 2]
     """
-    everybody = np.arange(world)
-    after = np.minimum(np.searchsorted(ranks, everybody), len(ranks) - 1)
+    world_ranks = np.arange(world)
+    after = np.minimum(np.searchsorted(ranks, world_ranks), len(ranks) - 1)
     before = np.maximum(after - 1, 0)
-    is_nearer = np.abs(everybody - ranks[before]) <= np.abs(ranks[after] - everybody)
+    is_nearer = np.abs(world_ranks - ranks[before]) <= np.abs(ranks[after] - world_ranks)
     return np.where(is_nearer, before, after)
 
 

@@ -1,4 +1,7 @@
-"""A mask on a layout on a machine, as far as that is the same for many strategies: who computes what, who needs which rows.
+"""A mask with a layout on a machine: which rank computes how long with whose rows, and how many rows it needs of each
+rank.
+
+Strategies that move the same side share these numbers.
 
 ::
 
@@ -28,8 +31,8 @@ from ringspan.plans.shape import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """For each rank that is looked at (row) and each of the world (column): seconds of computing with its rows, how many of its
-    rows come, and how many of the own rows go there."""
+    """For each rank of the workload (row) and each rank of the world (column): seconds of computing with the rows of
+    the latter, how many of its rows are received, and how many own rows are sent to it."""
 
     seconds: dict[Phase, Seconds]
     incoming: Ints
@@ -38,7 +41,7 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``ranks``, in order, are those that are looked at: all, or a sample."""
+    """Mask, layouts, machine and tensors. ``ranks``, in order, are those to cost: all of the world, or a sample."""
 
     mask: Mask
     q_layout: Layout
@@ -53,7 +56,7 @@ class Workload:
 
     @cached_property
     def whole(self) -> Workload:
-        """The same, with all ranks looked at."""
+        """The same with all ranks."""
         return replace(self, ranks=tuple(range(self.world)))
 
     def demand(self, moving: MovingSide) -> Demand:
@@ -71,19 +74,19 @@ class Workload:
         return self._demand(QUERIES, self._seeing, self._seen, self._with_keys)
 
     def busiest(self, moving: MovingSide) -> float:
-        """Seconds of the rank that computes most: nobody is done before it has."""
+        """Seconds of the rank that computes longest, if this side moves."""
         computing = self._for_queries if moving is KEYS else self._with_keys
         return sum(float(seconds.sum(axis=1).max(initial=0.0)) for seconds in computing.values())
 
     @cached_property
     def is_near(self) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Whether a rank of the world (column) is on the node of one that is looked at (row)."""
+        """Whether a rank of the world (column) is on the node of a rank of the workload (row)."""
         node = np.arange(self.world) // self.machine.per_node
         near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = node[list(self.ranks), None] == node[None, :]
         return near
 
     def launched(self, seconds: Seconds) -> Seconds:
-        """With one launch wherever there is something to compute."""
+        """Seconds of computing, plus one launch wherever there is something to compute."""
         return seconds + self.machine.launch_s * (seconds > 0)
 
     @cached_property
@@ -100,26 +103,27 @@ class Workload:
 
     @cached_property
     def _for_queries(self) -> dict[Phase, Seconds]:
-        """Seconds of each rank that is looked at, for its own queries with the keys of each of the world."""
+        """Seconds of each rank of the workload, for its own queries with the keys of each rank of the world."""
         tiles, seconds = self._seen, tile_seconds(self._seen.bands, self.machine, self.shape)
         return {phase: self._matrix(tiles.q_rank, tiles.k_rank, seconds[phase]) for phase in PHASES}
 
     @cached_property
     def _with_keys(self) -> dict[Phase, Seconds]:
-        """Seconds of each rank that is looked at, with its own keys for the queries of each of the world."""
+        """Seconds of each rank of the workload, with its own keys for the queries of each rank of the world."""
         if len(self.ranks) == self.world:
             return {phase: seconds.T for phase, seconds in self._for_queries.items()}
         tiles, seconds = self._seeing, tile_seconds(self._seeing.bands, self.machine, self.shape)
         return {phase: self._matrix(tiles.k_rank, tiles.q_rank, seconds[phase]) for phase in PHASES}
 
     def _demand(self, moving: MovingSide, computed: Tiles, elsewhere: Tiles, seconds: dict[Phase, Seconds]) -> Demand:
-        """``computed`` are the tiles of the ranks that are looked at, ``elsewhere`` what anybody computes with their rows."""
+        """``computed`` are the tiles of the workload's ranks, ``elsewhere`` those that any rank computes with their
+        rows."""
         here, of = (computed.q_rank, computed.k_rank) if moving is KEYS else (computed.k_rank, computed.q_rank)
-        owner, asker = (elsewhere.k_rank, elsewhere.q_rank) if moving is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
+        owner, receiver = (elsewhere.k_rank, elsewhere.q_rank) if moving is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
         return Demand(
             seconds=seconds,
             incoming=self._rows(here, of, computed.bands[:, moving.rows]),
-            outgoing=self._rows(owner, asker, elsewhere.bands[:, moving.rows]),
+            outgoing=self._rows(owner, receiver, elsewhere.bands[:, moving.rows]),
         )
 
     def _rows(self, here: Ints, there: Ints, rows: Table) -> Ints:
@@ -127,7 +131,7 @@ class Workload:
         return self._matrix(*np.divmod(pair, self.world), stop - start).astype(np.int64)
 
     def _matrix(self, here: Ints, there: Ints, value: Seconds | Ints) -> Seconds:
-        """The sums of the values for each rank that is looked at and each of the world."""
+        """The sums of the values for each rank of the workload and each rank of the world."""
         row = np.searchsorted(self.ranks, here)
         size = len(self.ranks), self.world
         total: Seconds = np.bincount(row * self.world + there, weights=value, minlength=size[0] * size[1]).astype(np.float64)
@@ -135,11 +139,10 @@ class Workload:
 
 
 def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, Seconds]:
-    """What the pairs of each band take at least, launches apart; see :func:`ringspan.costs.plan_cost.tiled_area`.
+    """How long the pairs of each band take at least, without launches; see :func:`ringspan.costs.plan_cost.tiled_area`.
 
-    What a layout has cut apart may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals stay, so
-    that a tile becomes part of a band with as many cuts or more, and it counts at the best speed among those.
-    """
+    Bands that a layout has cut may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals
+    remain, so a tile becomes part of a band with as many cuts or more. It counts at the best speed among those."""
     q0, q1, k0, k1, lo, hi = bands.T
     kind = (lo > k0 - q1 + 1).astype(np.int64) + (hi < k1 - 1 - q0)
     across = np.minimum(machine.tile, hi - lo + 1)

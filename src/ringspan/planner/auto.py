@@ -33,9 +33,9 @@ def best(
 ) -> Choice:
     """Choose what the request leaves open.
 
-    Without a machine one is assumed, and no plan is rejected for lack of memory. Without a shape heads are not split unless the
-    request names the strategy. The choice is cached, except with ``on_progress``: a look-up has no progress to report.
-    """
+    Without a machine one is assumed, and no plan is rejected for lack of memory. Without a shape heads are not split
+    unless the request names the strategy. The choice is cached, except with ``on_progress``: a look-up has no progress
+    to report."""
     find = _find_cached if on_progress is None else partial(_find, on_progress=on_progress)
     return find(
         mask,

@@ -18,9 +18,11 @@ from ringspan.strategies.registry import STRATEGIES, spec
 
 # Where a simple layout has at most this balance, one that looks at the work could save too little to be made.
 EVEN_ENOUGH = 1.02
-# It is perfectly even, and cuts every document into two pieces for each rank: for so few documents that pieces stay long.
+# It is perfectly even, and cuts every document into two pieces for each rank: for so few documents that pieces stay
+# long.
 FOR_FEW_DOCUMENTS, DOCUMENTS_PER_RANK = "per_document", 2
-# It cuts windows into rectangles and triangles, which is worth its many keys where a kernel is slow in bands of two diagonals.
+# It cuts windows into rectangles and triangles, which is worth its many keys where a kernel is slow in bands of two
+# diagonals.
 FOR_SLOW_WINDOWS = "round_robin"
 # With more ranks than these, balanced takes minutes to make.
 MANY_RANKS = 1024

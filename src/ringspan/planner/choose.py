@@ -1,4 +1,5 @@
-"""The best layout and strategy for a mask, a model and a machine: enumerate, cost, drop what does not fit, take the fastest."""
+"""The best layout and strategy for a mask, a model and a machine: enumerate, cost, drop what does not fit, take the
+fastest."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "reject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was. ``layout`` is of the queries."""
+    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was. ``layout`` is of the
+    queries."""
 
     layout: Layout
     kv_layout: Layout
@@ -89,12 +91,11 @@ def choose(
 ) -> Choice:
     """Cost every candidate that could be the fastest by more than a little; all ranks choose alike.
 
-    There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Where nothing
-    fits into memory it raises; if nothing has to fit, the candidate that takes the least memory comes first.
+    There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Where
+    nothing fits into memory it raises; if nothing has to fit, the candidate that takes the least memory comes first.
 
-    What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are many, then
-    all of them. So most candidates are never planned, and many are hardly looked at.
-    """
+    What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are
+    many, then all of them. So most candidates are never planned, and many are hardly looked at."""
     found: list[_Decided] = []
     fastest = float("inf")
     queue: list[_Open] = []
@@ -144,8 +145,8 @@ class Estimate(IntEnum):
 
 
 class _Open(NamedTuple):
-    """A candidate that is not decided yet: how long it takes at least, and on what look that stands. The smallest is the next;
-    of equals, the simpler."""
+    """A candidate that is not decided yet: how long it takes at least, and on what look that stands. The smallest is
+    the next; of equals, the simpler."""
 
     least_s: float
     order: int
@@ -167,8 +168,8 @@ class _Decided(NamedTuple):
 
 
 def _place(decided: _Decided) -> tuple[float, ...]:
-    """By time; then what does not fit, by memory; then what was not planned, by what it takes at least. Of equals the simpler
-    comes first, whichever was planned before the other."""
+    """By time; then what does not fit, by memory; then what was not planned, by what it takes at least. Of equals the
+    simpler comes first, whichever was planned before the other."""
     figures = decided.candidate.cost
     if figures is None:
         return 2, decided.least_s, decided.order

@@ -24,7 +24,8 @@ def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
 
 
 def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory that a phase holds in any step, beside its inputs and results: buffers, kernel, partial results."""
+    """The most memory that a phase holds in any step, beside its inputs and results: buffers, kernel, partial
+    results."""
     return memory.memory_bytes(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 

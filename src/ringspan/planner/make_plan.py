@@ -30,10 +30,10 @@ def plan(
 ) -> Plan:
     """The plan of one rank. Pure and deterministic: every rank computes its own, and they fit together.
 
-    ``layout`` is that of the queries. The keys have the same one unless their number differs or ``kv_layout`` is given. What is
-    ``"auto"`` is chosen to be the fastest on ``hardware`` (a name as ``"h200x8"``, or a :class:`Hardware`) for tensors of a
-    ``shape``. Where these are not given they are assumed, and :meth:`Plan.explain` says so. Without a shape no strategy is
-    chosen that splits heads, because their number is not known.
+    ``layout`` is that of the queries. The keys have the same one unless their number differs or ``kv_layout`` is given.
+    What is ``"auto"`` is chosen to be the fastest on ``hardware`` (a name as ``"h200x8"``, or a :class:`Hardware`) for
+    tensors of a ``shape``. Where these are not given they are assumed, and :meth:`Plan.explain` says so. Without a
+    shape no strategy is chosen that splits heads, because their number is not known.
 
     >>> from ringspan import causal
     >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")

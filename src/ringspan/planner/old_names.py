@@ -1,7 +1,7 @@
 """Names that ``ringspan.plans`` had while it held all of planning. They still work, with a DeprecationWarning.
 
-``ringspan/__init__.py`` installs the table, so that ``ringspan.plans`` itself imports nothing from the packages above it.
-"""
+``ringspan/__init__.py`` installs the table, so that ``ringspan.plans`` itself imports nothing from the packages above
+it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from ringspan.strategies.registry import spec
 
 
 class PlanRequest(NamedTuple):
-    """The strategy and layouts that were given. None means: to be chosen. A ``kv_layout`` of None is that of the queries."""
+    """The strategy and layouts that were given. None means: to be chosen. A ``kv_layout`` of None is that of the
+    queries."""
 
     strategy: str | None
     q_layout: Layout | None

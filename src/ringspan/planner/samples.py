@@ -10,14 +10,14 @@ from ringspan.layouts import Layout, areas
 from ringspan.masks import Mask
 from ringspan.plans.problem import estimated_tiles, needed_rows
 
-# Who needs whose rows is looked at where that makes no more tiles than these. Masks that make more, on that many ranks, show
-# nearly everything to nearly everybody, and all ranks wait for about as many.
+# Who needs whose rows is looked at where that makes no more tiles than these. Masks that make more, on that many ranks,
+# show nearly everything to nearly everybody, and all ranks wait for about as many.
 MANY_TILES = 2**21
 
 
 def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, most: int) -> tuple[int, ...]:
-    """At most so many ranks, in order: the one with the most work, those who wait longest for their keys, the one with the
-    least work, and the rest evenly spaced.
+    """At most so many ranks, in order: the one with the most work, those who wait longest for their keys, the one with
+    the least work, and the rest evenly spaced.
 
     >>> from ringspan.layouts import contiguous
     >>> from ringspan.masks import causal

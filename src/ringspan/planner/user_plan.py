@@ -31,7 +31,8 @@ class Plan(RankPlan):
         return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
 
     def for_heads(self, heads: int, kv_heads: int) -> Plan:
-        """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of them."""
+        """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of
+        them."""
         if self.program.heads in (None, (heads, kv_heads)):
             return self
         strategy = strategy_for_heads(self.strategy, heads, kv_heads)
@@ -39,9 +40,9 @@ class Plan(RankPlan):
         return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes)
 
     def verify(self) -> Plan:
-        """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives, that
-        no row is read before it has arrived or overwritten while in use, and that every partial result and gradient reaches
-        the rank that owns it.
+        """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives,
+        that no row is read before it has arrived or overwritten while in use, and that every partial result and
+        gradient reaches the rank that owns it.
 
         Raises :class:`~ringspan.errors.PlanError` naming rank and step; returns the plan itself if all is well.
         """
@@ -54,7 +55,8 @@ class Plan(RankPlan):
         return explain(self.for_heads(for_shape.heads, for_shape.kv_heads), shape)
 
     def cost(self, hardware: Machine, shape: Shape | None = None) -> Cost:
-        """What the plans of all ranks cost on a machine: seconds, exposed communication, memory, a timeline of each rank."""
+        """What the plans of all ranks cost on a machine: seconds, exposed communication, memory, a timeline of each
+        rank."""
         return _cost(self, hardware, EXAMPLE if shape is None else check_shape(shape))
 
     def to_json(self) -> str:
@@ -77,9 +79,8 @@ def _cost(plan: Plan, machine: Machine, shape: Shape) -> Cost:
 def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
     """The plan of one rank, with layouts and strategy chosen. A repeated call is a dictionary look-up.
 
-    A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a GPU. So
-    the plan of such a mask is not cached, only its program.
-    """
+    A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a
+    GPU. So the plan of such a mask is not cached, only its program."""
     make = _make_cached if mask.predicate is None else _make
     return make(mask, q_layout, kv_layout, strategy, rank, notes)
 

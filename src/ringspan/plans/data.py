@@ -1,9 +1,9 @@
 """The plan: everything one rank sends, receives and computes, as data.
 
-A rank works on *slots*, arrays of rows (tokens). Query slots hold queries and, beside them, the partial results and
-gradients of those queries; key slots hold keys and values and, beside them, their gradients. Slot 0 is home: the rank's
-own tokens. A *step* posts its transfers, computes its tasks while they travel, and ends when they have arrived; what
-arrives in one step is there for the next. Five things travel, and what happens on arrival belongs to the thing:
+A rank works on *slots*, arrays of rows (tokens). A query slot holds queries, their partial results and their gradients.
+A key slot holds keys and values and their gradients. Slot 0 holds the rank's own tokens. A *step* posts its transfers,
+computes its tasks while the messages are under way, and ends when they have arrived. What arrives in one step can be
+used in the next. Five things are sent, and each has one effect on arrival:
 
 ====== =================================== =========================
 what   rows of                             on arrival
@@ -15,9 +15,8 @@ dq     a query slot's gradient             is added to the slot's
 dkv    a key slot's gradient               is added to the slot's
 ====== =================================== =========================
 
-Rows overwritten start with an empty result and a zero gradient. That is the whole machine. Moving keys, moving queries, moving
-some heads of either, handing on what came from elsewhere: every strategy is said with these words.
-"""
+Rows that are overwritten start with an empty result and a zero gradient. Every strategy is written in these terms:
+those that move keys, move queries, move some heads of either, or forward rows that came from another rank."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ Side = Literal["q", "kv"]
 
 
 def side(what: str) -> Side:
-    """Whether it is of queries or of keys."""
+    """Whether a transfer of this kind belongs to queries or to keys."""
     return "kv" if what in ("kv", "dkv") else "q"
 
 
@@ -71,9 +70,8 @@ class Transfer:
 class Task:
     """Attend from a query slot to a key slot, through bands in the slots' rows.
 
-    ``q_tokens`` and ``kv_tokens`` say which tokens and heads the slots hold at this step. They are None for slot 0, which
-    always holds the rank's own tokens.
-    """
+    ``q_tokens`` and ``kv_tokens`` say which tokens and heads the slots hold at this step. They are None for slot 0,
+    which always holds the rank's own tokens."""
 
     q_slot: int = 0
     kv_slot: int
@@ -101,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """How many rows a slot has room for, and how many heads (None: as many as the tensors have)."""
+    """The capacity of a slot in rows, and its number of heads (None: as many as the tensors have)."""
 
     rows: int
     heads: int | None = None
@@ -111,8 +109,8 @@ class Slot:
 class Program:
     """What a strategy makes: the steps of both directions and the slots they use.
 
-    ``heads`` is how many query and key heads there must be; None, if the program names no heads and fits any number.
-    """
+    ``heads`` are the numbers of query and key heads that the program is for. None: it names no heads and fits any
+    number."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -124,7 +122,7 @@ class Program:
         return self.forward if phase == "forward" else self.backward
 
     def moves_queries(self, phase: Phase) -> bool:
-        """Whether any query leaves or enters. If none does, the rank's own need not be copied to lie row by row."""
+        """Whether queries are sent or received. If not, the rank's own need not be copied into row-major order."""
         return phase in self._moving
 
     @cached_property
@@ -136,8 +134,8 @@ class Program:
 class RankPlan:
     """One rank's program, and the mask, layouts and strategy it was made from: data only.
 
-    The methods that make and check plans are those of :class:`ringspan.Plan`, which is built on the layers above this one.
-    """
+    The methods that make and check plans are those of :class:`ringspan.Plan`, which is built on the layers above this
+    one."""
 
     mask: Mask
     q_layout: Layout

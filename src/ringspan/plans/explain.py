@@ -1,4 +1,4 @@
-"""A plan in words and figures."""
+"""A plan as text: what was chosen, and what each step sends and computes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_heads_fit, c
 
 
 def explain(plan: RankPlan, shape: Shape | None = None) -> str:
-    """The plan of one rank: what was chosen, how balanced it is, and each step's wire and work.
+    """The plan of one rank: what was chosen, how balanced it is, and what each step sends and computes.
 
-    Bytes depend on the tensors; without a shape they are those of 32 query heads, 8 key heads of 128 in bfloat16, and the text
-    says so.
-    """
+    Bytes depend on the tensors. Without a shape they are those of 32 query heads and 8 key heads of 128 in bfloat16,
+    and the text says so. The plan must fit the heads of the shape."""
     example = " (an example; explain(shape) is about yours)" if shape is None else ""
     shape = EXAMPLE if shape is None else check_shape(shape)
     check_heads_fit(plan, shape)
@@ -64,7 +63,7 @@ def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
 
 
 def _wire(plan: RankPlan, step: Step) -> str:
-    """What goes where; what a rank keeps for itself goes nowhere."""
+    """What is sent to and received from which ranks. Messages of a rank to itself are left out."""
     ways = [(arrow, [t for t in ts if t.peer != plan.rank]) for arrow, ts in (("→", step.sends), ("←", step.recvs))]
     return "; ".join(
         f"{what} {arrow} {_ranks([t for t in transfers if t.what == what])}"

@@ -1,4 +1,4 @@
-"""Plans as JSON files. Nothing is unpickled; a malformed file names the field that is wrong."""
+"""Plans as JSON files. Nothing is unpickled, imported or run. The error for a malformed file names the wrong field."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ringspan.plans.slot_tokens import SlotTokens
 T = TypeVar("T")
 P = TypeVar("P", bound=RankPlan)
 
-MOST_HEADS = 2**16  # so that whatever a file says, its proof fits in memory
+MOST_HEADS = 2**16  # bounds the memory that verify() takes for a file from elsewhere
 
 
 def to_json(plan: RankPlan) -> str:
-    """The whole plan of one rank, with the mask and layouts it follows from."""
+    """The plan of one rank, with its mask and layouts."""
     if plan.mask.predicate is not None:
         raise PlanError(
             f"{plan.mask.name} is settled by a function, and functions are not put into files: "
@@ -54,7 +54,8 @@ def to_json(plan: RankPlan) -> str:
 
 
 def from_json(text: str, kind: type[P]) -> P:
-    """The plan back, as an instance of ``kind``. Every field is checked here; ``plan.verify()`` proves the program right."""
+    """The plan back, as an instance of ``kind``. Every field is checked here; ``plan.verify()`` proves the program
+    right."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -91,7 +92,7 @@ def from_json(text: str, kind: type[P]) -> P:
 
 
 class _Field:
-    """A value of the file that knows its own name."""
+    """A value of the file, with its name for error messages."""
 
     def __init__(self, value: Any, name: str) -> None:
         self.value, self.name = value, name

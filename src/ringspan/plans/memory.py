@@ -1,4 +1,4 @@
-"""How much memory a rank needs beside the tensors that come in: buffers of its own, and what a kernel takes."""
+"""How much memory a rank needs beside its input tensors: buffers of the engine, and what a kernel allocates."""
 
 from __future__ import annotations
 
@@ -7,46 +7,47 @@ from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
 def peak_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in buffers of its own, in any step."""
+    """The most memory that a phase holds in buffers, in any step. The plan must fit the heads of the shape."""
     return max(buffer_bytes(plan, shape, phase), default=0)
 
 
 def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
-    """What each step holds in buffers of its own: slots, accumulators, and messages packed or waiting to be added.
+    """Bytes of the buffers that each step holds: slots, accumulators, and messages that are packed or still to be
+    added.
 
-    The tensors that come in and the kernels' own scratch space are not counted.
+    The input tensors and the kernels' scratch space are not counted.
     """
     check_heads_fit(plan, shape)
     program = plan.program
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
-    if program.moves_queries(phase):  # they travel from a copy that lies row by row
+    if program.moves_queries(phase):  # they are sent from a row-major copy
         held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
     results: tuple[What, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
     for what in results:
         held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
 
     def messages(step: Step) -> int:
-        apart = [t for t in step.sends if is_packed(t)]
-        apart += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
-        return shape.total_bytes(apart, phase, program)
+        buffered = [t for t in step.sends if is_packed(t)]
+        buffered += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
+        return shape.total_bytes(buffered, phase, program)
 
     return [held + messages(step) for step in program.steps(phase)]
 
 
 def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """The most memory a phase holds in any step, beside the tensors that come in and go out: its buffers, what the kernel
-    takes, and results that wait to be merged."""
+    """The most memory that a phase holds in any step, beside its inputs and results: its buffers, what the kernel
+    allocates, and partial results that are not merged yet. The plan must fit the heads of the shape."""
     steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
     taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
     return max(taken, default=0) + _waiting_bytes(plan.program, shape, phase)
 
 
 def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
-    """Results of home as a kernel gave them, which wait for others of the same rows: at most one for each row.
+    """Partial results of the rank's own rows that are kept as the kernel wrote them until a second one comes: at most
+    one a row.
 
-    They do so in half precision only, and where a row may have several: of how many bands a kernel makes one launch, a plan
-    does not know.
-    """
+    Only in half precision, and only where a row may get several. Since a plan does not know how many bands a kernel
+    computes in one launch, every band counts as one partial result."""
     if shape.item == shape.wide_item:
         return 0
     tasks = [task for step in program.steps(phase) for task in step.tasks]
@@ -62,11 +63,10 @@ def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
 
 
 def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
-    """What FlashAttention-4 takes for a task, if it does it in one launch; other kernels may take more.
+    """What FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may take more.
 
-    Results in the dtype of the tensors, with lse. Backward, beside them, sums in float32: for dq, for dk and dv where query
-    heads share them, and two numbers for each query.
-    """
+    Forward: the results in the dtype of the tensors, and lse. Backward: the gradients, float32 sums for dq, for dk and
+    dv where query heads share them, and two numbers for each query."""
     rows, keys = (max(b[i + 1] for b in task.bands) - min(b[i] for b in task.bands) if task.bands else 0 for i in (0, 2))
     heads = program.q_slots[task.q_slot].heads or shape.heads
     kv_heads = program.kv_slots[task.kv_slot].heads or shape.kv_heads

@@ -1,4 +1,4 @@
-"""Who travels, keys or queries, and which rows of them: what a planner asks so that it need not be written twice."""
+"""The side that is sent to other ranks, keys or queries, so that one planner serves both."""
 
 from __future__ import annotations
 
@@ -16,35 +16,40 @@ from ringspan.plans.slot_tokens import SlotTokens
 
 
 class RowRanges(NamedTuple):
-    """Rows that travel: those of rank ``of`` from start to stop, for rank ``by``. Sorted by both, then by rows."""
+    """Rows ``start`` to ``stop`` of rank ``owner`` that rank ``receiver`` needs. Sorted by owner, receiver and
+    start."""
 
-    of: Ints
-    by: Ints
+    owner: Ints
+    receiver: Ints
     start: Ints
     stop: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingSide:
-    """What leaves home, what of it has to come back in each direction, and where a band speaks of it."""
+    """Keys or queries: how their transfers are called, and which columns of a band are about them.
+
+    ``back`` is what is returned to the owners in each direction.
+    """
 
     what: What
     back: dict[Phase, What | None]
-    rows: tuple[int, int]  # the columns of a band with its first and last row
-    slant: int  # what k - q becomes larger by when the rows lie one further on
+    rows: tuple[int, int]  # the columns of a band with its first row and its end
+    slant: int  # how much k - q grows when these rows shift by one
 
     def layout(self, problem: Problem) -> Layout:
         return problem.kv_layout if self.what == "kv" else problem.q_layout
 
     def tiles(self, problem: Problem) -> Tiles:
-        """What the rank computes: it stays at home, and all that it sees (or that sees it) comes."""
+        """What the rank computes: everything that its own rows of the other side see, or are seen by."""
         return problem.seen() if self.what == "kv" else problem.seeing()
 
     def owner(self, tiles: Tiles) -> Ints:
+        """The rank that owns the moving rows of each tile."""
         return tiles.k_rank if self.what == "kv" else tiles.q_rank
 
     def shifted(self, bands: Table, by: Ints) -> Table:
-        """The bands where the rows lie ``by`` further on."""
+        """The bands with these rows shifted by ``by``."""
         moved = bands.copy()
         moved[:, self.rows] += by[:, None]
         moved[:, [LO, HI]] += self.slant * by[:, None]
@@ -57,17 +62,17 @@ class MovingSide:
         return Task(q_slot=slot, kv_slot=0, bands=bands, q_tokens=tokens)
 
     def incoming(self, problem: Problem, tiles: Tiles) -> RowRanges:
-        """Just the rows of others that the rank's tiles need."""
+        """The rows of other ranks that the rank's tiles need, and no others."""
         owner, start, stop = union(self.owner(tiles), *tiles.bands[:, self.rows].T)
         away = owner != problem.rank
         return RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
 
     def outgoing(self, problem: Problem) -> RowRanges:
-        """Just the rank's own rows that the tiles of others need."""
-        theirs = problem.seeing() if self.what == "kv" else problem.seen()
-        asker, start, stop = union(theirs.q_rank if self.what == "kv" else theirs.k_rank, *theirs.bands[:, self.rows].T)
-        others = asker != problem.rank
-        return RowRanges(*(x[others] for x in (np.full_like(asker, problem.rank), asker, start, stop)))
+        """The rank's own rows that the tiles of other ranks need, and no others."""
+        tiles = problem.seeing() if self.what == "kv" else problem.seen()
+        receiver, start, stop = union(tiles.q_rank if self.what == "kv" else tiles.k_rank, *tiles.bands[:, self.rows].T)
+        others = receiver != problem.rank
+        return RowRanges(*(x[others] for x in (np.full_like(receiver, problem.rank), receiver, start, stop)))
 
 
 KEYS = MovingSide(what="kv", back={"forward": None, "backward": "dkv"}, rows=(K0, K1), slant=1)

@@ -1,4 +1,4 @@
-"""What a strategy is told, and the questions it may ask."""
+"""What a strategy gets: mask, layouts and rank, and what they say about who sees which rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ringspan.masks.table import K0, K1, Q0, Q1, Table
 Rows = tuple[tuple[int, int], ...]
 Ints = NDArray[np.int64]
 
-# So few take about as long to cut for all ranks at once as for one.
+# Up to so many tiles, cutting them for all ranks at once takes about as long as for one rank.
 FEW_TILES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A mask, who owns its queries and keys, and whose plan is to be made."""
+    """A mask, the owners of its queries and keys, and the rank to plan for."""
 
     mask: Mask
     q_layout: Layout
@@ -42,15 +42,15 @@ class Problem:
         return self.kv_layout.counts[self.rank]
 
     def seen(self) -> Tiles:
-        """What this rank's queries see of everybody's keys."""
+        """What this rank's queries see of the keys of all ranks."""
         return _seen(self.mask, self.q_layout, self.kv_layout, self.rank)
 
     def seeing(self) -> Tiles:
-        """What everybody's queries see of this rank's keys."""
+        """What the queries of all ranks see of this rank's keys."""
         return _seeing(self.mask, self.q_layout, self.kv_layout, self.rank)
 
 
-# Strategies that are compared with each other ask the same questions, and so do ranks that are planned one after the other.
+# Cached because all strategies that are compared need the same tiles, and so do ranks that are planned in turn.
 @cache_by_digest(64)
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
     if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
@@ -69,14 +69,14 @@ def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles
 
 @cache_by_digest(8)
 def whole_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> Tiles:
-    """What everybody's queries see of everybody's keys."""
+    """What the queries of all ranks see of the keys of all ranks."""
     return cut(mask, q_layout.pieces, kv_layout.pieces)
 
 
 @cache_by_digest(8)
 def estimated_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """About how many tiles there are for all ranks: a band has no more than its pieces of queries times its pieces of keys,
-    unless their steps differ, where pieces are taken apart."""
+    """About how many tiles there are for all ranks. A band has at most as many as its pieces of queries times its
+    pieces of keys, unless their steps differ and pieces are split further."""
     q0, q1, k0, k1, _, _ = mask.table.T
     queries = tables.count_overlapping(q0, q1, *q_layout.pieces.extent)
     keys = tables.count_overlapping(k0, k1, *kv_layout.pieces.extent)
@@ -101,9 +101,8 @@ def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.i
 def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bool_]:
     """A matrix: whether the queries of rank ``row`` see any key of rank ``column``.
 
-    What a run of queries sees through a tight band is a run of keys without gaps, and so a run of the keys' pieces: no tile is
-    needed for each two of thousands of ranks.
-    """
+    A run of queries sees a run of keys without gaps through a tight band, which is a run of the keys' pieces. So no
+    tile is needed for each pair of thousands of ranks."""
     queries, keys = q_layout.pieces, kv_layout.pieces
     if (queries.step[queries.size > 1] > 1).any() or (keys.step[keys.size > 1] > 1).any():
         return needed_rows(mask, q_layout, kv_layout) > 0

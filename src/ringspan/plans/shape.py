@@ -1,4 +1,4 @@
-"""The shape of the tensors, as far as bytes depend on it."""
+"""The shape of the tensors, and the bytes of messages and slots that follow from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from ringspan.errors import InputError, PlanError
 from ringspan.plans.data import Phase, Program, RankPlan, Slot, Transfer, What, side
 
-# What kernels ask of rows that they read where they lie.
+# The alignment in bytes that kernels require of rows they read in place.
 ROW_ALIGNMENT = 16
 
 WAYS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
 
-# Of a field of a shape, where it is given. A batch may be empty, and queries may have no heads.
+# The smallest value of each field. A batch may be empty, and queries may have no heads.
 FEWEST = {"heads": 0, "kv_heads": 1, "head_dim": 1, "v_dim": 1, "batch": 0}
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def wide_item(self) -> int:
-        """Bytes of an element of what is accumulated: at least float32."""
+        """Bytes of an element of an accumulator: at least float32."""
         return wide_item(self.item)
 
     @property
@@ -65,7 +65,7 @@ class Shape:
         return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, {width} wide, {self.dtype}"
 
     def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
-        """Bytes of one row on the wire, and in a slot."""
+        """Bytes of one row in a message and in a slot."""
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
         if side(what) == "kv":
             heads = self.kv_heads if heads is None else heads
@@ -76,11 +76,11 @@ class Shape:
         return self.batch * heads * (d if what == "dq" else dv + 1) * self.wide_item
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
-        """Bytes of a message: of the heads it names, or of all that its slot has."""
+        """Bytes of a message: of the heads it names, or of all heads of its slot."""
         return self.total_bytes((transfer,), phase, program)
 
     def total_bytes(self, transfers: Iterable[Transfer], phase: Phase, program: Program) -> int:
-        """Bytes of many messages. Rows of one kind are counted first: a rank may have a message for each of thousands."""
+        """Bytes of many messages. Rows of one kind are summed first, since a rank may have thousands of messages."""
         rows: dict[tuple[What, int, tuple[int, int] | None], int] = {}
         for t in transfers:
             kind = t.what, t.slot, t.heads
@@ -97,7 +97,7 @@ class Shape:
 
 
 def check_shape(given: Any) -> Shape:
-    """What was given as ``shape=``, which had better be one."""
+    """The argument ``shape=`` of a user, which must be a :class:`Shape`."""
     if not isinstance(given, Shape):
         raise PlanError(f"shape must be a ringspan.Shape, as Shape(heads=32, kv_heads=8, head_dim=128); got {given!r}")
     return given
@@ -112,7 +112,7 @@ def _check_count(name: str, given: Any, fewest: int) -> None:
         raise InputError(f"{name} must be at least {fewest}, not {count}")
 
 
-# For those who were told of no tensors.
+# The shape that is assumed where none is given.
 EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 
 
@@ -121,7 +121,8 @@ def wide_item(item: int) -> int:
 
 
 def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
-    """Backward, a query travels with all that its gradient needs: q, dout and out, lse and dlse (see ``engine/packing.py``)."""
+    """Bytes of a query in backward. It is sent with all that its gradient needs: q, dout, out, lse and dlse (see
+    ``engine/packing.py``)."""
     used = (head_dim + 2 * v_dim) * item + 2 * wide_item(item)
     return used + -used % ROW_ALIGNMENT
 
@@ -144,6 +145,6 @@ def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
 
 
 def is_packed(t: Transfer) -> bool:
-    """Whether a message is put together apart from its slot. Rows that lie together travel as they lie, unless they are
-    results: out and lse are two arrays in a slot, and one message."""
+    """Whether a message is packed into a buffer. Contiguous rows are sent from their slot in place, except results: out
+    and lse are two arrays in a slot and one message."""
     return len(t.rows) != 1 or t.heads is not None or t.what == "out"

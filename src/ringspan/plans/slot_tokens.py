@@ -1,7 +1,7 @@
 """Which global tokens the rows of a slot hold, and which heads.
 
-Kernels see rows of slots. A user's function (``score_mod``, ``mask_mod``) asks for global indices, so every task records what
-its slots hold when it runs::
+Kernels see rows of slots. A user's function (``score_mod``, ``mask_mod``) asks for global indices, so every task
+records what its slots hold when it runs::
 
     ring, 3 ranks of 2 tokens: key slots of rank 0, while it computes step …
       0   slot 0: tokens 0 1        its own; not recorded, since they follow from the layout
@@ -26,7 +26,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotTokens:
-    """The tokens of a slot's first rows as spans (start, stop, step), in the order of the rows, and the first of its heads.
+    """The tokens of a slot's first rows as spans (start, stop, step), in the order of the rows, and the first of its
+    heads.
 
     >>> tokens = SlotTokens(np.array([[4, 6, 1], [1, 8, 3]]))
     >>> tokens.count, tokens.expand(7).tolist()

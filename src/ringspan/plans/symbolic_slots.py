@@ -1,7 +1,7 @@
-"""A rank's slots with symbols in the place of tensors: what :mod:`ringspan.plans.verify` walks.
+"""A rank's slots with symbols in place of tensors: the state that :mod:`ringspan.plans.verify` simulates.
 
-Every head of every row carries the *name* of what it holds, ``place << 32 | row``, where a place is a head of an owner. Beside
-the names lie weights, which stand for the results and gradients.
+Every head of every row has the *name* of what it holds, ``place << 32 | row``, where a place is one head of one owner.
+Random weights stand for the results and gradients.
 
 Legend: H heads, S rows of a slot.
 """
@@ -26,7 +26,8 @@ ROW_BITS = 32
 
 
 class Heads(NamedTuple):
-    """How many heads are told apart. ``unit`` query heads that share a key head and never part count as one."""
+    """How many heads the proof distinguishes. ``unit`` query heads that share a key head and always move together count
+    as one."""
 
     q: int
     kv: int
@@ -34,12 +35,12 @@ class Heads(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """How many query heads go with a key head."""
+        """How many query heads share a key head."""
         return self.q // self.kv
 
 
 def heads_of(plans: Sequence[RankPlan]) -> Heads:
-    """The heads that the plans of a world tell apart: one, if they have no need to know how many there are."""
+    """The heads that the plans of a world distinguish: one, if their programs name no heads."""
     if len({p.program.heads for p in plans}) != 1:
         raise PlanError("the ranks' programs are for different numbers of heads")
     given = plans[0].program.heads
@@ -66,7 +67,7 @@ def _named_heads(plan: RankPlan) -> Iterator[tuple[str, int]]:
 
 
 def _ratios(plan: RankPlan, q: int, kv: int) -> Iterator[int]:
-    """How many query heads go with a key head, in each pair of slots that meet."""
+    """How many query heads share a key head, for each pair of slots of a task."""
     q_slots, kv_slots = plan.program.q_slots, plan.program.kv_slots
     pairs = {(task.q_slot, task.kv_slot) for phase in PHASES for step in plan.program.steps(phase) for task in step.tasks}
     for i, j in pairs:
@@ -101,12 +102,12 @@ class SymbolicSlots:
         return stop - start, t.count
 
     def span(self, t: Transfer) -> tuple[int, int]:
-        """The heads of the message, of those that its slot has."""
+        """The range of the slot's heads that the message holds."""
         unit = self.heads.unit if side(t.what) == "q" else 1
         return (0, len(self.names[side(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
 
     def check(self, t: Transfer, where: str) -> None:
-        """The slot has such rows and heads."""
+        """Raise unless the slot has these rows and heads."""
         slots = self.names[side(t.what)]
         rows = slots[t.slot].shape[1] if 0 <= t.slot < len(slots) else 0
         if not t.rows or any(not 0 <= a < b <= rows for a, b in t.rows):
@@ -140,7 +141,7 @@ class SymbolicSlots:
         return slots[t.slot]
 
     def met(self, task: Task, where: str) -> tuple[Ints, Ints]:
-        """The names of the queries and keys that a task brings together, head by head: each query head with its key head."""
+        """The names of a task's queries and keys, head by head: each query head with the key head it shares."""
         if not 0 <= task.q_slot < len(self.names["q"]) or not 0 <= task.kv_slot < len(self.names["kv"]):
             raise PlanError(f"{where}: a task uses slots {task.q_slot} and {task.kv_slot}, which the plan does not have")
         q_HS, k_HS = self.names["q"][task.q_slot], self.names["kv"][task.kv_slot]
@@ -149,7 +150,8 @@ class SymbolicSlots:
         return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
 
     def wrong_tokens(self, task: Task, first_heads: Mapping[Side, Ints]) -> Iterator[str]:
-        """Where the task records other tokens or heads than its slots hold. ``first_heads`` are the names of all tokens."""
+        """Where the task records other tokens or heads than its slots hold. ``first_heads`` are the names of all
+        tokens."""
         sides: tuple[tuple[Side, int, SlotTokens | None, int], ...] = (
             ("q", task.q_slot, task.q_tokens, max((band.q1 for band in task.bands), default=0)),
             ("kv", task.kv_slot, task.kv_tokens, max((band.k1 for band in task.bands), default=0)),

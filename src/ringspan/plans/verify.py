@@ -1,11 +1,18 @@
-"""Prove a plan right from its data, by walking all ranks' programs with symbols in the place of tensors.
+"""Prove a plan right from its data, by simulating the programs of all ranks with symbols in place of tensors.
 
-Four proofs. *Contents*: every head of every row of every slot carries the name of what it holds, and transfers copy names, so
-a task's bands can be said in the owners' rows and compared with the mask: every visible pair exactly once for every query head,
-and with the key head that it shares. *Flow*: every task gives each row it touches a random weight, transfers of results and
-gradients add weights, and at the end each owner must hold the sum of all that was given to its rows: nothing lost, nothing
-twice. *Races*: no slot is overwritten while a task or a message of the same step reads it, nor are results sent while a task
-still adds to them. *Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
+There are four proofs.
+
+*Contents*: every head of every row of every slot has the name of what it holds, and transfers copy names. So a task's
+bands can be written in the owners' rows and compared with the mask. Every visible pair must be computed exactly once
+for every query head, with the key head that it shares.
+
+*Flow*: every task adds a random weight to each row it touches, and transfers of results and gradients add weights. In
+the end each owner must hold the sum of all weights that were added to its rows: nothing lost, nothing counted twice.
+
+*Races*: no slot is overwritten while a task or a message of the same step reads it, and no result is sent while a task
+still adds to it.
+
+*Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, Symbol
 
 
 class Cells(NamedTuple):
-    """Bands that were computed, in the owners' rows; of one query head and one key head each."""
+    """Bands that were computed, in the owners' rows, each for one query head and one key head."""
 
     q_place: Ints
     k_place: Ints
@@ -34,7 +41,8 @@ class Cells(NamedTuple):
 
 
 def verify(plans: Sequence[RankPlan]) -> None:
-    """All ranks' plans of one world, in order. Raises :class:`PlanError` at the first thing that does not hold."""
+    """Verify the plans of all ranks of a world, given in order. Raises :class:`PlanError` for the first proof that
+    fails."""
     first = plans[0]
     if [p.rank for p in plans] != list(range(first.world)) or len({p.digest for p in plans}) != 1:
         raise PlanError(f"verify needs the plans of all {first.world} ranks, in order and of one digest")
@@ -49,14 +57,14 @@ def verify(plans: Sequence[RankPlan]) -> None:
 
 
 def _check_home(plan: RankPlan) -> None:
-    """Slot 0 is the rank's own tokens, all heads of them."""
+    """Slot 0 must hold the rank's own tokens, with all heads."""
     for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
         if not slots or slots[0].rows != rows or slots[0].heads is not None:
             raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, all heads of them")
 
 
-class _Owed:
-    """What was given to each head of each row, by owner: what it must have in the end."""
+class _ExpectedWeights:
+    """The sum of the weights added to each head of each row, by owner: what the owner must have in the end."""
 
     def __init__(self, rows: Sequence[int], heads: int) -> None:
         self.heads = heads
@@ -81,7 +89,10 @@ def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[li
     ranks = [SymbolicSlots(plan, heads) for plan in plans]
     rng = np.random.default_rng(0)
     results = ("out",) if phase == "forward" else ("dq", "dkv")
-    owed = {"q": _Owed([p.q_rows for p in plans], heads.q), "kv": _Owed([p.kv_rows for p in plans], heads.kv)}
+    due = {
+        "q": _ExpectedWeights([p.q_rows for p in plans], heads.q),
+        "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv),
+    }
     cells: list[Cells] = []
     for n in range(max(len(p.program.steps(phase)) for p in plans)):
         mail: dict[tuple[int, int], list[tuple[str, NDArray[np.generic]]]] = {}
@@ -97,7 +108,7 @@ def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[li
             for task in step.tasks:
                 where = f"{phase} step {n} on rank {r.plan.rank}"
                 cells += _compute(r, task, where)
-                _weigh(r, task, results, owed, rng)
+                _weigh(r, task, results, due, rng)
                 wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, first_heads)]
         for r, step in zip(ranks, steps, strict=True):
             for t in step.recvs:
@@ -117,7 +128,7 @@ def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[li
                 )
     for r in ranks:
         for what in results:
-            lacking = (r.weights[what][0] != owed[side(what)].of(r.plan.rank)).any(axis=0)
+            lacking = (r.weights[what][0] != due[side(what)].of(r.plan.rank)).any(axis=0)
             if lacking.any():
                 row = int(np.flatnonzero(lacking)[0])
                 raise PlanError(f"{phase}: not all {what} of row {row} gets home to rank {r.plan.rank}, or some of it twice")
@@ -166,7 +177,7 @@ def _compute(r: SymbolicSlots, task: Task, where: str) -> list[Cells]:
 
 
 def _cells(bands: Table, q_names: Ints, k_names: Ints) -> Cells:
-    """Each band is cut where the rows of a slot stop being neighbours at home."""
+    """The bands, cut where rows that are adjacent in a slot are not adjacent at their owner."""
     q_at, q_end, q_place, q_row = _runs(q_names)
     k_at, k_end, k_place, k_row = _runs(k_names)
     i, q = tables.overlapping(bands[:, Q0], bands[:, Q1], q_at, q_end)
@@ -182,7 +193,7 @@ def _cells(bands: Table, q_names: Ints, k_names: Ints) -> Cells:
 
 
 def _runs(names: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Where rows are neighbours at home: first and last row in the slot, place, first row at home."""
+    """Runs of rows that are adjacent at their owner: first row and end in the slot, place, first row at the owner."""
     if not len(names):
         return names, names, names, names
     first = np.flatnonzero(np.concatenate([[True], (np.diff(names) != 1) | (names[1:] == NOTHING) | (names[:-1] == NOTHING)]))
@@ -191,8 +202,14 @@ def _runs(names: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return first, np.append(first[1:], len(names)), place, head & ((1 << ROW_BITS) - 1)
 
 
-def _weigh(r: SymbolicSlots, task: Task, results: Sequence[str], owed: dict[str, _Owed], rng: np.random.Generator) -> None:
-    """Give every head of every row that the task touches a weight, and note to whom it is owed."""
+def _weigh(
+    r: SymbolicSlots,
+    task: Task,
+    results: Sequence[str],
+    due: dict[str, _ExpectedWeights],
+    rng: np.random.Generator,
+) -> None:
+    """Add a random weight to every head of every row that the task touches, and to what its owner must get."""
     for result in results:
         of = side(result)
         slot = task.kv_slot if of == "kv" else task.q_slot
@@ -202,20 +219,21 @@ def _weigh(r: SymbolicSlots, task: Task, results: Sequence[str], owed: dict[str,
             for head, names in enumerate(names_HS[:, a:b]):
                 weight = rng.integers(1, 2**62, dtype=np.uint64)
                 r.weights[result][slot][head, a:b] += weight
-                owed[of].add(names, weight)
+                due[of].add(names, weight)
 
 
 def _check_cells(plan: RankPlan, heads: Heads, computed: list[Cells], phase: Phase) -> None:
-    """Computed = visible, for every query head: nothing twice, nothing else, nothing missing."""
+    """What was computed must be what is visible, for every query head: no pair twice, none that is masked, none
+    missing."""
     world = plan.world
     seen = cut(plan.mask, plan.q_layout.pieces, plan.kv_layout.pieces)
     wanted = np.concatenate([_apart(seen.q_rank, seen.k_rank, head, seen.bands, world, heads) for head in range(heads.q)])
     parts = [tables.EMPTY]
     for cells in computed:
         (q_rank, q_head), (k_rank, k_head) = np.divmod(cells.q_place, heads.q), np.divmod(cells.k_place, heads.kv)
-        strangers = np.flatnonzero(q_head // heads.shared != k_head)
-        if len(strangers):
-            q, k = int(q_head[strangers[0]]), int(k_head[strangers[0]])
+        mismatched = np.flatnonzero(q_head // heads.shared != k_head)
+        if len(mismatched):
+            q, k = int(q_head[mismatched[0]]), int(k_head[mismatched[0]])
             raise PlanError(f"{phase}: query head {q * heads.unit} meets key head {k}, not {q // heads.shared}")
         parts.append(_apart(q_rank, k_rank, q_head, cells.bands, world, heads))
     done = np.concatenate(parts)
@@ -233,7 +251,7 @@ def _check_cells(plan: RankPlan, heads: Heads, computed: list[Cells], phase: Pha
 
 
 def _apart(q_rank: Ints, k_rank: Ints, q_head: Ints | int, bands: Table, world: int, heads: Heads) -> Table:
-    """One table for all pairs of ranks and all heads, each moved to queries of its own so that they never meet."""
+    """One table for all pairs of ranks and all heads. Each has query rows of its own, so that they never overlap."""
     far = ((q_rank * world + k_rank) * heads.q + q_head) << ROW_BITS
     out = bands.copy()
     out[:, [Q0, Q1]] += far[:, None]

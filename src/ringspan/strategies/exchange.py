@@ -1,4 +1,5 @@
-"""Exchange: every rank receives just the keys that its queries see, straight from their owners, in stages that overlap."""
+"""Exchange: every rank receives just the keys that its queries see, straight from their owners, in stages that
+overlap."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class Gather(Strategy):
-    """All keys, whether seen or not. One stage lets one launch cover them all; more stages hide the wire behind computing."""
+    """All keys, whether seen or not. One stage lets one launch cover them all; more stages hide the wire behind
+    computing."""
 
     stages: int = 1
 

@@ -6,9 +6,9 @@
     steps 1 … n     a program between nodes, walked by the ranks that have the same heads
     step n + 1      out (backward: dq and dkv) to the tokens' owners
 
-With one node there is nothing between, and the program in the middle is one task. Each run of a rank's heads (see ``heads.py``)
-has slots of its own. A rank keeps its own heads of its own tokens by a message to itself, which no wire sees.
-"""
+With one node there is nothing between, and the program in the middle is one task. Each run of a rank's heads (see
+``heads.py``) has slots of its own. A rank keeps its own heads of its own tokens by a message to itself, which no wire
+sees."""
 
 from __future__ import annotations
 
@@ -127,16 +127,17 @@ def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
 
 
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
-    """One to each peer: some heads of a row never lie together with those of the next, so all are packed by the sender."""
+    """One to each peer: some heads of a row never lie together with those of the next, so all are packed by the
+    sender."""
     return by_peer(p.owner, p.at, p.at + p.size, apart=1)
 
 
 def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
-    """Queries out, computing, results back. ``whole`` is what all heads of the tokens of the busiest group of ranks take.
+    """Queries out, computing, results back. ``whole`` is what all heads of the tokens of the busiest group of ranks
+    take.
 
-    Nobody keeps more query heads than ⌈heads / ranks⌉, so all others of a rank's own tokens leave it; those that cannot stay on
-    its node leave that, too. Keys are not looked at.
-    """
+    Nobody keeps more query heads than ⌈heads / ranks⌉, so all others of a rank's own tokens leave it; those that cannot
+    stay on its node leave that, too. Keys are not looked at."""
     shape, machine = workload.shape, workload.machine
     kept = -(-shape.heads // per_node)
     far = max(0, shape.heads - kept * min(per_node, machine.per_node))

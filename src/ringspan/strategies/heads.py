@@ -1,8 +1,8 @@
 """Who works on which heads.
 
-Query heads are dealt out in order, and nobody gets more than ⌈heads / ranks⌉: work goes with query heads, and all wait for the
-slowest. Among the ways to do that, the one is taken that tears the fewest groups of query heads which share a key head: a key
-head travels to everybody who has some of its group, so every tear costs its keys once more.
+Query heads are dealt out in order, and nobody gets more than ⌈heads / ranks⌉: work goes with query heads, and all wait
+for the slowest. Among the ways to do that, the one is taken that tears the fewest groups of query heads which share a
+key head: a key head travels to everybody who has some of its group, so every tear costs its keys once more.
 
 ::
 
@@ -21,7 +21,8 @@ from ringspan.errors import PlanError
 
 
 class Run(NamedTuple):
-    """Query heads and the key heads that they share, the same number of query heads to each: what one task can compute."""
+    """Query heads and the key heads that they share, the same number of query heads to each: what one task can
+    compute."""
 
     q: tuple[int, int]
     kv: tuple[int, int]
@@ -40,8 +41,8 @@ def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...],
 
 
 def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
-    """Where the heads are cut: the fewest torn groups, then the most even parts. Found part by part, for every place where a
-    part may end."""
+    """Where the heads are cut: the fewest torn groups, then the most even parts. Found part by part, for every place
+    where a part may end."""
     most = -(-heads // ranks)
     best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), (0,))}
     for _ in range(ranks):

@@ -16,9 +16,9 @@
     step 3    dk: 3 → 2, where it is added to that of rank 2
     step 4    dk: 2 → 0, across, once for the node
 
-On each other node a rank has a *forwarder*, the one that has its place there, so that every rank of a node has its own way out.
-The forwarder receives what anybody on its node sees, hands it on, and holds it for the gradients that come back.
-"""
+On each other node a rank has a *forwarder*, the one that has its place there, so that every rank of a node has its own
+way out. The forwarder receives what anybody on its node sees, hands it on, and holds it for the gradients that come
+back."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ SLOT = {HOME: 0, FIRST_HAND: 1, SECOND_HAND: 2}
 class Hierarchical(Strategy):
     """Exchange for nodes whose ranks see the same keys: those cross the slow link once, not once for each rank.
 
-    Any number of ranks: the last node may have fewer. On one node, or on nodes of one rank, there is nothing to hand on, and
-    it is ``exchange(stages=1)``.
-    """
+    Any number of ranks: the last node may have fewer. On one node, or on nodes of one rank, there is nothing to hand
+    on, and it is ``exchange(stages=1)``."""
 
     per_node: int = 8
 
@@ -138,19 +137,20 @@ def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
 
 
 def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, second_hand: Sequence[int]) -> IncomingRows:
-    """All rows that this rank will hold: those it sees, and those that its node sees of the owners for whom it carries."""
+    """All rows that this rank will hold: those it sees, and those that its node sees of the owners for whom it
+    carries."""
     owner = np.concatenate([tiles.k_rank, node_tiles.k_rank])
     bands = np.concatenate([tiles.bands, node_tiles.bands])
     owner, start, stop = union(owner, bands[:, K0], bands[:, K1])
     away = owner != problem.rank
     rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
     arriving, token, step = by_token(problem.kv_layout, rows)
-    return lay_out(arriving, token, step, np.where(np.isin(arriving.of, second_hand), SECOND_HAND, FIRST_HAND))
+    return lay_out(arriving, token, step, np.where(np.isin(arriving.owner, second_hand), SECOND_HAND, FIRST_HAND))
 
 
 def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
-    """The messages with this rank's own keys: to each peer on its node what that one sees, and to each of its forwarders what
-    anybody on the forwarder's node sees."""
+    """The messages with this rank's own keys: to each peer on its node what that one sees, and to each of its
+    forwarders what anybody on the forwarder's node sees."""
     tiles = problem.seeing()
     rank, node = problem.rank, nodes.of(problem.rank)
     receiver = np.array([q if nodes.of(q) == node else nodes.forwarder(rank, nodes.of(q)) for q in range(problem.world)])
@@ -158,16 +158,17 @@ def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
     away = by != problem.rank
     rows = RowRanges(*(x[away] for x in (np.full_like(by, problem.rank), by, start, stop)))
     leaving, _, _ = by_token(problem.kv_layout, rows)
-    return by_peer(leaving.by, leaving.start, leaving.stop)
+    return by_peer(leaving.receiver, leaving.start, leaving.stop)
 
 
 def _passed_on(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dict[int, list[Rows]]:
-    """The messages that hand on what was carried, in the rows of the slot where it lies, by ``peer * world + owner``."""
+    """The messages that hand on what was carried, in the rows of the slot where it lies, by ``peer * world +
+    owner``."""
     pair, start, stop = union(
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )
     by, of = np.divmod(pair, problem.world)
     rows, _, _ = by_token(problem.kv_layout, RowRanges(of, by, start, stop))
-    hit = placed.find(rows.of, rows.start)
+    hit = placed.find(rows.owner, rows.start)
     at = rows.start + (placed.at - placed.start)[hit]
-    return by_peer(rows.by * problem.world + rows.of, at, at + rows.stop - rows.start)
+    return by_peer(rows.receiver * problem.world + rows.owner, at, at + rows.stop - rows.start)

@@ -22,9 +22,8 @@ HOME = -1
 class IncomingRows(NamedTuple):
     """Ranges of other ranks' rows, in the order of their owners' rows, and where they are received.
 
-    Rows ``start`` to ``stop`` of ``owner`` are received from row ``at`` on of the slot of their ``stage``. They hold the tokens
-    ``token``, ``token + step``, …
-    """
+    Rows ``start`` to ``stop`` of ``owner`` are received from row ``at`` on of the slot of their ``stage``. They hold
+    the tokens ``token``, ``token + step``, …"""
 
     owner: Ints
     start: Ints
@@ -56,32 +55,33 @@ class IncomingRows(NamedTuple):
 
 
 def lay_out(rows: RowRanges, token: Ints, step: Ints, stage: Ints) -> IncomingRows:
-    """A place for everything that comes: stage by stage, and there in the order of the whole sequence, so that bands which a
-    layout has cut apart join again."""
+    """A place for everything that comes: stage by stage, and there in the order of the whole sequence, so that bands
+    which a layout has cut apart join again."""
     order = np.lexsort((token, stage))
     size = (rows.stop - rows.start)[order]
     before = np.cumsum(size) - size
     first = np.searchsorted(stage[order], stage[order], side="left")
     at = np.empty_like(before)
     at[order] = before - before[first] if len(before) else before
-    return IncomingRows(rows.of, rows.start, rows.stop, stage, at, token, step)
+    return IncomingRows(rows.owner, rows.start, rows.stop, stage, at, token, step)
 
 
 def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, Ints]:
-    """The rows cut at the spans of their owner's tokens, with the first token of each range and the step between tokens."""
+    """The rows cut at the spans of their owner's tokens, with the first token of each range and the step between
+    tokens."""
     p = layout.pieces
-    of, at = rows.of << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
+    of, at = rows.owner << 32, (p.owner << 32) + p.at  # rows of different owners lie too far apart to meet
     i, j = tables.overlapping(of + rows.start, of + rows.stop, at, at + p.size)
     start = np.maximum(rows.start[i], p.at[j])
     stop = np.minimum(rows.stop[i], p.at[j] + p.size[j])
-    order = np.lexsort((start, rows.by[i], rows.of[i]))
-    cut = RowRanges(*(column[order] for column in (rows.of[i], rows.by[i], start, stop)))
+    order = np.lexsort((start, rows.receiver[i], rows.owner[i]))
+    cut = RowRanges(*(column[order] for column in (rows.owner[i], rows.receiver[i], start, stop)))
     return cut, (p.start[j] + (start - p.at[j]) * p.step[j])[order], p.step[j][order]
 
 
 def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = APART) -> dict[int, list[Rows]]:
-    """The messages to or from each peer: one for each range of rows where there are no more than ``apart``, so that nothing
-    is packed; one packed message where there are more."""
+    """The messages to or from each peer: one for each range of rows where there are no more than ``apart``, so that
+    nothing is packed; one packed message where there are more."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for p, a, b in zip(peer.tolist(), start.tolist(), stop.tolist(), strict=True):
         ranges.setdefault(p, []).append((a, b))

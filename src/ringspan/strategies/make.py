@@ -12,6 +12,6 @@ from ringspan.strategies.registry import parse_strategy
 
 @cache_by_digest(512)
 def make_program(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Program:
-    """Cached by the digests of mask and layouts. A program holds bands, never the mask, so the cache keeps no tensor alive
-    that a mask's function has captured."""
+    """Cached by the digests of mask and layouts. A program holds bands, never the mask, so the cache keeps no tensor
+    alive that a mask's function has captured."""
     return parse_strategy(strategy)(Problem(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank))

@@ -40,7 +40,8 @@ class Nodes:
 
 
 def beside(layout: Layout, ranks: range) -> Pieces:
-    """The tokens of some ranks side by side, in the order of the sequence: bands which the layout has cut apart join again.
+    """The tokens of some ranks side by side, in the order of the sequence: bands which the layout has cut apart join
+    again.
 
     ``owner`` is the rank as before, and ``at`` where a piece now lies.
     """
@@ -54,7 +55,8 @@ def beside(layout: Layout, ranks: range) -> Pieces:
 
 
 def by_node(layout: Layout, nodes: Nodes) -> Layout:
-    """The layout in which every node is one rank that owns the tokens of its ranks, laid out as :func:`beside` lays them."""
+    """The layout in which every node is one rank that owns the tokens of its ranks, laid out as :func:`beside` lays
+    them."""
     spans = []
     for node in range(nodes.count):
         p = beside(layout, nodes.ranks(node))

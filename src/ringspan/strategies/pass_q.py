@@ -28,11 +28,11 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class PassQ(Strategy):
-    """Keys stay where they are. Fewer bytes where queries are few beside them: cross-attention, decoding, chunks of a prompt.
+    """Keys stay where they are. Fewer bytes where queries are few beside them: cross-attention, decoding, chunks of a
+    prompt.
 
-    A query goes there, its result comes back in float32 at least, and backward it takes along all that its gradient needs. Work
-    goes with the keys, so that it is the layout of the *keys* that balances it.
-    """
+    A query goes there, its result comes back in float32 at least, and backward it takes along all that its gradient
+    needs. Work goes with the keys, so that it is the layout of the *keys* that balances it."""
 
     stages: int = 2
 

@@ -31,7 +31,8 @@ STRATEGIES: dict[str, type[Any]] = {
 
 
 def register_strategy(name: str, strategy: type[Any]) -> None:
-    """Register a strategy of your own under a name: a frozen dataclass that derives from :class:`ringspan.strategies.Strategy`.
+    """Register a strategy of your own under a name: a frozen dataclass that derives from
+    :class:`ringspan.strategies.Strategy`.
 
     Any frozen dataclass whose instances make a Program of a Problem will do; the automatic choice does not consider it.
     """

@@ -122,7 +122,8 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _loads(workload: Workload) -> dict[Phase, Loads]:
-    """What comes from the rank before: the block of the next step and, one step behind, the gradient of the present one."""
+    """What comes from the rank before: the block of the next step and, one step behind, the gradient of the present
+    one."""
     world, shape, machine = workload.world, workload.shape, workload.machine
     rows = np.array(workload.kv_layout.counts)
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))

@@ -7,9 +7,9 @@
                             4 ranks before me)   3 ranks beyond)
     computing               home                 stage 0              stage 1
 
-Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. What was found for a stage and
-belongs to its owners (the gradient of keys, the result or gradient of queries) goes back while the next stage is computed.
-"""
+Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. What was found for a
+stage and belongs to its owners (the gradient of keys, the result or gradient of queries) goes back while the next stage
+is computed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def staged(
     stages = min(stages, world - 1)
     stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
     arriving, token, token_step = by_token(moving.layout(problem), incoming)
-    placed = lay_out(arriving, token, token_step, stage_of[(rank - arriving.of) % world])
+    placed = lay_out(arriving, token, token_step, stage_of[(rank - arriving.owner) % world])
     leaving, _, _ = by_token(moving.layout(problem), outgoing)
     bands = bands_by_stage(moving, tiles, placed, rank)
 
@@ -44,7 +44,7 @@ def staged(
         return 1 + stage % 2
 
     away = by_peer(placed.owner, placed.at, placed.at + placed.size)
-    home = by_peer(leaving.by, leaving.start, leaving.stop)
+    home = by_peer(leaving.receiver, leaving.start, leaving.stop)
     distances: list[list[int]] = [[] for _ in range(stages)]
     for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
         distances[stage].append(distance)

@@ -1,4 +1,5 @@
-"""What ranks have to do in each step at least, where rows come straight from their owners in stages: see ``staged.py``."""
+"""What ranks have to do in each step at least, where rows come straight from their owners in stages: see
+``staged.py``."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
 
 
 def _stage_of_peers(workload: Workload, stages: int) -> tuple[Ints, Ints]:
-    """For each rank that is looked at (row) and each of the world (column): the stage in which its rows come, and that in which
-    the own ones go there. From 1 on, and 0 for the rank itself."""
+    """For each rank that is looked at (row) and each of the world (column): the stage in which its rows come, and that
+    in which the own ones go there. From 1 on, and 0 for the rank itself."""
     distance = np.arange(workload.world)
     stage = np.where(distance > 0, 1 + (distance - 1) * stages // max(1, workload.world - 1), 0)
     rank, everybody = np.array(workload.ranks)[:, None], np.arange(workload.world)[None, :]

@@ -20,12 +20,13 @@ from ringspan.strategies.protocol import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Ulysses(Strategy):
-    """Bytes shrink with the number of ranks, and one launch covers the whole sequence; no more ranks than query heads can work.
+    """Bytes shrink with the number of ranks, and one launch covers the whole sequence; no more ranks than query heads
+    can work.
 
-    Any number of heads goes (see ``heads.py``). Those given here are an example until tensors come: a plan is fitted to theirs
-    by :meth:`ringspan.Plan.for_heads`, which attention calls. Work goes with heads, so no layout is needed to balance it, and
-    long spans are best: what a layout interleaves (striped) is put side by side span by span, which leaves many bands.
-    """
+    Any number of heads goes (see ``heads.py``). Those given here are an example until tensors come: a plan is fitted to
+    theirs by :meth:`ringspan.Plan.for_heads`, which attention calls. Work goes with heads, so no layout is needed to
+    balance it, and long spans are best: what a layout interleaves (striped) is put side by side span by span, which
+    leaves many bands."""
 
     heads: int = 32
     kv_heads: int = 8
