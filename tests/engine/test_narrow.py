@@ -14,7 +14,7 @@ from torch import Tensor
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, cpu
 from ringspan.masks import Band
 from tests.engine.drivers import AtTheLastMoment, FarAhead
-from tests.engine.truth import Case, case, worst_error
+from tests.engine.truth import Tensors, case, worst_error
 from tests.plans.examples import MASKS, all_plans
 
 ROUNDING = 0.02
@@ -59,7 +59,7 @@ class Narrow:
 def test_only_rounding_is_lost(strategy: str, one_by_one: bool) -> None:
     for mask in MASKS.values():
         given = case(mask)
-        half = Case(*(x.half() for x in given[:4]), given.dlse.float())
+        half = Tensors(*(x.half() for x in given[:4]), given.dlse.float())
         for layout in ("contiguous", "zigzag", "round_robin"):
             for driver in (FarAhead(), AtTheLastMoment()):
                 plans = all_plans(mask, 4, strategy, layout)

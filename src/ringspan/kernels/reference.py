@@ -5,7 +5,7 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,23 @@ from ringspan.masks import Band
 from ringspan.masks import table as tables
 
 
-def dense_attention(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, seen_ST: Tensor, *, scale: float | None = None) -> Partial:
-    """softmax(q kᵀ · scale) v over visible keys, and its lse. Differentiable. A query without keys has 0 and -inf."""
+def dense_attention(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    seen_ST: Tensor,
+    *,
+    scale: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
+) -> Partial:
+    """softmax(q kᵀ · scale) v over visible keys, and its lse. Differentiable. A query without keys has 0 and -inf.
+
+    ``score_mod`` changes all scores (B, H, S, T) at once. ``seen`` may have any shape that broadcasts to them.
+    """
     q, k, v = q_BHSD.double(), _per_query_head(k_BGTD, q_BHSD), _per_query_head(v_BGTE, q_BHSD)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    score_BHST = (q @ k.mT * scale).masked_fill(~seen_ST, -torch.inf)
+    score_BHST = q @ k.mT * scale
+    score_BHST = (score_BHST if score_mod is None else score_mod(score_BHST)).masked_fill(~seen_ST, -torch.inf)
     if not seen_ST.shape[-1]:
         return Partial(q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf))
     top_BHS1 = score_BHST.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).min)

@@ -15,7 +15,7 @@ import ringspan as rs
 from ringspan.masks.expressions import parse_mask
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
-from ringspan.testing.comparison import Figure, Results, allowances, compare, dense, gradients_of, tensors
+from ringspan.testing.comparison import Figure, Results, allowances, compare, dense, results_of, tensors
 from ringspan.testing.fuzz import Case
 from ringspan.testing.threads import one_thread
 from ringspan.testing.workers import Pool, WorkerFailed, send_message
@@ -50,7 +50,7 @@ def run_local(case: Case) -> CaseResult:
     plans = world.plans(mask, strategy=case.strategy, layout=case.layout, kv_layout=case.kv_layout)
     problems = _verify(plans[0], case)
     leaves = [x.clone().requires_grad_() for x in given[:3]]
-    got = gradients_of(world.run(plans, *leaves, scale=case.scale), leaves, given.dout, given.dlse)
+    got = results_of(world.run(plans, *leaves, scale=case.scale), leaves, given.dout, given.dlse)
     for plan, traffic in zip(plans, world.traffic, strict=True):
         problems += _check_bytes(plan, case, traffic)
     figures = compare(got, expected, allowances(case, given, seen, expected))
@@ -71,7 +71,7 @@ def run_rank(case: Case, group: ProcessGroupTransport) -> CaseResult:
     before = Traffic(group.traffic.sent, group.traffic.received)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     result = rs.attention(*leaves, plan=cp.plan, group=group, scale=case.scale, return_lse=True)
-    got = gradients_of(result, leaves, dout, dlse)
+    got = results_of(result, leaves, dout, dlse)
     moved = Traffic(group.traffic.sent - before.sent, group.traffic.received - before.received)
     problems += _check_bytes(cp.plan, case, moved)
     of_rank = Results(

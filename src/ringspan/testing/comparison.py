@@ -82,7 +82,7 @@ def dense(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results:
     """The expected results: the reference, in float64."""
     q, k, v = (x.double().requires_grad_() for x in given[:3])
     dlse = None if given.dlse is None else given.dlse.double()
-    return gradients_of(dense_attention(q, k, v, seen_ST, scale=scale), [q, k, v], given.dout.double(), dlse)
+    return results_of(dense_attention(q, k, v, seen_ST, scale=scale), [q, k, v], given.dout.double(), dlse)
 
 
 def torch_alone(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results:
@@ -104,10 +104,10 @@ def torch_alone(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results
         scores = q.to(lse.dtype) @ k.to(lse.dtype).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         out = out.index_copy(2, rows, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
         lse = lse.index_copy(2, rows, scores.masked_fill(~mask, -torch.inf).logsumexp(-1))
-    return gradients_of(rs.Partial(out, lse), leaves, given.dout, given.dlse)
+    return results_of(rs.Partial(out, lse), leaves, given.dout, given.dlse)
 
 
-def gradients_of(result: rs.Partial, leaves: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> Results:
+def results_of(result: rs.Partial, leaves: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> Results:
     """Forward and backward: the gradients of ``sum(out * dout) + sum(lse * dlse)``."""
     outputs, weights = ([result.out], [dout]) if dlse is None else ([*result], [dout, dlse])
     if not any(x.requires_grad for x in outputs):  # no query sees any key
