@@ -30,13 +30,15 @@ def attend(
     q_BHSD: Tensor,
     k_BGTD: Tensor,
     v_BGTE: Tensor,
-    scale: float,
+    scale: float | None = None,
     score_mod: ScoreMod | None = None,
 ) -> Partial:
-    """Attention of this rank's tensors: out (B, H, S, E) and lse (B, H, S), differentiable.
+    """Attention of this rank's tensors: out (B, H, S, E) and lse (B, H, S), differentiable. ``scale=None`` is 1 / √(head dim).
 
     A score_mod never becomes part of an operator: a function has no name that other processes know.
     """
+    if scale is None:
+        scale = max(1, q_BHSD.shape[-1]) ** -0.5  # a head dim of 0 is refused below
     plan_id = handle.id
     if plan_id is not None and score_mod is None and is_traced():
         if is_exporting():

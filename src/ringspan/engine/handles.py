@@ -24,7 +24,7 @@ from ringspan.engine.executor import AttentionConfig
 from ringspan.engine.inputs import shape_of
 from ringspan.engine.kernel_choice import choose_config, kernel_inputs
 from ringspan.errors import InputError, TransportError
-from ringspan.kernels import Inputs, ScoreMod, check_backend
+from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend
 from ringspan.planner import Plan
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.transports import ProcessGroupTransport, RankSignature, check_agreement, digest_as_int64, report_invalid_inputs
@@ -45,8 +45,10 @@ class PreparedCall(NamedTuple):
     """The plan for the heads of these tensors; None if it is the handle's own, which must not hold itself."""
     signature: RankSignature
     inputs: Inputs
-    config: AttentionConfig | None
-    """None if the user's functions take part: their tensors are looked up in every call."""
+    config: AttentionConfig | None = None
+    """None until the first call without functions of the user."""
+    mods_kernel: Kernel | None = None
+    """The kernel of calls with functions. Their tensors are looked up in every call, so such a call has no config here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -108,9 +110,11 @@ class PlanHandle:
             self._agree(plan, signature, q_BHSD.device)
         if call.config is not None and score_mod is None:
             return plan, call.config
-        config = choose_config(plan, q_BHSD, call.inputs, scale, self.backend, score_mod)
+        config = choose_config(plan, q_BHSD, call.inputs, scale, self.backend, score_mod, call.mods_kernel)
         if config.mods is None:
             self._calls[key] = call._replace(config=config)
+        elif call.mods_kernel is None:
+            self._calls[key] = call._replace(mods_kernel=config.kernel)
         return plan, config
 
     def _prepare(self, key: CallKey, q: Tensor, k: Tensor, v: Tensor) -> PreparedCall:
@@ -135,7 +139,7 @@ class PlanHandle:
             queries=q.shape[2],
             keys=k.shape[2],
         )
-        call = PreparedCall(None if fitted is self.plan else fitted, signature, kernel_inputs(fitted, q, v), None)
+        call = PreparedCall(None if fitted is self.plan else fitted, signature, kernel_inputs(fitted, q, v))
         if len(self._calls) >= MAX_PREPARED:
             self._calls.clear()
         self._calls[key] = call

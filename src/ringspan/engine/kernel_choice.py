@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringspan.engine.executor import AttentionConfig
 from ringspan.errors import InputError
-from ringspan.kernels import Inputs, MaskMod, ScoreMod, mods_of, select_kernel
+from ringspan.kernels import Inputs, Kernel, MaskMod, ScoreMod, mods_of, select_kernel
 from ringspan.masks import Mask
 from ringspan.planner import Plan
 
@@ -32,14 +32,22 @@ def kernel_inputs(plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor) -> Inputs:
 
 
 def choose_config(
-    plan: Plan, q_BHSD: Tensor, inputs: Inputs, scale: float, backend: str, score_mod: ScoreMod | None
+    plan: Plan,
+    q_BHSD: Tensor,
+    inputs: Inputs,
+    scale: float,
+    backend: str,
+    score_mod: ScoreMod | None,
+    mods_kernel: Kernel | None = None,
 ) -> AttentionConfig:
-    """As :func:`config_for`, for kernel inputs that are known."""
+    """As :func:`config_for`, for known kernel inputs. ``mods_kernel`` is the kernel for calls with functions, if known."""
     check_score_mod_heads(score_mod, q_BHSD.shape[1])
     mods = mods_of(score_mod, _mask_mod(plan.mask, q_BHSD), q_BHSD)
-    if mods is not None:
-        inputs = replace(inputs, has_mods=True)
-    return AttentionConfig(kernel=select_kernel(backend, inputs), scale=scale, head_dim=inputs.head_dim, mods=mods)
+    if mods is None:
+        kernel = select_kernel(backend, inputs)
+    else:
+        kernel = mods_kernel or select_kernel(backend, replace(inputs, has_mods=True))
+    return AttentionConfig(kernel=kernel, scale=scale, head_dim=inputs.head_dim, mods=mods)
 
 
 def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:

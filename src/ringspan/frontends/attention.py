@@ -95,7 +95,7 @@ def attend_tensors(
     handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, scale: float | None, score_mod: ScoreMod | None = None
 ) -> Partial:
     """Attention under a plan handle, of plain tensors or of the shards of DTensors."""
-    factor = check_scale(scale, q.shape[-1])
+    factor = None if scale is None else check_scale(scale, q.shape[-1])
     if not any_dtensor(q, k, v):
         return attend(handle, q, k, v, factor, score_mod)
     from ringspan.frontends.dtensor.attention import attend_shards

@@ -221,8 +221,10 @@ class AttentionMode(AttentionCatcher):
                 f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads"
             )
         query, key, value = under_autocast(query, key, value)
+        if query.ndim == 4:
+            return self.attention(query, key, value, scale=scale)
         out = self.attention(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
-        return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+        return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
@@ -257,8 +259,6 @@ def _inside_reentrant_checkpoint() -> bool:
 
 def _four_dims(x: Tensor) -> Tensor:
     """(…, heads, tokens, dim) as (batch, heads, tokens, dim)."""
-    if x.ndim == 4:
-        return x
     return x.unsqueeze(1) if x.ndim == 3 else x.flatten(0, -4)
 
 

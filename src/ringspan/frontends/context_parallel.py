@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.costs import Hardware
-from ringspan.engine import PlanHandle
+from ringspan.engine import PlanHandle, attend
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attend_tensors, registered_handle
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
-from ringspan.frontends.dtensor import is_dtensor
+from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import Answer, flex_attention, plan_of
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
@@ -222,6 +222,8 @@ class ContextParallel(AttentionMode):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
+        if scale is None and not any_dtensor(q, k, v):  # the common case
+            return attend(self._handle, q, k, v).out
         handle = self._handle
         if self._is_settled and is_dtensor(q):
             from ringspan.frontends.dtensor.offsets import extents_of

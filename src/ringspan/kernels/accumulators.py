@@ -81,7 +81,10 @@ class RowAccumulator(ABC):
     def _widen(self, start: int, stop: int) -> Tensors:
         """Make the rows ``start:stop`` WIDE, and return them."""
         wide = self._wide_rows(start, stop)  # first: if there is no memory for it, nothing has changed
-        for a, b, state in self._states.between(start, stop):
+        runs = self._states.between(start, stop)
+        if len(runs) == 1 and runs[0][2] == RowState.WIDE:
+            return wide
+        for a, b, state in runs:
             if state == RowState.EMPTY:
                 self._fill_(self._wide_rows(a, b))
             elif state == RowState.KEPT:
@@ -109,7 +112,7 @@ class RowAccumulator(ABC):
     def _move(self, start: int, stop: int, state: RowState) -> None:
         """Set the state of rows that may have been kept. The kept tensors are freed when no row is left in them."""
         self._states.set(start, stop, state)
-        if not self._states.has(RowState.KEPT, RowState.WAITING):
+        if self._kept is not None and not self._states.has(RowState.KEPT, RowState.WAITING):
             self._kept = None
 
     def _kept_rows(self, start: int, stop: int) -> Tensors:

@@ -113,7 +113,14 @@ class Saved(NamedTuple):
     dlse_BHS: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Saved:
-        return Saved(*(None if x is None else x[:, :, start:stop] for x in self))  # type: ignore[arg-type]
+        rows, dlse = slice(start, stop), self.dlse_BHS
+        return Saved(
+            self.q_BHSD[:, :, rows],
+            self.dout_BHSE[:, :, rows],
+            self.out_BHSE[:, :, rows],
+            self.lse_BHS[:, :, rows],
+            None if dlse is None else dlse[:, :, rows],
+        )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -32,6 +32,9 @@ class RowStates:
 
     def between(self, start: int, stop: int) -> list[tuple[int, int, RowState]]:
         """The runs of the rows ``start:stop``."""
+        if len(self._runs) == 1:  # the common case
+            ((a, b, state),) = self._runs
+            return [(max(a, start), min(b, stop), state)] if a < stop and start < b else []
         return [(max(a, start), min(b, stop), state) for a, b, state in self._runs if a < stop and start < b]
 
     def has(self, *states: RowState) -> bool:

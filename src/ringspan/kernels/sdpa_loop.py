@@ -41,7 +41,7 @@ class SdpaKernel:
     ) -> Iterator[PartialRows]:
         for call in make_sdpa_calls(tuple(bands)):
             q, k, v = self._operands(q_BHSD, k_BGTD, v_BGTE, call)
-            mask = _mask(call, q)
+            mask = _mask(call, q) if call.bands else None
             out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
             if mask is not None:
                 # For a row without keys PyTorch returns NaN, or lse 0; here it is out 0 and lse -inf.
@@ -59,30 +59,32 @@ class SdpaKernel:
                 dout, out, values = with_dlse_column(dout, out, v_BGTE, rows.dlse_BHS)
             q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, call)
             lse = finite_lse(rows.lse_BHS)
-            dout, out = (_padded(x.to(q.dtype), q.shape[-1]) for x in (dout, out))
-            dq, dk, dv = self.backward(dout, q, k, v, out, lse, _mask(call, q), call.is_causal, scale)
-            dq, dk, dv = (
-                x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (saved.q_BHSD, k_BGTD, v_BGTE), strict=True)
-            )
+            dout, out = dout.to(q.dtype), out.to(q.dtype)
+            if dout.shape[-1] < q.shape[-1]:
+                dout, out = _padded(dout, q.shape[-1]), _padded(out, q.shape[-1])
+            mask = _mask(call, q) if call.bands else None
+            dq, dk, dv = self.backward(dout, q, k, v, out, lse, mask, call.is_causal, scale)
+            dq, dk, dv = dq[..., : saved.q_BHSD.shape[-1]], dk[..., : k_BGTD.shape[-1]], dv[..., : v_BGTE.shape[-1]]
             yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
 
     def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: RectangleCall) -> tuple[Tensor, Tensor, Tensor]:
         width = max(q_BHSD.shape[-1], v_BGTE.shape[-1])
         width += -width % self.dim_multiple
         dtype = self.compute_dtype(k_BGTD.dtype)
-        q = _padded(q_BHSD[:, :, call.q0 : call.q1].to(dtype), width)
-        k = _padded(k_BGTD[:, :, call.k0 : call.k1].to(dtype), width)
-        return q, k, _padded(v_BGTE[:, :, call.k0 : call.k1].to(dtype), width)
+        q = q_BHSD[:, :, call.q0 : call.q1].to(dtype)
+        k = k_BGTD[:, :, call.k0 : call.k1].to(dtype)
+        v = v_BGTE[:, :, call.k0 : call.k1].to(dtype)
+        if not q.shape[-1] == v.shape[-1] == width:
+            q, k, v = _padded(q, width), _padded(k, width), _padded(v, width)
+        return q, k, v
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def _mask(call: RectangleCall, like: Tensor) -> Tensor | None:
+def _mask(call: RectangleCall, like: Tensor) -> Tensor:
     """The bands of the call as an additive mask of its rectangle. Rows are 16-byte aligned, as GPU kernels require."""
-    if not call.bands:
-        return None
     shifted = tables.table(*(band.shifted(-call.q0, -call.k0) for band in call.bands))
     seen = on_device(tables.dense(shifted, call.q1 - call.q0, call.k1 - call.k0), like.device)
     rows, cols = seen.shape

@@ -96,8 +96,11 @@ class ProcessGroupTransport:
 
     def _post(self, request: PostExchange) -> PendingExchange:
         peers, operations, staged = [], [], []
+        sent_and_received = []
         for operation, messages in ((dist.isend, request.sends), (dist.irecv, request.recvs)):
+            total = 0
             for peer, tensor in messages:
+                total += tensor.nbytes
                 if tensor.numel():
                     on_wire = tensor
                     if tensor.is_cuda and self._stages_through_host:
@@ -106,8 +109,9 @@ class ProcessGroupTransport:
                         staged += [(tensor, on_wire)] if operation is dist.irecv else []
                     peers.append(peer)
                     operations.append(dist.P2POp(operation, on_wire, self.ranks[peer], self.group, _tag(on_wire)))
-        self.traffic.sent += sum(tensor.nbytes for _, tensor in request.sends)
-        self.traffic.received += sum(tensor.nbytes for _, tensor in request.recvs)
+            sent_and_received.append(total)
+        self.traffic.sent += sent_and_received[0]
+        self.traffic.received += sent_and_received[1]
         if not operations:
             return PendingExchange(request, [], [])
         try:
