@@ -4,7 +4,8 @@
                                            kernels ↗  ↖ transports
 
 Below all of them lie ``errors``, ``caching``, ``torch_private`` and ``user_functions``. The imports are read from the
-source of every file (no code is run), those inside functions and under TYPE_CHECKING included."""
+source of every file (no code is run), those inside functions and under TYPE_CHECKING included.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_and_so_it_is_in_a_file(field: str, value: Any) -> None:
     given = asdict(H200)
     (given[outer] if inner else given)[inner or outer] = value
     named = rf"{outer}: .*\.{inner} must be" if inner else rf"Hardware\.{outer} must be"
-    with pytest.raises(rs.PlanError, match=f"no hardware file .*: {named}"):
+    with pytest.raises(rs.PlanError, match=f"not a hardware file .*: {named}"):
         Hardware.from_json(json.dumps(given))
 
 
@@ -66,14 +66,14 @@ def test_parts_are_what_they_should_be(field: str) -> None:
 def test_what_a_file_lacks_is_named(field: str) -> None:
     given = asdict(H200)
     del given[field]
-    with pytest.raises(rs.PlanError, match=rf"no hardware file .*{field}"):
+    with pytest.raises(rs.PlanError, match=rf"not a hardware file .*{field}"):
         Hardware.from_json(json.dumps(given))
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Any) -> None:
     path = tmp_path / "here.json"
     path.write_text('{"name": "x"}')
-    with pytest.raises(rs.PlanError, match=r"this is no hardware file .*: within is missing \(in .*here\.json\)"):
+    with pytest.raises(rs.PlanError, match=r"this is not a hardware file .*: within is missing \(in .*here\.json\)"):
         named_hardware(str(path))
 
 

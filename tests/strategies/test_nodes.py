@@ -7,7 +7,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.layouts import LAYOUTS
-from ringspan.strategies.nodes import Nodes, beside, by_node
+from ringspan.strategies.nodes import Nodes, by_node, sorted_pieces
 
 SIZES = [(1, 1), (2, 1), (2, 2), (5, 2), (6, 3), (7, 3), (8, 8), (8, 5)]
 
@@ -38,7 +38,7 @@ def test_a_node_owns_the_tokens_of_its_ranks(layout: str, world: int, per_node: 
     of_nodes = by_node(of_ranks, nodes)
     for node in range(nodes.count):
         tokens = of_nodes.positions(node)
-        pieces = beside(of_ranks, nodes.ranks(node))
+        pieces = sorted_pieces(of_ranks, nodes.ranks(node))
         for rank in nodes.ranks(node):
             p = pieces.of(rank)
             rows = np.concatenate([np.arange(0), *(np.arange(at, at + n) for at, n in zip(p.at, p.size, strict=True))])

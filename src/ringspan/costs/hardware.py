@@ -71,7 +71,8 @@ class Hardware:
     a diagonal costs half a tile more for every row it cuts. ``overlap`` is the share of communication that computing
     really hides, of what it could hide: 1 if the two do not slow each other down, 0 if they take turns, as on a CPU
     that does both. Messages that are not contiguous are packed and unpacked, and partial results are merged, at
-    ``copy_bytes_per_s``."""
+    ``copy_bytes_per_s``.
+    """
 
     name: str
     per_node: int

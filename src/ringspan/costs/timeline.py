@@ -11,7 +11,8 @@ This is a machine with an ``overlap`` of 1. Where it is less, computing and send
 is longer by the share ``1 - overlap`` of the shorter of the two. Packing, unpacking and merging overlap with nothing.
 
 Where there are too many ranks, a sample of them is simulated. A peer outside the sample keeps pace with the nearest
-rank in it."""
+rank in it.
+"""
 
 from __future__ import annotations
 

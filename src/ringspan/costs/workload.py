@@ -142,7 +142,8 @@ def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, S
     """How long the pairs of each band take at least, without launches; see :func:`ringspan.costs.plan_cost.tiled_area`.
 
     Bands that a layout has cut may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals
-    remain, so a tile becomes part of a band with as many cuts or more. It counts at the best speed among those."""
+    remain, so a tile becomes part of a band with as many cuts or more. It counts at the best speed among those.
+    """
     q0, q1, k0, k1, lo, hi = bands.T
     kind = (lo > k0 - q1 + 1).astype(np.int64) + (hi < k1 - 1 - q0)
     across = np.minimum(machine.tile, hi - lo + 1)

@@ -35,7 +35,8 @@ def best(
 
     Without a machine one is assumed, and no plan is rejected for lack of memory. Without a shape heads are not split
     unless the request names the strategy. The choice is cached, except with ``on_progress``: a look-up has no progress
-    to report."""
+    to report.
+    """
     find = _find_cached if on_progress is None else partial(_find, on_progress=on_progress)
     return find(
         mask,

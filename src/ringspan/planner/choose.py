@@ -95,7 +95,8 @@ def choose(
     nothing fits into memory it raises; if nothing has to fit, the candidate that takes the least memory comes first.
 
     What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are
-    many, then all of them. So most candidates are never planned, and many are hardly looked at."""
+    many, then all of them. So most candidates are never planned, and many are hardly looked at.
+    """
     found: list[_Decided] = []
     fastest = float("inf")
     queue: list[_Open] = []

@@ -30,7 +30,8 @@ def best_on(
     """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given.
 
     The best is what :func:`plan` makes of the same arguments. ``on_progress`` is called with the share of candidates
-    that are decided and the name of the one that is planned next. ``hear`` is its deprecated name."""
+    that are decided and the name of the one that is planned next. ``hear`` is its deprecated name.
+    """
     if hear is not None:
         warnings.warn("best_on(hear=...) is now best_on(on_progress=...)", DeprecationWarning, stacklevel=2)
         on_progress = on_progress or hear

@@ -1,7 +1,8 @@
 """Names that ``ringspan.plans`` had while it held all of planning. They still work, with a DeprecationWarning.
 
 ``ringspan/__init__.py`` installs the table, so that ``ringspan.plans`` itself imports nothing from the packages above
-it."""
+it.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, ra
     """The plan of one rank, with layouts and strategy chosen. A repeated call is a dictionary look-up.
 
     A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a
-    GPU. So the plan of such a mask is not cached, only its program."""
+    GPU. So the plan of such a mask is not cached, only its program.
+    """
     make = _make_cached if mask.predicate is None else _make
     return make(mask, q_layout, kv_layout, strategy, rank, notes)
 

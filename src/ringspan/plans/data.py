@@ -16,7 +16,8 @@ dkv    a key slot's gradient               is added to the slot's
 ====== =================================== =========================
 
 Rows that are overwritten start with an empty result and a zero gradient. Every strategy is written in these terms:
-those that move keys, move queries, move some heads of either, or forward rows that came from another rank."""
+those that move keys, move queries, move some heads of either, or forward rows that came from another rank.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class Task:
     """Attend from a query slot to a key slot, through bands in the slots' rows.
 
     ``q_tokens`` and ``kv_tokens`` say which tokens and heads the slots hold at this step. They are None for slot 0,
-    which always holds the rank's own tokens."""
+    which always holds the rank's own tokens.
+    """
 
     q_slot: int = 0
     kv_slot: int
@@ -110,7 +112,8 @@ class Program:
     """What a strategy makes: the steps of both directions and the slots they use.
 
     ``heads`` are the numbers of query and key heads that the program is for. None: it names no heads and fits any
-    number."""
+    number.
+    """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -135,7 +138,8 @@ class RankPlan:
     """One rank's program, and the mask, layouts and strategy it was made from: data only.
 
     The methods that make and check plans are those of :class:`ringspan.Plan`, which is built on the layers above this
-    one."""
+    one.
+    """
 
     mask: Mask
     q_layout: Layout

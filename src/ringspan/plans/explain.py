@@ -12,7 +12,8 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
     """The plan of one rank: what was chosen, how balanced it is, and what each step sends and computes.
 
     Bytes depend on the tensors. Without a shape they are those of 32 query heads and 8 key heads of 128 in bfloat16,
-    and the text says so. The plan must fit the heads of the shape."""
+    and the text says so. The plan must fit the heads of the shape.
+    """
     example = " (an example; explain(shape) is about yours)" if shape is None else ""
     shape = EXAMPLE if shape is None else check_shape(shape)
     check_heads_fit(plan, shape)

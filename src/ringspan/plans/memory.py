@@ -47,7 +47,8 @@ def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
     one a row.
 
     Only in half precision, and only where a row may get several. Since a plan does not know how many bands a kernel
-    computes in one launch, every band counts as one partial result."""
+    computes in one launch, every band counts as one partial result.
+    """
     if shape.item == shape.wide_item:
         return 0
     tasks = [task for step in program.steps(phase) for task in step.tasks]
@@ -66,7 +67,8 @@ def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> i
     """What FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may take more.
 
     Forward: the results in the dtype of the tensors, and lse. Backward: the gradients, float32 sums for dq, for dk and
-    dv where query heads share them, and two numbers for each query."""
+    dv where query heads share them, and two numbers for each query.
+    """
     rows, keys = (max(b[i + 1] for b in task.bands) - min(b[i] for b in task.bands) if task.bands else 0 for i in (0, 2))
     heads = program.q_slots[task.q_slot].heads or shape.heads
     kv_heads = program.kv_slots[task.kv_slot].heads or shape.kv_heads

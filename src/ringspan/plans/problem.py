@@ -102,7 +102,8 @@ def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bo
     """A matrix: whether the queries of rank ``row`` see any key of rank ``column``.
 
     A run of queries sees a run of keys without gaps through a tight band, which is a run of the keys' pieces. So no
-    tile is needed for each pair of thousands of ranks."""
+    tile is needed for each pair of thousands of ranks.
+    """
     queries, keys = q_layout.pieces, kv_layout.pieces
     if (queries.step[queries.size > 1] > 1).any() or (keys.step[keys.size > 1] > 1).any():
         return needed_rows(mask, q_layout, kv_layout) > 0

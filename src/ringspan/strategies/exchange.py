@@ -1,5 +1,4 @@
-"""Exchange: every rank receives just the keys that its queries see, straight from their owners, in stages that
-overlap."""
+"""Exchange: every rank receives the keys that its queries see, and no others, directly from their owners, in stages."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Strategy):
-    """Only what is needed. For packed documents and windows that is a small part of all keys."""
+    """Send only what is needed. For packed documents and windows that is a small part of all keys."""
 
     stages: int = 2
 

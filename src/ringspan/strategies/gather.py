@@ -1,4 +1,4 @@
-"""Gather: every rank receives all keys, at once or in stages. The simplest plan, and the most memory."""
+"""Gather: every rank receives all keys, at once or in stages. The simplest plan, and the one that takes most memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class Gather(Strategy):
-    """All keys, whether seen or not. One stage lets one launch cover them all; more stages hide the wire behind
+    """Send all keys, visible or not. With one stage a single launch covers them. More stages overlap communication with
     computing."""
 
     stages: int = 1
@@ -36,10 +36,10 @@ class Gather(Strategy):
         ranks = np.arange(problem.world)
         rows = np.array(problem.kv_layout.counts, dtype=np.int64)
         others = ranks[(ranks != problem.rank) & (rows > 0)]
-        askers = ranks[(ranks != problem.rank) & (rows[problem.rank] > 0)]
+        receivers = ranks[(ranks != problem.rank) & (rows[problem.rank] > 0)]
         here = np.full_like(ranks, problem.rank)
         incoming = RowRanges(others, here[others], np.zeros_like(others), rows[others])
-        outgoing = RowRanges(here[askers], askers, np.zeros_like(askers), rows[here[askers]])
+        outgoing = RowRanges(here[receivers], receivers, np.zeros_like(receivers), rows[here[receivers]])
         return staged(problem, KEYS, problem.seen(), incoming, outgoing, self.stages)
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:

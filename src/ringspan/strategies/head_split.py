@@ -1,14 +1,14 @@
-"""Heads in exchange for tokens: within a node, every rank gets all of the node's tokens for some of the heads.
+"""Exchange heads for tokens: within a node, every rank gets all tokens of the node for some of the heads.
 
 ::
 
-    step 0          q and kv: of each token, to each rank of the node the heads that are its
-    steps 1 … n     a program between nodes, walked by the ranks that have the same heads
+    step 0          q and kv: of each token, to each rank of the node the heads that it computes
+    steps 1 … n     a program between nodes, run by the ranks that have the same heads
     step n + 1      out (backward: dq and dkv) to the tokens' owners
 
-With one node there is nothing between, and the program in the middle is one task. Each run of a rank's heads (see
-``heads.py``) has slots of its own. A rank keeps its own heads of its own tokens by a message to itself, which no wire
-sees."""
+With one node the program in the middle is one task. Each run of a rank's heads (see ``heads.py``) has slots of its own.
+A rank gets its own heads of its own tokens by a message to itself, which no link carries.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from ringspan.plans.problem import Problem, Rows
 from ringspan.plans.slot_tokens import SlotTokens, home_tokens
 from ringspan.strategies.heads import Run, share_heads
 from ringspan.strategies.incoming_rows import by_peer
-from ringspan.strategies.nodes import Nodes, beside, by_node
+from ringspan.strategies.nodes import Nodes, by_node, sorted_pieces
 
 RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 
 def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Problem], Program]) -> Program:
-    """The program of a rank on nodes of one size. ``between`` plans for a world whose ranks are the nodes."""
+    """The program of a rank on nodes of equal size. ``between`` makes the program for a world whose ranks are the
+    nodes."""
     if nodes.per_node == 1:
         return between(problem)
     node = nodes.of(problem.rank)
@@ -43,10 +44,10 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
     runs = shares[place]
     middle, node_tokens = _middle(problem.mask, problem.q_layout, problem.kv_layout, nodes, node, between)
     here = {"q": problem.q_layout.pieces.of(problem.rank), "kv": problem.kv_layout.pieces.of(problem.rank)}
-    there = {"q": beside(problem.q_layout, members), "kv": beside(problem.kv_layout, members)}
+    there = {"q": sorted_pieces(problem.q_layout, members), "kv": sorted_pieces(problem.kv_layout, members)}
 
     def own(what: What) -> list[Transfer]:
-        """The rank's own tokens, of each the heads that a member of the node works on."""
+        """Transfers of the rank's own tokens: to each rank of the node the heads that it computes."""
         messages = _messages(here[side(what)]).get(problem.rank, ())
         return [
             Transfer(what=what, peer=peer, slot=0, rows=rows, heads=run.q if side(what) == "q" else run.kv)
@@ -55,8 +56,8 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
             for rows in messages
         ]
 
-    def everybody(what: What) -> list[Transfer]:
-        """All tokens of the node, the heads that this rank works on."""
+    def of_node(what: What) -> list[Transfer]:
+        """Transfers of all tokens of the node: the heads that this rank computes."""
         messages = _messages(there[side(what)])
         return [
             Transfer(what=what, peer=peer, slot=_slot(middle, side(what), run, 0), rows=rows)
@@ -68,12 +69,12 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
     def steps(phase: Phase) -> tuple[Step, ...]:
         home = RESULTS[phase]
         return (
-            Step(sends=(*own("q"), *own("kv")), recvs=(*everybody("q"), *everybody("kv"))),
+            Step(sends=(*own("q"), *own("kv")), recvs=(*of_node("q"), *of_node("kv"))),
             *(
                 _for_each_run(step, middle, node_tokens, runs, lambda node: nodes.ranks(node)[place])
                 for step in middle.steps(phase)
             ),
-            Step(sends=tuple(t for x in home for t in everybody(x)), recvs=tuple(t for x in home for t in own(x))),
+            Step(sends=tuple(t for x in home for t in of_node(x)), recvs=tuple(t for x in home for t in own(x))),
         )
 
     return Program(
@@ -122,22 +123,23 @@ def _for_each_run(
 
 
 def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
-    """Where a slot of the program in the middle lies for a run of heads: after home, run by run."""
+    """The index of the middle program's slot for a run of heads: after slot 0, run by run."""
     return 1 + run * len(middle.q_slots if of == "q" else middle.kv_slots) + slot
 
 
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
-    """One to each peer: some heads of a row never lie together with those of the next, so all are packed by the
-    sender."""
+    """One message to each peer. Some heads of a row are never contiguous with those of the next row, so all are
+    packed."""
     return by_peer(p.owner, p.at, p.at + p.size, apart=1)
 
 
 def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
-    """Queries out, computing, results back. ``whole`` is what all heads of the tokens of the busiest group of ranks
-    take.
+    """What ranks do at least: send queries, compute, send results back. ``whole`` is how long all heads of the tokens
+    of the busiest node take.
 
-    Nobody keeps more query heads than ⌈heads / ranks⌉, so all others of a rank's own tokens leave it; those that cannot
-    stay on its node leave that, too. Keys are not looked at."""
+    No rank computes more query heads than ⌈heads / ranks⌉, so it sends all others of its own tokens away, and those
+    that do not fit on its node to other nodes. Keys are not counted.
+    """
     shape, machine = workload.shape, workload.machine
     kept = -(-shape.heads // per_node)
     far = max(0, shape.heads - kept * min(per_node, machine.per_node))

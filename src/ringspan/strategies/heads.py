@@ -1,8 +1,9 @@
-"""Who works on which heads.
+"""Which rank computes which heads.
 
-Query heads are dealt out in order, and nobody gets more than ⌈heads / ranks⌉: work goes with query heads, and all wait
-for the slowest. Among the ways to do that, the one is taken that tears the fewest groups of query heads which share a
-key head: a key head travels to everybody who has some of its group, so every tear costs its keys once more.
+Query heads are assigned in order, and no rank gets more than ⌈heads / ranks⌉, since work is proportional to query heads
+and all ranks wait for the slowest. Of the assignments that satisfy this, the one that splits the fewest groups is
+chosen. A group is the query heads that share a key head. A key head is sent to every rank that has some of its group,
+so each split sends its keys once more.
 
 ::
 
@@ -21,7 +22,7 @@ from ringspan.errors import PlanError
 
 
 class Run(NamedTuple):
-    """Query heads and the key heads that they share, the same number of query heads to each: what one task can
+    """Query heads and the key heads that they share, with the same number of query heads for each: what one task can
     compute."""
 
     q: tuple[int, int]
@@ -41,22 +42,23 @@ def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...],
 
 
 def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
-    """Where the heads are cut: the fewest torn groups, then the most even parts. Found part by part, for every place
-    where a part may end."""
+    """Where the heads are cut: the fewest split groups, then the most even parts. Dynamic programming over the parts
+    and the heads at which a part may end."""
     most = -(-heads // ranks)
     best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), (0,))}
     for _ in range(ranks):
         longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
-        for start, ((torn, uneven), cuts) in best.items():
+        for start, ((split, uneven), cuts) in best.items():
             for stop in range(start, min(start + most, heads) + 1):
-                found = (torn + (stop % group > 0 and stop > start), uneven + (stop - start) ** 2), (*cuts, stop)
+                found = (split + (stop % group > 0 and stop > start), uneven + (stop - start) ** 2), (*cuts, stop)
                 longer[stop] = min(found, longer.get(stop, found))
         best = longer
     return best[heads][1]
 
 
 def _runs(start: int, stop: int, group: int) -> tuple[Run, ...]:
-    """The query heads from start to stop in runs. A torn group at either end has fewer query heads than the others."""
+    """The query heads from start to stop in runs. A group that is split at either end has fewer query heads than the
+    others."""
     runs: list[Run] = []
     if start == stop:
         return ()

@@ -1,4 +1,4 @@
-"""Hierarchical: an exchange in which a key crosses from node to node once, and fans out from there.
+"""Hierarchical: an exchange in which a key is sent to each other node once and forwarded there.
 
 ::
 
@@ -6,19 +6,20 @@
                                                                   ──────────────    the slow link
                                                                   rank 2  rank 3    node 1
 
-              on the wire                                         computing
+              communication                                       computing
     step 0    k: 0 → 1 in the node, 0 → 2 across                  home
-    step 1    k: 2 → 3                                            what came first hand
-    step 2    –                                                   what came second hand
+    step 1    k: 2 → 3                                            rows from their owners
+    step 2    –                                                   forwarded rows
 
     backward
-    step 2    dk: 1 → 0                                           what came second hand
+    step 2    dk: 1 → 0                                           forwarded rows
     step 3    dk: 3 → 2, where it is added to that of rank 2
     step 4    dk: 2 → 0, across, once for the node
 
-On each other node a rank has a *forwarder*, the one that has its place there, so that every rank of a node has its own
-way out. The forwarder receives what anybody on its node sees, hands it on, and holds it for the gradients that come
-back."""
+On each other node a rank has a *forwarding rank*, the one with the same index there, so that all ranks of a node share
+the work of sending. The forwarding rank receives the rows that any rank of its node sees, forwards them, and keeps them
+until it has added up the gradients that come back.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +43,17 @@ from ringspan.strategies.incoming_rows import HOME, IncomingRows, bands_by_stage
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
 
-FIRST_HAND, SECOND_HAND = 0, 1
-SLOT = {HOME: 0, FIRST_HAND: 1, SECOND_HAND: 2}
+DIRECT, FORWARDED = 0, 1
+SLOT = {HOME: 0, DIRECT: 1, FORWARDED: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchical(Strategy):
-    """Exchange for nodes whose ranks see the same keys: those cross the slow link once, not once for each rank.
+    """Exchange for nodes whose ranks see the same keys: these are sent over the slow link once, not once for each rank.
 
-    Any number of ranks: the last node may have fewer. On one node, or on nodes of one rank, there is nothing to hand
-    on, and it is ``exchange(stages=1)``."""
+    The last node may have fewer ranks. On one node, or on nodes of one rank, nothing is forwarded, and the program is
+    that of ``exchange(stages=1)``.
+    """
 
     per_node: int = 8
 
@@ -80,33 +82,34 @@ class Hierarchical(Strategy):
 
 def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     rank, world, node = problem.rank, problem.world, nodes.of(problem.rank)
-    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # owners on this node have none but themselves
+    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # an owner on this node is its own
     near = [peer for peer in nodes.ranks(node) if peer != rank]
     forwarders = [nodes.forwarder(rank, other) for other in range(nodes.count) if other != node]
-    carried = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
-    handed = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
+    forwarded_owners = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
+    indirect_owners = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
 
     tiles = problem.seen()
-    node_tiles = _of_node(problem, nodes, carried)
-    placed = _incoming_rows(problem, tiles, node_tiles, second_hand=handed)
+    node_tiles = _of_node(problem, nodes, forwarded_owners)
+    placed = _incoming_rows(problem, tiles, node_tiles, forwarded=indirect_owners)
     bands = bands_by_stage(KEYS, tiles, placed, rank)
     away = by_peer(placed.owner, placed.at, placed.at + placed.size)
     home = _own_rows(problem, nodes)
-    passed_on = _passed_on(problem, node_tiles, placed)
+    forwarded_rows = _forwarded_rows(problem, node_tiles, placed)
 
-    def guests(what: What, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
-        """The keys of these owners (or their gradients) that this rank holds, from wherever it has them."""
-        held = [(forwarder_of[o] if stage == SECOND_HAND else o, rows) for o in owners for rows in away.get(o, ())]
+    def of_others(what: What, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
+        """Transfers of these owners' keys (or gradients) that this rank holds, from the owner or its forwarding
+        rank."""
+        held = [(forwarder_of[o] if stage == FORWARDED else o, rows) for o in owners for rows in away.get(o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[stage], rows=rows) for peer, rows in held)
 
     def own(what: What, peers: Sequence[int]) -> tuple[Transfer, ...]:
-        """The rank's own keys (or their gradients) that these peers have from it."""
+        """Transfers of the rank's own keys (or gradients) with these peers."""
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in peers for rows in home.get(p, ()))
 
-    def others(what: What) -> tuple[Transfer, ...]:
-        """The keys (or their gradients) that this rank has carried for its node."""
-        held = [(peer, rows) for peer in near for o in carried for rows in passed_on.get(peer * world + o, ())]
-        return tuple(Transfer(what=what, peer=peer, slot=SLOT[FIRST_HAND], rows=rows) for peer, rows in held)
+    def forwarded_keys(what: What) -> tuple[Transfer, ...]:
+        """Transfers of the keys (or gradients) that this rank forwards on its node."""
+        held = [(peer, rows) for peer in near for o in forwarded_owners for rows in forwarded_rows.get(peer * world + o, ())]
+        return tuple(Transfer(what=what, peer=peer, slot=SLOT[DIRECT], rows=rows) for peer, rows in held)
 
     def tasks(stage: int) -> tuple[Task, ...]:
         if stage not in bands:
@@ -115,18 +118,18 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
 
     across = Step(
         sends=own("kv", [*near, *forwarders]),
-        recvs=guests("kv", [*near, *carried], FIRST_HAND),
+        recvs=of_others("kv", [*near, *forwarded_owners], DIRECT),
         tasks=tasks(HOME),
     )
-    fan_out = Step(sends=others("kv"), recvs=guests("kv", handed, SECOND_HAND), tasks=tasks(FIRST_HAND))
-    near_back = Step(sends=guests("dkv", near, FIRST_HAND), recvs=own("dkv", near), tasks=tasks(SECOND_HAND))
-    fan_in = Step(sends=guests("dkv", handed, SECOND_HAND), recvs=others("dkv"))
-    back_across = Step(sends=guests("dkv", carried, FIRST_HAND), recvs=own("dkv", forwarders))
+    fan_out = Step(sends=forwarded_keys("kv"), recvs=of_others("kv", indirect_owners, FORWARDED), tasks=tasks(DIRECT))
+    near_back = Step(sends=of_others("dkv", near, DIRECT), recvs=own("dkv", near), tasks=tasks(FORWARDED))
+    fan_in = Step(sends=of_others("dkv", indirect_owners, FORWARDED), recvs=forwarded_keys("dkv"))
+    back_across = Step(sends=of_others("dkv", forwarded_owners, DIRECT), recvs=own("dkv", forwarders))
     return Program(
-        forward=(across, fan_out, Step(tasks=tasks(SECOND_HAND))),
+        forward=(across, fan_out, Step(tasks=tasks(FORWARDED))),
         backward=(across, fan_out, near_back, fan_in, back_across),
         q_slots=(Slot(rows=problem.q_rows),),
-        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in (FIRST_HAND, SECOND_HAND))),
+        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in (DIRECT, FORWARDED))),
     )
 
 
@@ -136,21 +139,21 @@ def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
     return cut(problem.mask, problem.q_layout.pieces.of(*members), problem.kv_layout.pieces.of(*owners))
 
 
-def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, second_hand: Sequence[int]) -> IncomingRows:
-    """All rows that this rank will hold: those it sees, and those that its node sees of the owners for whom it
-    carries."""
+def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded: Sequence[int]) -> IncomingRows:
+    """All rows that this rank receives: those it sees, and those that its node sees of the owners for which it
+    forwards."""
     owner = np.concatenate([tiles.k_rank, node_tiles.k_rank])
     bands = np.concatenate([tiles.bands, node_tiles.bands])
     owner, start, stop = union(owner, bands[:, K0], bands[:, K1])
     away = owner != problem.rank
     rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
     arriving, token, step = by_token(problem.kv_layout, rows)
-    return lay_out(arriving, token, step, np.where(np.isin(arriving.owner, second_hand), SECOND_HAND, FIRST_HAND))
+    return lay_out(arriving, token, step, np.where(np.isin(arriving.owner, forwarded), FORWARDED, DIRECT))
 
 
 def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
-    """The messages with this rank's own keys: to each peer on its node what that one sees, and to each of its
-    forwarders what anybody on the forwarder's node sees."""
+    """The messages with this rank's own keys: to each peer on its node the rows that it sees, and to each forwarding
+    rank the rows that any rank of its node sees."""
     tiles = problem.seeing()
     rank, node = problem.rank, nodes.of(problem.rank)
     receiver = np.array([q if nodes.of(q) == node else nodes.forwarder(rank, nodes.of(q)) for q in range(problem.world)])
@@ -161,9 +164,8 @@ def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
     return by_peer(leaving.receiver, leaving.start, leaving.stop)
 
 
-def _passed_on(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dict[int, list[Rows]]:
-    """The messages that hand on what was carried, in the rows of the slot where it lies, by ``peer * world +
-    owner``."""
+def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dict[int, list[Rows]]:
+    """The messages that forward rows, as rows of the slot that holds them, by ``peer * world + owner``."""
     pair, start, stop = union(
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )

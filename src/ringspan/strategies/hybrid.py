@@ -1,4 +1,4 @@
-"""Hybrid: heads are split within a node, and keys travel between nodes, each head on its own way.
+"""Hybrid: heads are split within a node, and keys are sent between nodes, between ranks of the same heads.
 
 ::
 
@@ -7,8 +7,9 @@
     node 1                              rank 2  ⇄    rank 3       ↕ then keys between the nodes,
     node 2                              rank 4  ⇄    rank 5         as exchange or ring move them
 
-So ``per_node`` heads are enough for any number of ranks, and a key crosses the slow link once for each node that sees
-it."""
+So ``per_node`` heads are enough for any number of ranks, and a key is sent over the slow link once for each node that
+sees it.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ BETWEEN: dict[str, Callable[[Problem], Program]] = {"exchange": Exchange(), "rin
 class Hybrid(Strategy):
     """Ulysses within nodes of ``per_node`` ranks, exchange or ring between them.
 
-    The nodes must be of one size: the ranks that work on the same heads are those with the same place on their nodes.
-    As with :class:`~ringspan.strategies.ulysses.Ulysses`, any number of heads goes, and those given here are an example
-    until tensors come."""
+    The nodes must have the same size: the ranks that compute the same heads are those with the same index on their
+    nodes. As with :class:`~ringspan.strategies.ulysses.Ulysses`, any number of heads is possible, and the options are
+    defaults until the tensors are known.
+    """
 
     per_node: int = 8
     between: str = "exchange"

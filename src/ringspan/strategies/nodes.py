@@ -1,4 +1,4 @@
-"""Ranks on nodes: ``per_node`` neighbours each, among whom bytes travel faster than between nodes.
+"""Ranks on nodes: ``per_node`` ranks each. The links within a node are faster than those between nodes.
 
 ::
 
@@ -18,7 +18,7 @@ from ringspan.layouts import Layout, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The last node has fewer ranks where ``per_node`` does not divide the world."""
+    """The last node has fewer ranks if ``per_node`` does not divide the world."""
 
     world: int
     per_node: int
@@ -31,7 +31,8 @@ class Nodes:
         return rank // self.per_node
 
     def forwarder(self, rank: int, node: int) -> int:
-        """The rank that has the same place on that node; on a smaller node several ranks have one forwarder."""
+        """The rank with the same index on that node, which forwards this rank's rows there. On a smaller node several
+        ranks have the same forwarder."""
         there = self.ranks(node)
         return there[rank % self.per_node % len(there)]
 
@@ -39,11 +40,10 @@ class Nodes:
         return range(node * self.per_node, min(self.world, (node + 1) * self.per_node))
 
 
-def beside(layout: Layout, ranks: range) -> Pieces:
-    """The tokens of some ranks side by side, in the order of the sequence: bands which the layout has cut apart join
-    again.
+def sorted_pieces(layout: Layout, ranks: range) -> Pieces:
+    """The tokens of some ranks in the order of the sequence, so that bands which the layout has cut join again.
 
-    ``owner`` is the rank as before, and ``at`` where a piece now lies.
+    ``owner`` is the rank as before, and ``at`` the row of a piece in this order.
     """
     p = layout.pieces
     there = np.flatnonzero((p.owner >= ranks.start) & (p.owner < ranks.stop))
@@ -55,11 +55,11 @@ def beside(layout: Layout, ranks: range) -> Pieces:
 
 
 def by_node(layout: Layout, nodes: Nodes) -> Layout:
-    """The layout in which every node is one rank that owns the tokens of its ranks, laid out as :func:`beside` lays
-    them."""
+    """The layout in which every node is one rank that owns the tokens of its ranks, in the order of
+    :func:`sorted_pieces`."""
     spans = []
     for node in range(nodes.count):
-        p = beside(layout, nodes.ranks(node))
+        p = sorted_pieces(layout, nodes.ranks(node))
         order = np.argsort(p.at)
         stop = p.start + (p.size - 1) * p.step + 1
         spans.append(np.stack([p.start, stop, p.step], axis=1)[order].tolist())

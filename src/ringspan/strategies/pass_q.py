@@ -1,10 +1,10 @@
-"""Pass-Q: queries travel to the keys that they see, and what they found there comes back.
+"""Pass-Q: queries are sent to the ranks that own the keys they see, and the partial results are sent back.
 
 ::
 
     2 stages, forward (backward dq comes back in the place of out)
                       step 0              step 1              step 2              step 3
-    on the wire       q of stage 0        q of stage 1        out of stage 0      out of stage 1
+    communication     q of stage 0        q of stage 1        out of stage 0      out of stage 1
     computing         home                stage 0             stage 1             –
 """
 
@@ -28,11 +28,12 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class PassQ(Strategy):
-    """Keys stay where they are. Fewer bytes where queries are few beside them: cross-attention, decoding, chunks of a
+    """Keys are not sent. Fewer bytes where there are few queries for many keys: cross-attention, decoding, chunks of a
     prompt.
 
-    A query goes there, its result comes back in float32 at least, and backward it takes along all that its gradient
-    needs. Work goes with the keys, so that it is the layout of the *keys* that balances it."""
+    A query is sent to the keys, and its result is sent back in float32 at least. Backward, it is sent with all that its
+    gradient needs. The owner of the keys computes, so it is the layout of the *keys* that balances the work.
+    """
 
     stages: int = 2
 

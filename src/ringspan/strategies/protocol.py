@@ -71,7 +71,8 @@ class Strategy(ABC):
         one launch for what a step computes, and the rows that have to move. A program can only add to that: more
         launches, slower kinds, messages that have to be packed. There is one exception: bands of a mask that complement
         each other, as two triangles do, may join to one of a faster kind. Masks are seldom written so, and the error is
-        no larger than the kinds differ. By default nothing is known."""
+        no larger than the kinds differ. By default nothing is known.
+        """
         return {phase: without_messages(np.zeros((len(workload.ranks), 1))) for phase in PHASES}
 
     def computing_seconds(self, workload: Workload) -> float:

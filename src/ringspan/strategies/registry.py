@@ -1,4 +1,4 @@
-"""Strategies by name: ``"gather(stages=4)"`` as a planner, a planner as text, and planners of your own."""
+"""Strategies by name: text such as ``"gather(stages=4)"`` to a strategy and back, and strategies of your own."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
     if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
         raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
     if not is_dataclass(strategy):
-        raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is none")
+        raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is not one")
     STRATEGIES[name] = strategy
     clear_digest_caches()  # plans and choices made before may be of another strategy of this name
 
 
 @cache_by_digest(256, plain=True)
 def parse_strategy(text: str) -> Strategy:
-    """``"ring"``, ``"gather(stages=4)"``, … as a planner.
+    """``"ring"``, ``"gather(stages=4)"``, … as a strategy.
 
     >>> parse_strategy("gather(stages=4)")
     Gather(stages=4)
@@ -73,13 +73,13 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
     >>> strategy_for_heads("ulysses", 12, 4)
     'ulysses(heads=12, kv_heads=4)'
     """
-    planner: Any = parse_strategy(text)
-    if not {"heads", "kv_heads"} <= {f.name for f in fields(planner)}:
+    strategy: Any = parse_strategy(text)
+    if not {"heads", "kv_heads"} <= {f.name for f in fields(strategy)}:
         raise PlanError(
             f"strategy {text} splits heads, and has no options heads= and kv_heads= by which it could be told that there are "
             f"{heads} and {kv_heads}"
         )
-    return spec(replace(planner, heads=heads, kv_heads=kv_heads))
+    return spec(replace(strategy, heads=heads, kv_heads=kv_heads))
 
 
 def spec(strategy: str | Strategy) -> str:

@@ -1,4 +1,4 @@
-"""Ring: every block of keys walks from neighbour to neighbour.
+"""Ring: every block of keys is passed from neighbour to neighbour.
 
 ::
 
@@ -7,9 +7,9 @@
     step 1              kv2      kv0      kv1
     step 2              kv1      kv2      kv0
 
-A block walks only as far as somebody still sees it. Backward, the blocks walk the same way again; the gradient of a
-block follows one step behind it, collecting each rank's share, and goes home from the last one. Two blocks of memory
-beside the own, whatever the number of ranks.
+A block is passed on only as far as a rank still sees it. Backward, the blocks take the same path again. The gradient of
+a block follows one step behind it, each rank adds its share, and the last rank sends it to the owner. The memory is
+that of two blocks beside the rank's own, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ringspan.strategies.protocol import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Ring(Strategy):
-    """Neighbour to neighbour."""
+    """Pass blocks of keys from neighbour to neighbour."""
 
     moving_side = KEYS
 
@@ -48,8 +48,8 @@ class Ring(Strategy):
         hops = max(reach)
         block_tokens = home_tokens(problem.kv_layout)
 
-        def travels(block: int, hop: int) -> bool:
-            """Whether the block makes its ``hop``-th step away from home."""
+        def is_sent(block: int, hop: int) -> bool:
+            """Whether the block is sent on to its ``hop``-th rank after its owner."""
             return rows[block] > 0 and hop <= reach[block]
 
         def held(step: int) -> int:
@@ -61,9 +61,9 @@ class Ring(Strategy):
         def moves(step: int) -> Step:
             sends, recvs = [], []
             block, coming = held(step), held(step + 1)
-            if travels(block, step + 1):
+            if is_sent(block, step + 1):
                 sends.append(_block("kv", (rank + 1) % world, slot(step), rows[block]))
-            if travels(coming, step + 1):
+            if is_sent(coming, step + 1):
                 recvs.append(_block("kv", (rank - 1) % world, slot(step + 1), rows[coming]))
             seen = bands.get(block, ())
             tokens = block_tokens[block] if step else None
@@ -71,13 +71,13 @@ class Ring(Strategy):
             return Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tasks)
 
         def gradients(step: int) -> Step:
-            """The block computed in the last step hands its gradient on; that of the present block comes in."""
+            """Send the gradient of the previous step's block to the next rank; receive that of this step's block."""
             sends, recvs = [], []
-            if step >= 2 and travels(held(step - 1), step - 1):
+            if step >= 2 and is_sent(held(step - 1), step - 1):
                 left = held(step - 1)
-                goes_home = reach[left] == step - 1
-                sends.append(_block("dkv", left if goes_home else (rank + 1) % world, slot(step - 1), rows[left]))
-            if step >= 2 and travels(held(step), step):
+                is_last = reach[left] == step - 1
+                sends.append(_block("dkv", left if is_last else (rank + 1) % world, slot(step - 1), rows[left]))
+            if step >= 2 and is_sent(held(step), step):
                 recvs.append(_block("dkv", (rank - 1) % world, slot(step), rows[held(step)]))
             if step >= 2 and reach[rank] == step - 1 and rows[rank]:
                 recvs.append(_block("dkv", (rank + step - 1) % world, 0, rows[rank]))
@@ -87,8 +87,8 @@ class Ring(Strategy):
         backward = tuple(
             _both(moves(step) if step <= hops else Step(), gradients(step)) for step in range(hops + 2 if hops else 1)
         )
-        visiting = [[rows[held(s)] for s in range(1, hops + 1) if slot(s) == k and travels(held(s), s)] for k in (1, 2)]
-        slots = [rows[rank], *(max(sizes, default=0) for sizes in visiting)]
+        block_rows = [[rows[held(s)] for s in range(1, hops + 1) if slot(s) == k and is_sent(held(s), s)] for k in (1, 2)]
+        slots = [rows[rank], *(max(sizes, default=0) for sizes in block_rows)]
         return Program(
             forward=forward,
             backward=backward,
@@ -106,7 +106,7 @@ class Ring(Strategy):
 
 @cache_by_digest(64)
 def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
-    """For each block, how many steps the furthest rank that sees any of it is away."""
+    """For each block, how many ranks after its owner the last rank is that sees any of it."""
     sees = seen_ranks(mask, q_layout, kv_layout)
     ranks = np.arange(q_layout.world)
     distance = (ranks[:, None] - ranks[None, :]) % q_layout.world
@@ -122,8 +122,8 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _loads(workload: Workload) -> dict[Phase, Loads]:
-    """What comes from the rank before: the block of the next step and, one step behind, the gradient of the present
-    one."""
+    """What the ranks do in each step at least. A rank receives the block of the next step and, one step later, its
+    gradient."""
     world, shape, machine = workload.world, workload.shape, workload.machine
     rows = np.array(workload.kv_layout.counts)
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))

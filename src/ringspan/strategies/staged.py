@@ -1,15 +1,15 @@
-"""Rows that come straight from their owners, in stages: keys for gather and exchange, queries for pass_q.
+"""Transfer rows directly from their owners, in stages: keys for gather and exchange, queries for pass_q.
 
 ::
 
     8 ranks, 2 stages       step 0               step 1               step 2
-    on the wire             stage 0 (from the    stage 1 (from the    –
+    communication           stage 0 (from the    stage 1 (from the    –
                             4 ranks before me)   3 ranks beyond)
     computing               home                 stage 0              stage 1
 
-Within its slot a stage lies in the order of the whole sequence. Stages share two slots in turn. What was found for a
-stage and belongs to its owners (the gradient of keys, the result or gradient of queries) goes back while the next stage
-is computed."""
+The rows of a stage are in the order of the whole sequence. Stages use two slots in turn. Results that belong to the
+owners (the gradient of keys, the result or gradient of queries) are sent back while the next stage is computed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ringspan.strategies.incoming_rows import HOME, bands_by_stage, by_peer, by_
 def staged(
     problem: Problem, moving: MovingSide, tiles: Tiles, incoming: RowRanges, outgoing: RowRanges, stages: int
 ) -> Program:
-    """The program in which a rank gets the incoming rows from their owners and gives the outgoing ones away, in stages.
+    """The program of a rank that receives the incoming rows from their owners and sends the outgoing ones, in stages.
 
     ``tiles`` are what this rank computes, in the owners' rows.
     """
@@ -43,21 +43,21 @@ def staged(
     def slot(stage: int) -> int:
         return 1 + stage % 2
 
-    away = by_peer(placed.owner, placed.at, placed.at + placed.size)
-    home = by_peer(leaving.receiver, leaving.start, leaving.stop)
+    from_owner = by_peer(placed.owner, placed.at, placed.at + placed.size)
+    to_receiver = by_peer(leaving.receiver, leaving.start, leaving.stop)
     distances: list[list[int]] = [[] for _ in range(stages)]
     for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
         distances[stage].append(distance)
 
-    def guests(what: What, stage: int) -> tuple[Transfer, ...]:
-        """The rows of others (or what was found for them) that this rank holds in a stage."""
+    def of_others(what: What, stage: int) -> tuple[Transfer, ...]:
+        """Transfers of the rows of other ranks (or of their results) that this rank holds in a stage."""
         owners = ((rank - d) % world for d in distances[stage])
-        return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in away.get(p, ()))
+        return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in from_owner.get(p, ()))
 
     def own(what: What, stage: int) -> tuple[Transfer, ...]:
-        """The rank's own rows (or what was found for them) that others hold in a stage."""
-        askers = ((rank + d) % world for d in distances[stage])
-        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in askers for rows in home.get(p, ()))
+        """Transfers of the rank's own rows (or of their results) that other ranks hold in a stage."""
+        receivers = ((rank + d) % world for d in distances[stage])
+        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in receivers for rows in to_receiver.get(p, ()))
 
     def task(stage: int) -> Task:
         if stage == HOME:
@@ -67,9 +67,9 @@ def staged(
     by_stage = {stage: (task(stage),) for stage in bands}
 
     def step(n: int, back: What | None) -> Step:
-        sends, recvs = (own(moving.what, n), guests(moving.what, n)) if n < stages else ((), ())
+        sends, recvs = (own(moving.what, n), of_others(moving.what, n)) if n < stages else ((), ())
         if back and n >= 2:
-            sends += guests(back, n - 2)
+            sends += of_others(back, n - 2)
             recvs += own(back, n - 2)
         return Step(sends=sends, recvs=recvs, tasks=by_stage.get(HOME if n == 0 else n - 1, ()))
 
@@ -78,12 +78,12 @@ def staged(
         return tuple(step(n, back) for n in range(stages + (2 if back and stages else 1)))
 
     filled = [placed.rows(stage) for stage in range(stages)]
-    visiting = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
+    stage_slots = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
-        q_slots=(Slot(rows=problem.q_rows), *(visiting if moving.what == "q" else ())),
-        kv_slots=(Slot(rows=problem.kv_rows), *(visiting if moving.what == "kv" else ())),
+        q_slots=(Slot(rows=problem.q_rows), *(stage_slots if moving.what == "q" else ())),
+        kv_slots=(Slot(rows=problem.kv_rows), *(stage_slots if moving.what == "kv" else ())),
     )
 
 

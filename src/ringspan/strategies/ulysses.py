@@ -1,4 +1,5 @@
-"""Ulysses: heads in exchange for tokens. Every rank computes all tokens of some heads, and results go home."""
+"""Ulysses: exchange heads for tokens. Every rank computes all tokens of some heads and sends the results to their
+owners."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from ringspan.strategies.protocol import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Ulysses(Strategy):
-    """Bytes shrink with the number of ranks, and one launch covers the whole sequence; no more ranks than query heads
-    can work.
+    """Bytes shrink with the number of ranks, and one launch covers the whole sequence. No more ranks than query heads
+    can compute.
 
-    Any number of heads goes (see ``heads.py``). Those given here are an example until tensors come: a plan is fitted to
-    theirs by :meth:`ringspan.Plan.for_heads`, which attention calls. Work goes with heads, so no layout is needed to
-    balance it, and long spans are best: what a layout interleaves (striped) is put side by side span by span, which
-    leaves many bands."""
+    Any number of heads is possible (see ``heads.py``). The options are defaults until the tensors are known: attention
+    calls :meth:`ringspan.Plan.for_heads`, which fits the plan to their heads. Work is shared by heads, so no layout is
+    needed to balance it. Long spans are best: the interleaved tokens of a striped layout leave many bands.
+    """
 
     heads: int = 32
     kv_heads: int = 8

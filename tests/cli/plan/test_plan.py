@@ -110,7 +110,7 @@ def test_a_file_that_is_no_hardware_is_named(text: str, tmp_path: Path, capsys: 
     junk = tmp_path / "junk.json"
     junk.write_text(text)
     assert main(["plan", "--world", "2", "--mask", "causal(8)", "--hardware", str(junk)]) == 2
-    assert f"--hardware {junk}: this is no hardware file" in capsys.readouterr().err
+    assert f"--hardware {junk}: this is not a hardware file" in capsys.readouterr().err
 
 
 def test_thousands_of_steps_are_not_printed_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
