@@ -71,6 +71,12 @@ def test_the_wrapper_looks_like_the_function_it_wraps() -> None:
 
 # -- other threads -----------------------------------------------------------------------------------------------------
 
+# torch 2.11 built with CUDA, on a machine without: FakeTensorMode crashes in the second thread that compiles.
+compiles_in_threads = pytest.mark.skipif(
+    torch.__version__.startswith("2.11") and torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="this PyTorch crashes when a second thread compiles, with or without ringspan",
+)
+
 
 def in_another_thread(call: Callable[[], Tensor]) -> Tensor:
     results: list[Any] = []
@@ -89,6 +95,7 @@ def in_another_thread(call: Callable[[], Tensor]) -> Tensor:
     return results[0]
 
 
+@compiles_in_threads
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_another_thread_compiles_while_a_block_is_open_here(fullgraph: bool) -> None:
     compiled = torch.compile(never_compiled_before(), backend="eager", fullgraph=fullgraph)
@@ -99,6 +106,7 @@ def test_another_thread_compiles_while_a_block_is_open_here(fullgraph: bool) -> 
     torch.testing.assert_close(compiled(x(), x(), x()), full())
 
 
+@compiles_in_threads
 def test_blocks_open_and_close_while_another_thread_compiles() -> None:
     """Neither thread raises, and neither gets the other's result."""
     done = threading.Event()
