@@ -39,11 +39,11 @@ def attend(
     """
     if scale is None:
         scale = max(1, q_BHSD.shape[-1]) ** -0.5  # a head dim of 0 is refused below
-    plan_id = handle.id
-    if plan_id is not None and score_mod is None and is_traced():
-        if is_exporting():
-            plan_id = handle.constant_id()
-        return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
+    if score_mod is None and is_traced():
+        # Only one of them is read: torch.export of torch 2.11 takes a tensor that was read for an input of the program.
+        plan_id = handle.constant_id() if is_exporting() else handle.id
+        if plan_id is not None:
+            return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
     with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
         plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
         if scale <= 0:
