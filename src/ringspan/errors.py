@@ -55,7 +55,8 @@ class PeerTimeout(TransportError):
 
 
 def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:
-    """
+    """The message for a name that is not among the known ones, with the nearest of them.
+
     >>> unknown_name("mask", "casual", ["full", "causal", "window"])
     "no mask is called 'casual' (did you mean causal?); there are full, causal and window"
     >>> unknown_name("mask", 3, ["full", "causal"])

@@ -123,7 +123,7 @@ READS = [
 
 @pytest.mark.parametrize(("function", "what"), READS)
 def test_what_reads_an_index_must_be_told_how_many_there_are(function: Callable[..., Any], what: str) -> None:
-    with pytest.raises(rs.MaskError, match=rf"reads the index of {what}: say how many there are, .*{what}="):
+    with pytest.raises(rs.MaskError, match=rf"reads the index of {what}: give its size, .*{what}="):
         rs.mask_mod(function, 5)
 
 
@@ -192,7 +192,7 @@ REFUSED: dict[str, Callable[[rs.Mask], Any]] = {
 
 @pytest.mark.parametrize("expression", REFUSED.values(), ids=REFUSED)
 def test_what_bands_cannot_say_of_a_function(expression: Callable[[rs.Mask], Any]) -> None:
-    with pytest.raises(rs.MaskError, match=r"settled by a function.*write the function of the result.*& works"):
+    with pytest.raises(rs.MaskError, match=r"decided by a function.*write the function of the result.*& works"):
         expression(rs.mask_mod(odd, 40))
 
 

@@ -1,4 +1,4 @@
-"""Layouts: functions ``mask, world -> Layout`` that say who owns which tokens. Any length, any number of ranks."""
+"""Layouts: functions ``mask, world -> Layout`` that assign tokens to ranks. Any length, any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LayoutLike: TypeAlias = "str | Layout | Sequence[Iterable[Sequence[int]]] | Call
 
 
 def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]:
-    """The layout of the mask's queries that a user's ``layout=`` means, and a line that says how it came about.
+    """The layout of the mask's queries for a ``layout=`` argument, and a note on its origin.
 
-    A name, a ready :class:`Layout`, a list of spans for each rank, or any function of (mask, world).
+    The argument is a name, a :class:`Layout`, a list of spans for each rank, or a function of (mask, world).
     """
     world, n = check_world(world), mask.lengths[0]
     if isinstance(given, str):
@@ -50,7 +50,7 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
 
 @cache_by_digest(256)
 def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
-    """The layout of that name, or the one that ``"auto"`` chooses, and a line that says so."""
+    """The layout of that name, or the one that ``"auto"`` chooses, and a note."""
     if name == "auto":
         return auto(mask, world)
     if name not in LAYOUTS:

@@ -1,4 +1,4 @@
-"""``layout="auto"``: a rule short enough to say in a line."""
+"""``layout="auto"``: the first simple layout that is balanced well enough."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GOOD_ENOUGH = 1.1
 
 
 def auto(mask: Mask, world: int) -> tuple[Layout, str]:
-    """The first of contiguous, zigzag, balanced whose balance is at most 1.1, else the best balanced; and why.
+    """The first of contiguous, zigzag, balanced whose balance is at most 1.1, else the best of them; and a note that says why.
 
     Contiguous comes first because it keeps neighbours together and so moves the fewest keys for windows and documents.
 

@@ -1,4 +1,4 @@
-"""One unbroken span a rank: fewest bytes for local masks, poor balance for causal ones."""
+"""One span per rank: fewest bytes for local masks, poor balance for causal ones."""
 
 from __future__ import annotations
 

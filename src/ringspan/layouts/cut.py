@@ -1,6 +1,6 @@
-"""Cut a mask along layouts: what the queries of some spans see of the keys of others, in the ranks' own coordinates.
+"""Cut a mask along layouts: the bands between the queries of some spans and the keys of others, in local rows of the ranks.
 
-This is the one place where global tokens become local rows, and it costs O(bands that touch), never O(tokens).
+This is the only place where global tokens become local rows. It costs O(bands that overlap), never O(tokens).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Tiles(NamedTuple):
 
 
 def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
-    """What the given pieces of queries see of the given pieces of keys."""
+    """The bands between the given pieces of queries and the given pieces of keys."""
     queries, keys = _same_step(queries, keys)
-    # queries × bands that meet them, then × keys that meet what those see
+    # queries × bands that overlap them, then × keys that overlap the keys of these
     q, b = tables.overlapping(*queries.extent, mask.table[:, Q0], mask.table[:, Q1])
     band, kept = tables.tighten_indexed(_rows_within(mask.table[b], queries, q))
     q = q[kept]
@@ -53,7 +53,7 @@ def areas(mask: Mask, layout: Layout) -> Ints:
 
 
 def balance(mask: Mask, layout: Layout) -> float:
-    """The largest rank's share of the work over the mean share: 1.0 is perfect, ``world`` is one rank doing it all."""
+    """The largest rank's share of the work over the mean share: 1.0 is perfect, ``world`` is one rank with all the work."""
     per_rank = areas(mask, layout)
     return float(per_rank.max() * layout.world / per_rank.sum()) if per_rank.sum() else 1.0
 
@@ -67,8 +67,11 @@ def _rows_within(band: Table, queries: Pieces, q: Ints) -> Table:
 
 
 def _localise(band: Table, queries: Pieces, q: Ints, keys: Pieces, k: Ints) -> Table:
-    """Rewrite global bands in rows: query ``start + i * step`` is row ``at + i``. With ``lo <= k - q <= hi`` and both steps
-    alike, ``(lo - shift) / step <= j - i <= (hi - shift) / step`` where shift is the distance of the two starts."""
+    """Rewrite global bands in local rows: query ``start + i * step`` is row ``at + i``.
+
+    With ``lo <= k - q <= hi`` and equal steps, ``(lo - shift) / step <= j - i <= (hi - shift) / step``, where shift is the
+    distance of the two starts.
+    """
     q_start, k_start, step = queries.start[q], keys.start[k], queries.step[q]
     shift = k_start - q_start
     local = np.empty_like(band)
@@ -87,16 +90,19 @@ def _ceil(a: Ints, step: Ints) -> Ints:
 
 
 def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
-    """Thinned spans cut bands into bands only when all are thinned alike. Where steps differ (a striped layout for the
-    queries, a contiguous one for the keys) the thinned spans are taken token by token: exact, but as slow as it sounds."""
+    """Give all pieces the same step: spans with steps cut bands into bands only if all steps are equal.
+
+    Where they differ (a striped layout for the queries, a contiguous one for the keys) spans with steps are split into single
+    tokens. This is exact, but costs O(tokens).
+    """
     steps = np.unique(np.concatenate([queries.step[queries.size > 1], keys.step[keys.size > 1]]))
     if len(steps) <= 1:
         step = steps[0] if len(steps) else 1
         return queries._replace(step=np.full_like(queries.step, step)), keys._replace(step=np.full_like(keys.step, step))
-    return _token_by_token(queries), _token_by_token(keys)
+    return _single_tokens(queries), _single_tokens(keys)
 
 
-def _token_by_token(p: Pieces) -> Pieces:
+def _single_tokens(p: Pieces) -> Pieces:
     n = np.where(p.step > 1, p.size, 1)
     i = np.repeat(np.arange(len(n)), n)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(n) - n, n)

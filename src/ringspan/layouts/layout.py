@@ -1,4 +1,4 @@
-"""A layout: who owns which tokens. A bijection from the global tokens to (rank, local position)."""
+"""A layout: which rank owns which tokens. A bijection from the global tokens to (rank, local position)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ringspan.errors import LayoutError
 Ints = NDArray[np.int64]
 
 
-# Spans are compared in their common step, which must leave room in int64.
+# Spans are compared in their common step, which must not overflow int64.
 LARGEST_STEP = 2**31
 
 
 class Span(NamedTuple):
-    """The tokens ``range(start, stop, step)``. A step other than 1 is what makes a striped layout one span a rank."""
+    """The tokens ``range(start, stop, step)``. With steps, a striped layout has one span per rank."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class Pieces(NamedTuple):
 
     @property
     def extent(self) -> tuple[Ints, Ints]:
-        """The first token of each, and where its last one ends."""
+        """The first token of each piece, and one past its last."""
         return self.start, self.start + (self.size - 1) * self.step + 1
 
     def of(self, *ranks: int) -> Pieces:
@@ -58,7 +58,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Layout:
-    """For each rank an ordered list of spans; together they hold every token exactly once.
+    """For each rank an ordered list of spans; together they contain every token exactly once.
 
     >>> Layout([[(0, 2), (6, 8)], [(2, 6)]])
     <Layout spans: 8 tokens over 2 ranks>
@@ -71,9 +71,9 @@ class Layout:
     name: str
 
     def __init__(self, spans: Sequence[Iterable[Sequence[int]]], *, length: int | None = None, name: str = "spans") -> None:
-        """``length`` is that of the sequence, where it is known beforehand."""
+        """``length`` is that of the sequence; without it, the sequence ends with the last span."""
         for field, value in (("spans", _checked(spans)), ("name", name)):
-            object.__setattr__(self, field, value)  # once, from whatever sequences were given
+            object.__setattr__(self, field, value)  # the dataclass is frozen
         _check_bijection(self.pieces, length)
 
     @property
@@ -99,11 +99,11 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits, equal exactly for equal spans in equal order."""
+        """Sixteen hex digits, equal if and only if the spans are, in the same order."""
         return hashlib.sha256(repr(self.spans).encode()).hexdigest()[:16]
 
     def positions(self, rank: int) -> Ints:
-        """The global tokens of a rank, in the order in which it holds them.
+        """The global tokens of a rank, in local order.
 
         >>> Layout([[(0, 2), (6, 8)], [(2, 6)]]).positions(0).tolist()
         [0, 1, 6, 7]
@@ -112,7 +112,7 @@ class Layout:
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def order(self) -> Ints:
-        """All tokens, rank after rank: ``x[order]`` lays a sequence out, ``y[argsort(order)]`` brings it back."""
+        """All tokens, rank after rank: ``x[order]`` shards a sequence, ``y[argsort(order)]`` restores it."""
         return np.concatenate([self.positions(rank) for rank in range(self.world)])
 
     def __eq__(self, other: object) -> bool:
@@ -125,7 +125,7 @@ class Layout:
         return f"<Layout {self.name}: {self.length} tokens over {self.world} rank{'s' * (self.world != 1)}>"
 
     def ascii(self) -> str:
-        """A line for each rank with its spans."""
+        """One line per rank with its spans."""
         return "\n".join(f"rank {rank}: {' '.join(map(repr, s))}".rstrip() for rank, s in enumerate(self.spans))
 
 
@@ -150,7 +150,7 @@ def check_world(world: Any) -> int:
 
 
 def _checked(spans: Any) -> tuple[tuple[Span, ...], ...]:
-    """A user's spans, without those that hold nothing."""
+    """The given spans, validated, without empty ones."""
     try:
         given = [list(of_rank) for of_rank in spans]
     except TypeError:
@@ -176,8 +176,8 @@ def _span(rank: int, given: Sequence[int]) -> Span:
 def _check_bijection(p: Pieces, length: int | None) -> None:
     """Every token of ``range(length)`` exactly once; without a length, every token up to the last.
 
-    Spans of all steps are first written with their common step; two of them can then only meet when they start in the same
-    residue class, where sorting finds them.
+    All spans are first split into spans of their common step. Two of these overlap only within one residue class, where sorting
+    finds them.
     """
     common = math.lcm(*set(p.step[p.size > 1].tolist()))
     if common > LARGEST_STEP:
@@ -212,9 +212,10 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
 
 
 def _first_without_owner(first: Ints, last: Ints, common: int) -> int:
-    """The first token that no span holds: one where a residue class begins, or a step behind a span, and no span begins there.
+    """The first token without an owner.
 
-    Of the classes, no more can have begun than there are spans.
+    It is the start of a residue class or one step after a span, and no span begins there. At most as many classes need to be
+    tried as there are spans, plus one.
     """
     beginnings = np.arange(min(common, len(first) + 1))
     return int(np.setdiff1d(np.concatenate([beginnings, last + common]), first).min())

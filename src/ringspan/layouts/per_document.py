@@ -10,10 +10,10 @@ from ringspan.masks import Mask
 
 
 def per_document(mask: Mask, world: int) -> Layout:
-    """Each document of the mask is cut into ``2 * world`` chunks and dealt head to tail.
+    """Each document of the mask is cut into ``2 * world`` chunks; a rank gets one from the front and one from the back.
 
-    The documents are read off the mask (:meth:`Mask.documents`). Where a length is not divisible the odd tokens go to the
-    chunks whose turn it is, and the turn passes on from document to document, so that no rank collects them all.
+    The documents are those of :meth:`Mask.documents`. Where a length is not divisible, the remaining tokens go to chunks in
+    turn, continued from document to document, so that no rank gets them all.
 
     >>> from ringspan import documents
     >>> print(per_document(documents([4, 6]), 2).ascii())
@@ -28,10 +28,10 @@ def per_document(mask: Mask, world: int) -> Layout:
         )
     chunks = 2 * world
     cuts = mask.documents()
-    size, odd = np.divmod(np.diff(cuts), chunks)
-    turn = (np.cumsum(odd) - odd) % chunks
-    lucky = (np.arange(chunks)[None, :] - turn[:, None]) % chunks < odd[:, None]
-    stop = cuts[:-1, None] + np.cumsum(size[:, None] + lucky, axis=1)
+    size, rest = np.divmod(np.diff(cuts), chunks)
+    turn = (np.cumsum(rest) - rest) % chunks
+    gets_one_more = (np.arange(chunks)[None, :] - turn[:, None]) % chunks < rest[:, None]
+    stop = cuts[:-1, None] + np.cumsum(size[:, None] + gets_one_more, axis=1)
     start = np.concatenate([cuts[:-1, None], stop[:, :-1]], axis=1)
     spans: list[list[tuple[int, int]]] = []
     for r in range(world):

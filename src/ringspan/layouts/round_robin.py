@@ -1,4 +1,4 @@
-"""Blocks dealt by their real work, heaviest first, to and fro."""
+"""Blocks assigned to ranks in turn, by descending work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BLOCKS_PER_RANK = 16
 
 
 def round_robin(mask: Mask, world: int) -> Layout:
-    """Equal blocks of queries, sorted by how many keys they see, dealt like cards: 0 1 2 … 2 1 0 0 1 2 ….
+    """Equal blocks of queries, sorted by how many keys they see, assigned to ranks 0 1 2 … 2 1 0 0 1 2 ….
 
-    The number of blocks, not their size, is fixed (16 a rank), so that planning does not cost more for a longer sequence.
+    The number of blocks, not their size, is fixed (16 per rank), so that the cost of planning does not grow with the sequence.
 
     >>> from ringspan import causal
     >>> print(round_robin(causal(8), 2).ascii())
@@ -26,9 +26,9 @@ def round_robin(mask: Mask, world: int) -> Layout:
     cuts = np.arange(blocks + 1, dtype=np.int64) * n // blocks
     heaviest_first = np.argsort(-mask.work(cuts), kind="stable")
     turn = np.arange(blocks) % (2 * world)
-    dealt_to = np.where(turn < world, turn, 2 * world - 1 - turn)
+    rank_of_turn = np.where(turn < world, turn, 2 * world - 1 - turn)
     owner = np.empty(blocks, dtype=np.int64)
-    owner[heaviest_first] = dealt_to
+    owner[heaviest_first] = rank_of_turn
     spans: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for block, rank in enumerate(owner.tolist()):
         start, stop = int(cuts[block]), int(cuts[block + 1])

@@ -1,4 +1,4 @@
-"""Head and tail together: every rank gets one early and one late chunk, which balances causal masks exactly."""
+"""Every rank gets one early and one late chunk, which balances causal masks exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A query sees itself and what came before."""
+"""Causal masks: a query sees its own key and earlier ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Align = Literal["start", "end"]
 def causal(q_len: int | None = None, k_len: int | None = None, *, align: Align | None = None) -> Mask:
     """Query ``q`` sees keys ``k <= q``. With no length it is a relation, for use with another mask.
 
-    When queries and keys differ in number there are two conventions and no right default, so one must be named:
-    ``align="start"`` lays the first query on the first key (PyTorch's ``is_causal``), ``align="end"`` the last query on
-    the last key (flash-attention's ``causal``; decoding with a cache).
+    If the numbers of queries and keys differ there are two conventions and no safe default, so ``align`` is required:
+    ``"start"`` aligns the first query with the first key (PyTorch's ``is_causal``), ``"end"`` the last query with the last key
+    (flash-attention's ``causal``; decoding with a cache).
 
     >>> print(causal(2, 4, align="end").ascii())
     x x x .
@@ -40,7 +40,7 @@ def diagonal(q_len: int, k_len: int, align: str | None) -> int:
         raise MaskError(f'align must be "start" or "end", not {align!r}')
     if align is None and q_len != k_len:
         raise MaskError(
-            f'causal with {q_len} queries and {k_len} keys can mean two things: say align="start" (query i sees keys 0..i) '
+            f'causal with {q_len} queries and {k_len} keys can mean two things: give align="start" (query i sees keys 0..i) '
             f'or align="end" (the last query sees all keys)'
         )
     return k_len - q_len if align == "end" else 0

@@ -17,9 +17,9 @@ from ringspan.masks.table import MAX_LENGTH
 def documents(
     lengths: Any = None, *, ids: Any = None, kv_lengths: Any = None, causal: bool = True, align: Align | None = None
 ) -> Mask:
-    """Documents laid end to end, given by their ``lengths`` or by the document ``ids`` of every token.
+    """Documents packed end to end, given by their ``lengths`` or by the document ``ids`` of every token.
 
-    Tokens of one id see each other wherever they stand; ids need not be sorted. ``kv_lengths`` gives each document another
+    Tokens of one id see each other at any distance; ids need not be sorted. ``kv_lengths`` gives each document another
     number of keys (cross-attention between packed pairs); causal then needs ``align`` (see :func:`ringspan.causal`).
 
     >>> print(documents([1, 3]).ascii())
@@ -32,15 +32,15 @@ def documents(
     """
     if (lengths is None) == (ids is None):
         raise MaskError("documents() takes the lengths of the documents or the ids= of the tokens: exactly one of the two")
-    diagonal(0, 0, align)  # names a wrong align even where none is needed
+    diagonal(0, 0, align)  # rejects an invalid align even where none is needed
     if ids is not None:
         if kv_lengths is not None:
-            raise MaskError("documents(ids=…) describes queries and keys alike; give lengths and kv_lengths instead")
+            raise MaskError("documents(ids=…) describes both queries and keys; give lengths and kv_lengths instead")
         return _by_ids(ids, causal)
     q_lengths = as_lengths("lengths", lengths)
     k_lengths = q_lengths if kv_lengths is None else as_lengths("kv_lengths", kv_lengths)
     if len(q_lengths) != len(k_lengths):
-        raise MaskError(f"{len(q_lengths)} documents have lengths but {len(k_lengths)} have kv_lengths: one each, please")
+        raise MaskError(f"{len(q_lengths)} documents have lengths but {len(k_lengths)} have kv_lengths: both need one each")
     q1, k1 = np.cumsum(q_lengths), np.cumsum(k_lengths)
     q0, k0 = q1 - q_lengths, k1 - k_lengths
     far = np.full_like(q0, MAX_LENGTH)
@@ -54,9 +54,9 @@ def _by_ids(ids: Any, causal: bool) -> Mask:
     try:
         id_of = np.asarray(ids.tolist() if hasattr(ids, "tolist") else ids)
     except ValueError:
-        raise MaskError(f"ids must be a flat list of whole numbers, one a token; got {ids!r}") from None
+        raise MaskError(f"ids must be a flat list of whole numbers, one per token; got {ids!r}") from None
     if id_of.ndim != 1 or (len(id_of) and id_of.dtype.kind not in "iu"):
-        raise MaskError(f"ids must be a flat list of whole numbers, one a token; got {id_of.dtype} of shape {id_of.shape}")
+        raise MaskError(f"ids must be a flat list of whole numbers, one per token; got {id_of.dtype} of shape {id_of.shape}")
     n = length("the number of ids", len(id_of))
     start = np.flatnonzero(np.concatenate([[True], id_of[1:] != id_of[:-1]])) if n else np.zeros(0, dtype=np.int64)
     stop = np.append(start[1:], n) if n else start

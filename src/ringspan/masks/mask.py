@@ -23,7 +23,7 @@ class Mask:
     """Which queries see which keys. Immutable; build one with ``causal``, ``documents``, … and combine with ``& | ~ -``.
 
     ``q_len`` and ``k_len`` are None for a *relation*, which holds at any length (``window``) and takes the lengths of
-    what it is combined with.
+    the mask it is combined with.
 
     >>> from ringspan import causal, window
     >>> mask = causal(6) & window(left=2)
@@ -45,7 +45,7 @@ class Mask:
     table: Table
     name: str
     predicate: Predicate | None
-    """Functions that have the last word on the pairs of the bands; None, if the bands are the whole mask."""
+    """Functions that decide which pairs of the bands are visible; None if all are."""
     _area: int
     _digest: str
 
@@ -109,7 +109,7 @@ class Mask:
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs are visible; with a predicate, how many may be."""
+        """How many (query, key) pairs are visible; with a predicate, at most."""
         try:
             return self._area
         except AttributeError:
@@ -119,15 +119,16 @@ class Mask:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that are equal exactly for equal tables of bands of equal lengths, on every machine.
+        """Sixteen hex digits that are equal if and only if the tables of bands and the lengths are, on every machine.
 
-        With a predicate, for those whose functions also say the same of every pair that they were asked about: of all of them.
+        With a predicate, its fingerprint must be equal too: it follows from the results for all pairs, or for a BlockMask with
+        many partial blocks from its blocks, its function and a sample.
         """
         try:
             return self._digest
         except AttributeError:
-            settled = "" if self.predicate is None else self.predicate.fingerprint
-            head = f"{self.q_len},{self.k_len};{settled}".encode()
+            fingerprint = "" if self.predicate is None else self.predicate.fingerprint
+            head = f"{self.q_len},{self.k_len};{fingerprint}".encode()
             body = np.ascontiguousarray(self.table, dtype="<i8").tobytes()
             object.__setattr__(self, "_digest", hashlib.sha256(head + body).hexdigest()[:16])
             return self.digest
@@ -147,7 +148,7 @@ class Mask:
         raise MaskError("a mask has no truth value: write a & b, a | b, ~a (not `and`, `or`, `not`), or test mask.area")
 
     def __eq__(self, other: object) -> bool:
-        """The same lengths and the same visible pairs, however they were written; of settled ones, the same digest."""
+        """The same lengths and the same visible pairs, in whatever bands; with a predicate, the same digest."""
         if not isinstance(other, Mask):
             return NotImplemented
         if self is other or self.digest == other.digest:
@@ -206,16 +207,16 @@ class Mask:
 
     @property
     def transposed(self) -> Mask:
-        """The mask with the parts of queries and keys exchanged."""
+        """The mask with queries and keys exchanged."""
         q0, q1, k0, k1, lo, hi = self.table.T
         turned = np.stack([k0, k1, q0, q1, -hi, -lo], axis=1)
         predicate = None if self.predicate is None else self.predicate.transposed
         return Mask(turned, self.k_len, self.q_len, name=f"{_bracketed(self)}.transposed", predicate=predicate)
 
-    # -- what planners ask ---------------------------------------------------------------------------------------------
+    # -- for planning -------------------------------------------------------------------------------------------------
 
     def work(self, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The area of the rows between each two neighbouring cuts.
+        """The area of the rows between each two consecutive cuts.
 
         >>> from ringspan import causal
         >>> causal(4).work(np.array([0, 2, 4])).tolist()
@@ -232,9 +233,9 @@ class Mask:
         return total
 
     def documents(self) -> NDArray[np.int64]:
-        """Where the sequence falls apart: cuts ``[0, …, n]`` such that no query sees a key across one.
+        """Boundaries ``[0, …, n]`` of documents: no query sees a key across one.
 
-        It is read off the bands, so it is right for every mask of equal lengths however it was made.
+        They are derived from the bands, so they are right for every mask with as many queries as keys, however it was made.
 
         >>> from ringspan import documents, window
         >>> (documents([2, 3, 1]) & window(left=1)).documents().tolist()
@@ -242,7 +243,7 @@ class Mask:
         """
         q_len, k_len = self.lengths
         if q_len != k_len:
-            raise MaskError(f"documents are read off a mask of one length; this one has {q_len} queries and {k_len} keys")
+            raise MaskError(f"documents are those of one sequence; this mask has {q_len} queries and {k_len} keys")
         if q_len == 0:
             return np.zeros(1, dtype=np.int64)
         start = np.minimum(self.table[:, Q0], self.table[:, K0])
@@ -255,12 +256,12 @@ class Mask:
         ends = np.concatenate([start[:1], reach[-1:]])
         return np.unique(np.concatenate([[0, q_len], opens, closes, ends]))
 
-    # -- looking at it -------------------------------------------------------------------------------------------------
+    # -- display ------------------------------------------------------------------------------------------------------
 
     def dense(self, *, b: int = 0, h: int = 0) -> NDArray[np.bool_]:
         """The mask as a (q_len, k_len) boolean array: for tests and pictures, not for planning.
 
-        Of a mask that differs over the batch or the heads, that of member ``b`` and head ``h``.
+        If the mask differs over the batch or the heads, that of member ``b`` and head ``h``.
         """
         in_bands = tables.dense(self.table, *self.lengths)
         if self.predicate is None:
@@ -294,7 +295,7 @@ def _rebuilt(table: Table, q_len: int | None, k_len: int | None, name: str, pred
 
 
 def length(what: str, value: Any) -> int:
-    """``value`` as a length, or a :class:`MaskError` that says what is wrong with it."""
+    """``value`` as a length, or a :class:`MaskError`."""
     try:
         n = operator.index(value)
     except TypeError:
@@ -305,19 +306,19 @@ def length(what: str, value: Any) -> int:
 
 
 def lengths(what: str, values: Any) -> NDArray[np.int64]:
-    """A list, array or tensor of lengths as int64, or a :class:`MaskError` naming the one that is not a length."""
+    """A list, array or tensor of lengths as int64, or a :class:`MaskError` that names the invalid one."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     try:
         checked = [length(f"{what}[{i}]", n) for i, n in enumerate(values)]
     except TypeError:
-        raise MaskError(f"{what} must be a list of lengths, one a document, not {values!r}") from None
+        raise MaskError(f"{what} must be a list of lengths, one per document, not {values!r}") from None
     length(f"the sum of {what}", sum(checked))
     return np.array(checked, dtype=np.int64)
 
 
 def _band(given: Any) -> Band:
-    """A user's band with whole numbers; what lies beyond any sequence is brought to its edge, where it means the same."""
+    """A band given by a user, as integers; numbers beyond the longest sequence are clamped, which changes nothing."""
     try:
         numbers = [operator.index(x) for x in given]
         return Band(*(min(max(x, -MAX_LENGTH), MAX_LENGTH) for x in numbers))
@@ -326,11 +327,11 @@ def _band(given: Any) -> Band:
 
 
 def _refuse_predicate(sign: str, *masks: Mask) -> None:
-    """What bands cannot say of a function, another function can."""
+    """Raise for an operation that a predicate does not support."""
     for mask in masks:
         if mask.predicate is not None:
             raise MaskError(
-                f"{mask.name} is settled by a function, and {sign} of it is no such mask again: write the function of the "
+                f"{mask.name} is decided by a function, and {sign} is not defined for such masks: write the function of the "
                 "result, as in rs.mask_mod(lambda b, h, q, k: ~hidden(b, h, q, k), q_len). & works with any mask"
             )
 

@@ -34,10 +34,10 @@ def mask_mod(
 ) -> Mask:
     """Query ``q`` of head ``h`` of member ``b`` of the batch sees key ``k`` iff ``function(b, h, q, k)``, as in FlexAttention.
 
-    The function is called for every pair, some rows at a time; a mask that can be said in bands costs nothing of the kind.
-    If what it says are bands after all (causal, windows, documents: no more bands than there are blocks to visit), they are the
-    mask, and every kernel can serve it. If not, the mask is planned by the blocks of pairs that anybody sees, and kernels
-    call the function again. One that reads ``b`` or ``h`` must be told how many there are: ``batch=``, ``heads=``.
+    The function is evaluated for every pair, some rows at a time, which costs O(q_len × kv_len): prefer masks of bands where
+    they can express the same. If the result is a small set of bands (causal, windows, documents), the mask is these bands, and
+    every kernel supports it. If not, the mask is planned by its non-empty blocks, and kernels call the function. A function
+    that reads ``b`` or ``h`` needs their sizes: ``batch=``, ``heads=``.
 
     >>> mask_mod(lambda b, h, q, k: (k <= q) & (q - k < 3), 6)
     <Mask mask_mod(<lambda>): 6 × 6, area 15, 1 band>
@@ -81,7 +81,7 @@ def mask_of_survey(found: Survey, predicate: Predicate, lengths: tuple[int, int]
 
 def _count(what: str, given: int | None) -> int:
     if given is None:
-        raise MaskError(f"this mask_mod reads the index of {what}: say how many there are, rs.mask_mod(…, {what}=…)")
+        raise MaskError(f"this mask_mod reads the index of {what}: give its size, rs.mask_mod(…, {what}=…)")
     return length(what, given)
 
 

@@ -1,7 +1,8 @@
-"""A predicate: functions that say, pair by pair, what is seen within the bands of a mask.
+"""A predicate: functions that decide, pair by pair, what is visible within the bands of a mask.
 
-A mask that is no small set of bands (per batch, per head, or ragged everywhere) keeps bands around its blocks, by which it is
-planned: what they do not hold is never computed or exchanged. Within them kernels call the functions, with global indices::
+A mask that is not a small set of bands (per batch, per head, or irregular) has bands around its blocks, and a predicate. It is
+planned by its bands: pairs outside are never computed, and their keys not exchanged. Inside, kernels call the functions with
+global indices::
 
     bands, by blocks of 2      b, h, q, k -> (q + k) % 3 == 0      the mask
     x x . .                    x . . x                             x . . .
@@ -26,10 +27,10 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predicate:
-    """A pair is seen if all functions say so. ``batch`` and ``heads`` are how many they tell apart, None if they do not.
+    """A pair is visible if all functions return True for it.
 
-    ``fingerprint`` follows from what they say of every pair, and so is the same on all ranks. ``captured`` are the tensors
-    they use and the state in which these were.
+    ``batch`` and ``heads`` are the sizes that the functions distinguish, or None if they ignore the index. ``fingerprint`` is
+    equal for equal predicates, on all ranks. ``captured`` are the tensors they use, each with its version counter.
     """
 
     functions: tuple[MaskMod, ...]
@@ -40,18 +41,18 @@ class Predicate:
 
     @property
     def mask_mod(self) -> MaskMod:
-        """All functions as one."""
+        """The conjunction of all functions, as one function."""
         first, *others = self.functions
         if not others:
             return first
 
-        def all_of_them(b: Any, h: Any, q: Any, k: Any) -> Any:
+        def conjunction(b: Any, h: Any, q: Any, k: Any) -> Any:
             seen = first(b, h, q, k)
             for other in others:
                 seen = seen & other(b, h, q, k)
             return seen
 
-        return all_of_them
+        return conjunction
 
     @property
     def transposed(self) -> Predicate:
@@ -59,7 +60,7 @@ class Predicate:
         return replace(self, functions=(lambda b, h, q, k: function(b, h, k, q),), fingerprint=f"{self.fingerprint}.T")
 
     def both(self, other: Predicate) -> Predicate:
-        """What this one and the other show."""
+        """The conjunction of this predicate and another."""
         return Predicate(
             functions=(*self.functions, *other.functions),
             fingerprint=hashlib.sha256(f"{self.fingerprint} & {other.fingerprint}".encode()).hexdigest(),
@@ -70,7 +71,7 @@ class Predicate:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a tensor that the functions use has been changed in place since the mask was made of it."""
+        """Whether a captured tensor was changed in place since the mask was made."""
         return any(tensor_version(tensor) != version for tensor, version in self.captured)
 
 

@@ -1,4 +1,4 @@
-"""Prefix-LM: everyone sees the prefix, the rest is causal."""
+"""Prefix-LM: all queries see the prefix, the rest is causal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringspan.masks.table import MAX_LENGTH
 
 
 def prefix(n: int, prefix: int) -> Mask:
-    """Of ``n`` tokens the first ``prefix`` are seen by all; beyond them a query sees itself and what came before.
+    """Of ``n`` tokens the first ``prefix`` are visible to all queries; of the others a query sees itself and earlier ones.
 
     >>> print(prefix(4, 2).ascii())
     x x . .
@@ -20,6 +20,6 @@ def prefix(n: int, prefix: int) -> Mask:
     n, p = length("n", n), length("prefix", prefix)
     if p > n:
         raise MaskError(f"a prefix of {p} tokens is longer than the sequence of {n}")
-    # Two bands: the square of the prefix with itself, and the rows under it, which are plainly causal.
+    # Two bands: the square of the prefix with itself, and the causal rows below it.
     bands = tables.table((0, p, 0, p, -MAX_LENGTH, MAX_LENGTH), (p, n, 0, n, -MAX_LENGTH, 0))
     return Mask(bands, n, n, name=f"prefix({n}, {p})")

@@ -1,12 +1,12 @@
-"""From rows to bands: what a function says of every row, said in bands again where it is that simple.
+"""Convert runs of visible keys, row by row, into bands.
 
-The n-th run of a row continues that of the row above if each end stays where it is or moves by one. As long as the ends go on
-as they began, that is one band::
+The n-th run of a row continues that of the row above if each end stays where it is or moves by one. As long as the ends keep
+moving in the same way, the runs are one band::
 
     x x . . .      ends: 0 2      one band: both ends move by one
     . x x . .            1 3
     . . x x .            2 4
-    x . . . .            0 1      another: the start went back
+    x . . . .            0 1      another band: the start moved back
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RowRuns(NamedTuple):
 
 
 def bands_of_runs(runs: RowRuns) -> Table:
-    """The runs as bands, joined into few.
+    """The runs as bands, joined into few bands.
 
     >>> bands_of_runs(RowRuns(np.arange(4), np.array([0, 0, 0, 1]), np.arange(4) + 1)).tolist()
     [[0, 4, 0, 4, -2, 0]]
@@ -59,12 +59,12 @@ def bands_of_runs(runs: RowRuns) -> Table:
     nth, q, start, stop = nth[order], runs.q[order], runs.start[order], runs.stop[order]
     start_moves, stop_moves = np.diff(start), np.diff(stop)
     goes_on = (np.diff(nth) == 0) & (np.diff(q) == 1) & (start_moves >> 1 == 0) & (stop_moves >> 1 == 0)
-    # How both ends move, as one number; -1 where no run goes on.
+    # How both ends move, as one number; -1 where a run does not continue.
     how = np.where(goes_on, 2 * start_moves + stop_moves, -1)
     before = np.concatenate([[-1], how[:-1]])
     cut = np.flatnonzero((how == -1) | ((before != -1) & (how != before)))
     first, last = np.concatenate([[0], cut + 1]), np.concatenate([cut, [len(q) - 1]])
-    # Of a band of a single row it does not matter.
+    # For a band of a single row this does not matter.
     moves = np.append(how, -1)[first]
     lo = np.where(moves >> 1 == 1, start[first] - q[first], -MAX_LENGTH)
     hi = np.where(moves & 1 == 1, stop[first] - 1 - q[first], MAX_LENGTH)

@@ -1,7 +1,7 @@
-"""Tables of bands: the algebra of :class:`~ringspan.masks.band.Band`, a thousand bands at a time.
+"""Tables of bands: the algebra of :class:`~ringspan.masks.band.Band`, vectorised over bands.
 
-A table is an int64 array with one band a row and the columns of ``Band``. All functions are pure; what they return is tight
-(see :func:`tighten`). The cost is that of bands, and of pairs of bands whose rows meet; never that of tokens.
+A table is an int64 array with one band per row and the columns of ``Band``. All functions are pure and return tight tables
+(see :func:`tighten`). Their cost grows with the number of bands and of pairs of bands whose rows overlap, never with tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def table(*bands: tuple[int, int, int, int, int, int]) -> Table:
 
 
 def tighten(t: Table) -> Table:
-    """Trim every band to its rows and columns that hold something, its diagonals to its corners; drop the empty ones."""
+    """Trim every band to its non-empty rows and columns, and its diagonals to its corners; drop empty bands."""
     return tighten_indexed(t)[0]
 
 
 def tighten_indexed(t: Table) -> tuple[Table, Ints]:
     """:func:`tighten`, and which rows of ``t`` were kept."""
     q0, q1, k0, k1, lo, hi = t.T
-    # A row q holds something iff k0 <= q + hi and q + lo < k1; likewise a column.
+    # A row q is not empty iff k0 <= q + hi and q + lo < k1; likewise a column.
     rq0, rq1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     rk0, rk1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
     keep = np.flatnonzero((q0 < q1) & (k0 < k1) & (lo <= hi) & (rq0 < rq1) & (rk0 < rk1))
@@ -78,7 +78,7 @@ def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
 
 
 def count_overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> Ints:
-    """With how many of the intervals [b0, b1), none of them empty, each interval [a0, a1) shares a point.
+    """With how many of the non-empty intervals [b0, b1) each interval [a0, a1) shares a point.
 
     >>> count_overlapping(np.array([0, 5]), np.array([4, 9]), np.array([0, 3, 6]), np.array([3, 6, 8])).tolist()
     [2, 2]
@@ -100,7 +100,7 @@ def intersect(a: Table, b: Table) -> Table:
 
 
 def meet(a: Table, b: Table) -> Table:
-    """Row by row, the band that both hold (not yet tight: it may be empty)."""
+    """Row by row, the intersection of two bands (not yet tight: it may be empty)."""
     lower, upper = np.maximum(a, b), np.minimum(a, b)
     out = np.empty_like(a)
     out[:, [Q0, K0, LO]] = lower[:, [Q0, K0, LO]]
@@ -116,7 +116,7 @@ def subtract(a: Table, b: Table) -> Table:
 
 
 def _without(a: Table, band: Ints) -> Table:
-    """Cut one band out of each of ``a``. What is left of a band is at most six::
+    """Cut one band out of each of ``a``. At most six bands are left of each::
 
     a a a a a a      above
     l l - \\ u r      left, under the lower diagonal, over the upper one, right
@@ -132,7 +132,7 @@ def _without(a: Table, band: Ints) -> Table:
     pieces = [a[~touched]]
 
     def keep(column: int, value: int) -> Table:
-        """The part of ``hit`` on this side of the border, which is not touched again."""
+        """The part of ``hit`` on one side of a border."""
         part = hit.copy()
         bound = np.minimum if column in (Q1, K1, HI) else np.maximum
         part[:, column] = bound(part[:, column], value)
@@ -154,7 +154,7 @@ def _without(a: Table, band: Ints) -> Table:
 def coalesce(t: Table) -> Table:
     """Join disjoint bands into fewer.
 
-    Two disjoint bands are one band exactly when the smallest band around both has the area of the two together.
+    Two disjoint bands are one band if and only if the smallest band around both has the area of the two together.
 
     >>> coalesce(table((0, 2, 0, 2, -9, 0), (2, 4, 0, 2, -9, 9), (2, 4, 2, 4, -9, 0))).tolist()
     [[0, 4, 0, 4, -3, 0]]
@@ -163,7 +163,7 @@ def coalesce(t: Table) -> Table:
 
 
 def coalesce_grouped(t: Table, group: Ints) -> tuple[Table, Ints]:
-    """:func:`coalesce` within each group; with the bands, their groups, ordered by group, then rows, then columns."""
+    """:func:`coalesce` within each group. Returns the bands and their groups, ordered by group, then rows, then columns."""
     by_rows, by_cols = (K0, Q1, Q0), (Q0, K1, K0)
     while True:
         before = len(t)
@@ -185,7 +185,7 @@ def _join_neighbours(t: Table, group: Ints, keys: tuple[int, ...]) -> tuple[Tabl
         hull[:, [Q1, K1, HI]] = np.maximum(a, b)[:, [Q1, K1, HI]]
         together = sizes[:-1] + sizes[1:]
         joins = (group[:-1] == group[1:]) & (area(hull) == together)
-        # Of a run of joining neighbours take every second pair, so that no band is joined twice in one pass.
+        # Of consecutive pairs that join take every second one, so that no band is joined twice in one pass.
         index = np.arange(len(joins))
         since = index - np.maximum.accumulate(np.where(joins, -1, index)) - 1
         joins &= since % 2 == 0

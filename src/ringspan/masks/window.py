@@ -23,7 +23,7 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
     . . x x
     """
     if left is None and right is None:
-        raise MaskError("window() needs left= or right=: with neither it would hide nothing")
+        raise MaskError("window() needs left= or right=: without either it would hide nothing")
     lo = -MAX_LENGTH if left is None else -_reach("left", left)
     hi = MAX_LENGTH if right is None else _reach("right", right)
     sides = ", ".join(f"{side}={n}" for side, n in (("left", left), ("right", right)) if n is not None)

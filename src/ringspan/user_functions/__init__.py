@@ -1,1 +1,1 @@
-"""Looking into the functions of a user: the tensors they capture, their code, and copies with other tensors."""
+"""Inspection of user functions: the tensors they capture, the indices they read, digests, and copies with other tensors."""

@@ -1,11 +1,11 @@
-"""What ranks can compare of a function that each of them has: its code, and the numbers it holds.
+"""The digest of a function, for ranks to compare: its code, and the numbers it holds.
 
-An object holds more than a function takes of it: a layer knows its rank, its group and its neighbours. So of an object are told
-its type and the attributes that code around it names, and the code of those that are methods (always of ``__call__``, or of a
-module's ``forward``).
+An object holds more than a function uses: a layer may know its rank, its process group and its neighbours. So the digest of an
+object covers its type, those attributes that the code around it names, and the code of methods among them (always that of
+``__call__``, or of a module's ``forward``).
 
-Functions that differ in nothing of this may still differ: in what they reach by globals or by names made up as they run, and in
-the values of the tensors they hold. To look at those would take longer than to call the function.
+Functions with equal digests may still differ: in globals, in attributes that are looked up by computed names, and in the values
+of tensors. To compare those would take longer than to call the function.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ABSENT = object()
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Sixteen hex digits, equal in all processes that have made the function of the same source with the same numbers.
+    """Sixteen hex digits, equal in all processes that made the function from the same source with the same numbers.
 
     >>> def times(n: float) -> Callable[[float], float]:
     ...     return lambda x: x * n
     >>> function_digest(times(2)) == function_digest(times(2)), function_digest(times(2)) == function_digest(times(3))
     (True, False)
     """
-    return hashlib.sha256(repr(_said(function, (), frozenset())).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_describe(function, (), frozenset())).encode()).hexdigest()[:16]
 
 
-def _said(x: Any, inside: tuple[int, ...], names: frozenset[str]) -> Any:
-    """A value in words that are the same in every process, so never with an address.
+def _describe(x: Any, inside: tuple[int, ...], names: frozenset[str]) -> Any:
+    """Describe a value by plain Python values that are the same in every process, so never by an address.
 
-    ``inside`` are the ids of those that hold it, ``names`` what the code among them names.
+    ``inside`` are the ids of the objects that hold it, ``names`` the names that code among them uses.
     """
     if isinstance(x, Enum):
         return _name(type(x)), x.name
@@ -59,24 +59,24 @@ def _said(x: Any, inside: tuple[int, ...], names: frozenset[str]) -> Any:
     inside = (*inside, id(x))
     if isinstance(x, FunctionType):
         held = (*(_content(cell) for cell in x.__closure__ or ()), x.__defaults__, x.__kwdefaults__)
-        return _code(x.__code__), [_said(value, inside, names | _names(x)) for value in held]
+        return _code(x.__code__), [_describe(value, inside, names | _names(x)) for value in held]
     if isinstance(x, MethodType):
-        return [_said(value, inside, names | _names(x.__func__)) for value in (x.__func__, x.__self__)]
-    if isinstance(x, BuiltinFunctionType):  # its self is a module, or what it is a method of
-        return x.__name__, _said(x.__self__, inside, names)
+        return [_describe(value, inside, names | _names(x.__func__)) for value in (x.__func__, x.__self__)]
+    if isinstance(x, BuiltinFunctionType):  # its __self__ is a module, or the object it is a method of
+        return x.__name__, _describe(x.__self__, inside, names)
     if isinstance(x, partial):
-        return [_said(value, inside, names | _names(x.func)) for value in (x.func, x.args, x.keywords)]
+        return [_describe(value, inside, names | _names(x.func)) for value in (x.func, x.args, x.keywords)]
     if isinstance(x, (list, tuple)):
-        return [_said(value, inside, names) for value in x]
+        return [_describe(value, inside, names) for value in x]
     if isinstance(x, (set, frozenset)):
-        return sorted(repr(_said(value, inside, names)) for value in x)
+        return sorted(repr(_describe(value, inside, names)) for value in x)
     if isinstance(x, dict):
-        return [(_said(key, inside, names), _said(value, inside, names)) for key, value in x.items()]
-    # A module's __call__ is torch's own, and names a hundred things that no score_mod is made of.
+        return [(_describe(key, inside, names), _describe(value, inside, names)) for key, value in x.items()]
+    # A module's __call__ is that of torch, and uses a hundred names that do not concern a score_mod.
     names = _with_methods(x, names | {"forward" if isinstance(x, nn.Module) else "__call__"})
     named = ((name, _attribute(x, name)) for name in sorted(names))
     kind = _name(x if isinstance(x, type) else type(x))
-    return kind, [(name, _said(value, inside, names)) for name, value in named if value is not ABSENT]
+    return kind, [(name, _describe(value, inside, names)) for name, value in named if value is not ABSENT]
 
 
 def _name(kind: type) -> str:
@@ -84,7 +84,7 @@ def _name(kind: type) -> str:
 
 
 def _with_methods(x: Any, names: frozenset[str]) -> frozenset[str]:
-    """The names, and those that the object's methods of these names name in their turn."""
+    """The names, and those used by methods of the object with these names, recursively."""
     found, to_do = set[str](), set(names)
     while to_do:
         found |= to_do
@@ -93,7 +93,7 @@ def _with_methods(x: Any, names: frozenset[str]) -> frozenset[str]:
 
 
 def _attribute(x: Any, name: str) -> Any:
-    """What an object has by this name, without running any code of its own; of a property or the like, its function."""
+    """The attribute of an object, looked up without running its code; of a property or static method, its function."""
     found = inspect.getattr_static(x, name, ABSENT)
     if isinstance(found, MemberDescriptorType):  # a slot
         return getattr(x, name, ABSENT)
@@ -109,7 +109,7 @@ def _attribute(x: Any, name: str) -> Any:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # a variable without a value
         return None
 
 
@@ -124,11 +124,11 @@ def _names_in(code: CodeType) -> frozenset[str]:
 
 @cache_by_digest(256, plain=True)
 def _code(code: CodeType) -> tuple[Any, ...]:
-    """What it does, and not where it stands: files lie elsewhere on other machines."""
+    """The instructions, names and constants; no file names, which differ between machines."""
     return code.co_code, code.co_names, tuple(_constant(x) for x in code.co_consts)
 
 
 def _constant(x: Any) -> Any:
     if isinstance(x, CodeType):
         return _code(x)
-    return sorted(map(repr, x)) if isinstance(x, frozenset) else x  # whose order is another in every process
+    return sorted(map(repr, x)) if isinstance(x, frozenset) else x  # a frozenset has another order in every process
