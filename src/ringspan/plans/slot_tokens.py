@@ -13,7 +13,8 @@ records what its slots hold when it runs::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout
 
 Ints = NDArray[np.int64]
+
+# The columns of a span.
+START, STOP, STEP = range(3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +64,7 @@ class SlotTokens:
         return tokens
 
     def for_heads(self, first_head: int) -> SlotTokens:
-        return replace(self, first_head=first_head)
+        return SlotTokens(self.spans, first_head)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SlotTokens):
@@ -71,12 +75,9 @@ class SlotTokens:
         return hash((self.first_head, len(self.spans), self.spans[:1].tobytes(), self.spans[-1:].tobytes()))
 
 
-def slot_tokens(start: Ints, size: Ints, step: Ints) -> SlotTokens:
-    """Tokens ``start, start + step, …`` of each size, one after the other."""
-    return SlotTokens(np.stack([start, start + (size - 1) * step + 1, step], axis=1))
-
-
 @cache_by_digest(64)
 def home_tokens(layout: Layout) -> tuple[SlotTokens, ...]:
     """What slot 0 of each rank holds: its own tokens."""
-    return tuple(SlotTokens(np.array(spans, dtype=np.int64).reshape(-1, 3)) for spans in layout.spans)
+    spans = np.array([span for of_rank in layout.spans for span in of_rank], dtype=np.int64).reshape(-1, 3)
+    ends = [0, *accumulate(map(len, layout.spans))]
+    return tuple(SlotTokens(spans[first:last]) for first, last in pairwise(ends))

@@ -12,7 +12,7 @@ from ringspan.masks import Band
 from ringspan.masks import table as tables
 from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, Rows, bands_by_group
-from ringspan.plans.slot_tokens import SlotTokens, slot_tokens
+from ringspan.plans.slot_tokens import START, STEP, STOP, SlotTokens
 
 # Up to so many ranges of rows are sent as a message each.
 UNPACKED_RANGES = 2
@@ -21,10 +21,10 @@ HOME = -1
 
 
 class IncomingRows(NamedTuple):
-    """Ranges of other ranks' rows, in the order of their owners' rows, and where they are received.
+    """Ranges of other ranks' rows, sorted by owner and row, and where they are received.
 
-    Rows ``start`` to ``stop`` of ``owner`` are received from row ``at`` on of the slot of their ``stage``. They hold
-    the tokens ``token``, ``token + step``, …
+    Rows ``start`` to ``stop`` of ``owner`` are received from row ``at`` on of the slot of their ``stage``. ``spans`` are their
+    tokens (start, stop, step) stage by stage, in the order of the slots' rows; ``span_stage`` is the stage of each.
     """
 
     owner: Ints
@@ -32,8 +32,8 @@ class IncomingRows(NamedTuple):
     stop: Ints
     stage: Ints
     at: Ints
-    token: Ints
-    step: Ints
+    spans: Ints
+    span_stage: Ints
 
     @property
     def size(self) -> Ints:
@@ -45,27 +45,27 @@ class IncomingRows(NamedTuple):
 
     def tokens(self, stage: int) -> SlotTokens:
         """The tokens of a stage, in the order of its slot's rows."""
-        there = np.flatnonzero(self.stage == stage)
-        there = there[np.argsort(self.at[there])]
-        return slot_tokens(self.token[there], self.size[there], self.step[there])
+        first, last = self.span_stage.searchsorted((stage, stage + 1)).tolist()
+        return SlotTokens(self.spans[first:last])
 
     def find(self, owner: Ints, row: Ints) -> Ints:
         """The index of the range that holds each of these rows of these owners."""
-        key = (self.owner << 32) + self.start
-        order = np.argsort(key)
-        return order[np.searchsorted(key[order], (owner << 32) + row, side="right") - 1]
+        return ((self.owner << 32) + self.start).searchsorted((owner << 32) + row, side="right") - 1
 
 
 def lay_out(rows: RowRanges, token: Ints, step: Ints, stage: Ints) -> IncomingRows:
     """Assign rows of the stages' slots, in the order of the whole sequence, so that bands which a layout has cut join
     again."""
     order = np.lexsort((token, stage))
-    size = (rows.stop - rows.start)[order]
+    size, ordered = (rows.stop - rows.start)[order], stage[order]
     before = np.cumsum(size) - size
-    first = np.searchsorted(stage[order], stage[order], side="left")
+    first = ordered.searchsorted(ordered, side="left")
     at = np.empty_like(before)
     at[order] = before - before[first] if len(before) else before
-    return IncomingRows(rows.owner, rows.start, rows.stop, stage, at, token, step)
+    spans = np.empty((len(order), 3), dtype=np.int64)
+    spans[:, START], spans[:, STEP] = token[order], step[order]
+    spans[:, STOP] = spans[:, START] + (size - 1) * spans[:, STEP] + 1
+    return IncomingRows(rows.owner, rows.start, rows.stop, stage, at, spans, ordered)
 
 
 def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, Ints]:
@@ -93,9 +93,10 @@ def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = UNPACKED_RANGES
 def bands_by_stage(moving: MovingSide, tiles: Tiles, placed: IncomingRows, rank: int) -> dict[int, tuple[Band, ...]]:
     """The tiles in the rows of the slots instead of their owners' rows, joined. The rank's own rows have stage
     ``HOME``."""
-    zero = np.array([0])
-    home = np.array([rank]), zero, zero, np.array([HOME]), zero, zero, zero
-    with_own = IncomingRows(*(np.append(column, own) for column, own in zip(placed, home, strict=True)))
-    hit = with_own.find(moving.owner(tiles), tiles.bands[:, moving.rows[0]])
-    shift = (with_own.at - with_own.start)[hit]
-    return bands_by_group(moving.shifted(tiles.bands, shift), with_own.stage[hit])
+    owner = moving.owner(tiles)
+    if not len(placed.owner):
+        return bands_by_group(tiles.bands, np.full_like(owner, HOME))
+    hit = placed.find(owner, tiles.bands[:, moving.rows[0]])
+    is_own = owner == rank
+    shift = np.where(is_own, 0, (placed.at - placed.start)[hit])
+    return bands_by_group(moving.shifted(tiles.bands, shift), np.where(is_own, HOME, placed.stage[hit]))
