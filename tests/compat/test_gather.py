@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ringspan as rs
-from ringspan.compat import flex_cp_allgather
+from ringspan.compat import context_parallel_unshard, flex_cp_allgather
 from tests.compat.jobs import mesh_of_all
 from tests.conftest import Pools
 
@@ -34,6 +37,21 @@ def gathers_keys_and_sums_gradients(rank: int) -> None:
     assert torch.equal(k.grad[0, 1, :, 2], torch.arange(3.0 * rank, 3.0 * rank + 3) * sum(range(1, world + 1)))
     with pytest.raises(rs.InputError, match="only equal shards can be gathered"):
         flex_cp_allgather(*[torch.zeros(1, 1, 2 + rank % 2, 4)] * 2, 2, name)
+
+
+def errors_name_the_operation(rank: int) -> None:
+    mesh = mesh_of_all()
+    name = c10d._get_process_group_name(mesh.get_group())
+    k = torch.zeros(1, 1, 2, 4)
+    with patch.object(dist, "all_gather", side_effect=RuntimeError("Invalid scalar type")):
+        with pytest.raises(rs.TransportError, match="context_parallel_unshard failed"):
+            context_parallel_unshard(mesh, [k], [2])
+        with pytest.raises(rs.TransportError, match="flex_cp_allgather failed"):
+            flex_cp_allgather(k, k, 2, name)
+
+
+def test_errors_name_the_operation(pools: Pools) -> None:
+    pools(2).run(errors_name_the_operation)
 
 
 @pytest.mark.parametrize("world", [2, 4])

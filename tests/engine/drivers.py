@@ -1,4 +1,4 @@
-"""Test drivers for rank coroutines. They meet the contract of PostExchange and WaitExchange in its least helpful way.
+"""Test drivers for the generators of ranks. They meet the contract of PostExchange and WaitExchange in its least helpful way.
 
 Each rank goes on alone until it can go no further. What is to be received is filled with NaN when it is posted, and is right
 only once it has been waited for. The two are the extremes of when a message is read: at once, so that a rank can be steps
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.transports import PostExchange, RankCoroutine, WaitExchange
+from ringspan.transports import PostExchange, RankGenerator, WaitExchange
 
 Messages = dict[tuple[int, int], deque[Tensor]]
 
 
-def go_on(walk: RankCoroutine[Any], post: Callable[[PostExchange], Any], answer: Any = None) -> tuple[Any, bool]:
+def go_on(walk: RankGenerator[Any], post: Callable[[PostExchange], Any], answer: Any = None) -> tuple[Any, bool]:
     """Until the walk waits (with its ticket) or ends (with its result, and True)."""
     try:
         while isinstance(request := walk.send(answer), PostExchange):
@@ -41,7 +41,7 @@ class FarAhead:
         self.order = order
         self.furthest_apart = 0
 
-    def run(self, walks: Sequence[RankCoroutine[Any]]) -> list[Any]:
+    def run(self, walks: Sequence[RankGenerator[Any]]) -> list[Any]:
         mail: Messages = defaultdict(deque)
         results: dict[int, Any] = {}
         waiting: dict[int, PostExchange | None] = dict.fromkeys(range(len(walks))[:: self.order])
@@ -74,7 +74,7 @@ class FarAhead:
 class AtTheLastMoment:
     """Messages are read when everybody waits: then those of the earliest step arrive."""
 
-    def run(self, walks: Sequence[RankCoroutine[Any]]) -> list[Any]:
+    def run(self, walks: Sequence[RankGenerator[Any]]) -> list[Any]:
         results: dict[int, Any] = {}
         waiting: dict[int, PostExchange] = {}
         able = list(range(len(walks)))

@@ -21,7 +21,7 @@ from ringspan.engine import AttentionConfig, backward, forward
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, accumulation_dtype, accumulators
 from ringspan.planner import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
-from ringspan.transports import PostExchange, RankCoroutine
+from ringspan.transports import PostExchange, RankGenerator
 from tests.plans.examples import MASKS, all_plans
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
@@ -85,12 +85,12 @@ class Careful(Idle):
             del dq, dk, dv
 
 
-def run_alone(coroutine: RankCoroutine[Any]) -> Any:
+def run_alone(generator: RankGenerator[Any]) -> Any:
     """Answer every request at once. As a transport does, hold the messages of an exchange until it has been waited for."""
     answer: Any = None
     try:
         while True:
-            request = coroutine.send(answer)
+            request = generator.send(answer)
             answer = request if isinstance(request, PostExchange) else None
             del request
     except StopIteration as end:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.transports.backend_errors import first_line, is_backend_error, kind_of
+from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
 
 NCCL_REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, remote process exited or there was a network "
@@ -57,7 +57,7 @@ CASES = [
 @pytest.mark.parametrize(("error", "kind"), CASES, ids=lambda x: first_line(x)[-50:] if isinstance(x, Exception) else "")
 def test_kind_of_a_backend_error(error: RuntimeError, kind: type[Exception]) -> None:
     assert is_backend_error(error)
-    assert kind_of(error) is kind
+    assert error_class_of(error) is kind
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, NotImplementedError, RecursionError], ids=lambda kind: kind.__name__)

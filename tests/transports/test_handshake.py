@@ -8,18 +8,18 @@ from ringspan.transports import RankSignature, digest_as_int64, first_disagreeme
 from ringspan.transports.handshake import NO_SCORE_MOD
 
 FIRST = RankSignature(1, digest_as_int64("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_SCORE_MOD, 10, 10)
-ROWS = [(10, 10), (11, 9), (9, 11)]
+LENGTHS = [(10, 10), (11, 9), (9, 11)]
 SIGNATURES = [FIRST, FIRST._replace(queries=11, keys=9), FIRST._replace(queries=9, keys=11)]
 
 
 def test_ranks_that_agree() -> None:
-    assert first_disagreement(SIGNATURES, ROWS) is None
+    assert first_disagreement(SIGNATURES, LENGTHS) is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"digest": digest_as_int64("f1a0000000004321")}, "plan 11a0000000001234, rank 2 has f1a0000000004321"),
+        ({"fitted_digest": digest_as_int64("f1a0000000004321")}, "plan 11a0000000001234, rank 2 has f1a0000000004321"),
         ({"heads": 16}, "heads 8, rank 2 has 16"),
         ({"kv_heads": 2}, "kv heads 4, rank 2 has 2"),
         ({"head_dim": 32}, "head dim 64, rank 2 has 32"),
@@ -34,6 +34,6 @@ def test_ranks_that_agree() -> None:
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_the_message_names_the_rank_and_the_field(change: dict[str, int], message: str) -> None:
-    problem = first_disagreement([*SIGNATURES[:2], SIGNATURES[2]._replace(**change)], ROWS)
+    problem = first_disagreement([*SIGNATURES[:2], SIGNATURES[2]._replace(**change)], LENGTHS)
     assert problem is not None
     assert message in problem

@@ -1,4 +1,4 @@
-"""The in-process transport, driven by coroutines written by hand."""
+"""The in-process transport, run with generators written by hand."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def only_receives(peer: int, buffer: Tensor) -> Generator[Any, Any, None]:
 
 
 @pytest.mark.parametrize(
-    ("coroutines", "message"),
+    ("generators", "message"),
     [
         (lambda: [only_receives(1, torch.empty(1)), only_receives(0, torch.empty(1))], "rank 0 in forward step 3, rank 1"),
         (lambda: [swap(1, 1.0), only_receives(0, torch.empty(2))], r"rank 0 sent .*\(1,\).*rank 1 expected .*\(2,\)"),
@@ -80,6 +80,6 @@ def only_receives(peer: int, buffer: Tensor) -> Generator[Any, Any, None]:
     ],
     ids=["deadlock", "other size", "other dtype", "other number of ranks"],
 )
-def test_errors_name_ranks_and_steps(coroutines: Any, message: str) -> None:
+def test_errors_name_ranks_and_steps(generators: Any, message: str) -> None:
     with pytest.raises(TransportError, match=message):
-        InProcessTransport(2).run(coroutines())
+        InProcessTransport(2).run(generators())

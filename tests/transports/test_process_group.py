@@ -98,7 +98,7 @@ def try_invalid_groups(rank: int) -> list[str]:
 
 def test_invalid_groups_are_refused(pools: Pools) -> None:
     results = pools(4).run(try_invalid_groups)
-    assert all("mesh['cp']" in messages[0] for messages in results)
+    assert all("has 'dp' and 'cp': pass mesh[axis], as in mesh['cp']" in messages[0] for messages in results)
     assert all("not a member" in messages[1] for messages in results[2:])
 
 
@@ -187,10 +187,10 @@ def sum_an_unsupported_dtype(rank: int) -> Report:
 def exchange_on_an_unsupported_device(rank: int) -> Report:
     message = ((1 - rank, torch.empty(4, device="meta")),)
 
-    def coroutine() -> Generator[Any, Any, None]:
+    def exchange() -> Generator[Any, Any, None]:
         yield WaitExchange((yield PostExchange("forward step 2", message, message)))
 
-    return report_of(lambda: ProcessGroupTransport(None).run([coroutine()]))
+    return report_of(lambda: ProcessGroupTransport(None).run([exchange()]))
 
 
 @pytest.mark.parametrize(
@@ -208,19 +208,39 @@ def test_an_error_of_this_rank_does_not_blame_a_peer(pools: Pools, job: Callable
     assert pools(2).run(job) == [("TransportError", message.format(rank=rank)) for rank in range(2)]
 
 
+def gather_an_unsupported_dtype(rank: int) -> list[Report]:
+    group = ProcessGroupTransport(None)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Invalid scalar type")
+
+    with patch.object(dist, "all_gather", fail):
+        return [
+            report_of(lambda: group.all_gather_ints([1], torch.device("cpu"), label="step one")),
+            report_of(lambda: group.all_gather_rows(torch.zeros(1), [1, 1], label="step two")),
+        ]
+
+
+def test_errors_of_an_all_gather_name_its_label(pools: Pools) -> None:
+    for rank, reports in enumerate(pools(2).run(gather_an_unsupported_dtype)):
+        assert reports == [
+            ("TransportError", f"rank {rank}: {label} failed: Invalid scalar type") for label in ("step one", "step two")
+        ]
+
+
 def run_out_of_memory(rank: int, method: str) -> Report:
     """The backend runs out of memory, in a collective and in an exchange."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def coroutine() -> Generator[Any, Any, None]:
+    def exchange() -> Generator[Any, Any, None]:
         yield PostExchange("forward step 0", ((1 - rank, torch.zeros(1)),), ())
 
     transport = ProcessGroupTransport(None)
     with patch.object(dist, method, fail):
         return report_of(
-            lambda: transport.run([coroutine()]) if method == "batch_isend_irecv" else transport.all_reduce_sum(torch.zeros(1))
+            lambda: transport.run([exchange()]) if method == "batch_isend_irecv" else transport.all_reduce_sum(torch.zeros(1))
         )
 
 
@@ -240,7 +260,7 @@ def sum_without_rank_2(rank: int) -> Report:
     return report_of(lambda: ProcessGroupTransport(None, timeout=1.0).all_reduce_sum(torch.ones(3)))
 
 
-def test_a_collective_that_times_out_names_its_step() -> None:
+def test_a_collective_that_times_out_names_its_label() -> None:
     with Pool(3) as pool:
         reports = pool.run(sum_without_rank_2)
     assert {kind for kind, _ in reports[:2]} <= {"PeerTimeout", "PeerLost"}
@@ -266,8 +286,9 @@ def test_a_hanging_peer_is_named() -> None:
     with Pool(3) as pool:
         reports = pool.run(attend_without_rank_2, 1.0)
     assert reports[0][0] == "PeerTimeout"
-    assert "rank 2" in reports[0][1]
-    assert "forward step" in reports[0][1]
+    assert re.match(
+        r"rank 0: timed out in forward step .* waiting for rank 2 \(global rank 2\): that rank hangs", reports[0][1]
+    )
     assert reports[1][0] in ("PeerTimeout", "PeerLost")
 
 

@@ -83,7 +83,9 @@ class MaskFromCallMode(AttentionCatcher):
             (length,) = known
             return unambiguous(known, length), unambiguous(known, length)
         # The sum over ranks identifies the sequence. One rank's count may fit several whose lengths differ by little.
-        counts = self._contexts.group.gather_numbers([query.shape[-2], key.shape[-2]], query.device)
+        counts = self._contexts.group.all_gather_ints(
+            [query.shape[-2], key.shape[-2]], query.device, label="the all-gather of sequence lengths"
+        )
         q_counts, kv_counts = zip(*counts, strict=True)
         if known:
             return unambiguous(known, sum(q_counts)), unambiguous(known, sum(kv_counts))

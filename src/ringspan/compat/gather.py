@@ -16,13 +16,15 @@ from ringspan.transports import ProcessGroupTransport
 
 # ``pg_name`` is a process group's name, since an operator cannot take the group itself: mesh.get_group().group_name.
 
+LABEL = "flex_cp_allgather"
+
 
 @torch.library.custom_op("ringspan::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     """The keys and values of all ranks, concatenated along ``seq_dim`` in rank order."""
     group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
     counts = [k.shape[seq_dim], v.shape[seq_dim]]
-    counts_of_ranks = group.gather_numbers(counts, k.device)
+    counts_of_ranks = group.all_gather_ints(counts, k.device, label=LABEL)
     if any(other != counts for other in counts_of_ranks):
         raise InputError(
             f"the ranks have {counts_of_ranks} keys and values, but only equal shards can be gathered: "
@@ -63,7 +65,7 @@ flex_cp_allgather.register_autograd(_backward, setup_context=_setup)
 
 def _all_gather_dim(x: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
-    return torch.cat(group.all_gather_rows(rows, [len(rows)] * group.world)).movedim(0, dim).contiguous()
+    return torch.cat(group.all_gather_rows(rows, [len(rows)] * group.world, label=LABEL)).movedim(0, dim).contiguous()
 
 
 def _reduce_scatter_dim(grad: Tensor, dim: int, group: ProcessGroupTransport) -> Tensor:

@@ -23,6 +23,8 @@ from ringspan.transports import ProcessGroupTransport
 Buffers = Sequence[Any] | Mapping[str, Any]
 SeqDims = Sequence[Any] | Mapping[str, Any]
 
+UNSHARD = "context_parallel_unshard"  # the label of its collectives in error messages
+
 
 def _context_parallel_shard(
     mesh: DeviceMesh, buffers: Buffers, seq_dims: SeqDims, load_balancer: _LoadBalancer | None = None
@@ -71,7 +73,7 @@ def context_parallel_unshard(
     whole = []
     for x, given in zip(buffers, seq_dims, strict=True):
         dim = normalize_dim(x, given)
-        counts = tuple(n for (n,) in group.gather_numbers([x.shape[dim]], x.device))
+        counts = tuple(count for (count,) in group.all_gather_ints([x.shape[dim]], x.device, label=UNSHARD))
         length = sum(counts)
         if load_balancer:
             layouts = layouts_of(load_balancer, length, group.world)
@@ -82,7 +84,7 @@ def context_parallel_unshard(
                 f"the ranks hold {counts} tokens, but {layouts[0]!r} has {layouts[0].counts}: unshard with the layout that "
                 "sharded this tensor"
             )
-        rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts)).movedim(0, dim)
+        rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD)).movedim(0, dim)
         whole.append(select_tokens(rows, dim, [torch.from_numpy(layout.order()).argsort() for layout in layouts]))
     return whole
 

@@ -1,4 +1,4 @@
-"""The executor: a coroutine for the forward pass of one rank, and one for its backward pass.
+"""The executor: a generator for the forward pass of one rank, and one for its backward pass.
 
 They run the steps of a plan and yield the exchanges they need to a transport. In every step messages travel while the kernel
 computes::
@@ -28,9 +28,9 @@ from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulato
 from ringspan.planner import Plan
 from ringspan.plans import Slot
 from ringspan.torch_private.profiler import profiler_enabled
-from ringspan.transports import RankCoroutine, WaitExchange
+from ringspan.transports import RankGenerator, WaitExchange
 
-# Drives the coroutines of the ranks of this process to their results: ``transport.run``.
+# Drives the generators of the ranks of this process to their results: ``transport.run``.
 Run = Callable[[Sequence[Any]], list[Any]]
 
 NO_SPAN = nullcontext()  # opening a span of the profiler takes as long as a kernel launch
@@ -50,10 +50,10 @@ def forward_pass(
     plans: Sequence[Plan], config: AttentionConfig, run: Run, queries: Sequence[Tensor], key_values: Sequence[Tensor]
 ) -> list[Partial]:
     """Out and lse of each rank of this process. Eager code and the custom operator both end here."""
-    coroutines = []
+    generators = []
     for i, plan in enumerate(plans):
-        coroutines.append(forward(plan, queries[i], key_values[i], config))
-    return run(coroutines)
+        generators.append(forward(plan, queries[i], key_values[i], config))
+    return run(generators)
 
 
 def backward_pass(
@@ -70,7 +70,7 @@ def backward_pass(
     ``outputs`` are out and lse of each rank, ``grads`` their gradients; None is zero. All gradients are computed on every rank,
     needed or not: a rank that skipped its part would leave others waiting.
     """
-    coroutines = []
+    generators = []
     for i, plan in enumerate(plans):
         out, lse = outputs[2 * i : 2 * i + 2]
         dout, dlse = grads[2 * i : 2 * i + 2]
@@ -81,11 +81,11 @@ def backward_pass(
             lse,
             None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
         )
-        coroutines.append(backward(plan, saved, key_values[i], config))
-    return run(coroutines)
+        generators.append(backward(plan, saved, key_values[i], config))
+    return run(generators)
 
 
-def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankCoroutine[Partial]:
+def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[Partial]:
     """Run the forward steps.
 
     Returns this rank's result: out (S, B, H, E), wide or as the kernel wrote it, and lse (S, B, H).
@@ -133,7 +133,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     return outputs[0].finish()
 
 
-def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankCoroutine[tuple[Tensor, ...]]:
+def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
     """Run the backward steps. ``saved`` is rows first.
 
     Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them; and this

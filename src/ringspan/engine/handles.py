@@ -128,7 +128,7 @@ class PlanHandle:
             raise
         signature = RankSignature(
             version=VERSION,
-            digest=digest_as_int64(fitted.digest),
+            fitted_digest=digest_as_int64(fitted.digest),
             batch=shape.batch,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -153,8 +153,8 @@ class PlanHandle:
                 f"rank {plan.rank} has {signature.queries} queries and {signature.keys} keys where the plan says "
                 f"{plan.q_rows} and {plan.kv_rows}: shard with cp.shard, or make a plan for these lengths"
             )
-        rows = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
-        check_agreement(self.group, signature, rows, device, plan_digest=self.plan.digest)
+        lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
+        check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest)
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:

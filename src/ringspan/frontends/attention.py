@@ -100,7 +100,7 @@ def attend_tensors(
         return attend(handle, q, k, v, factor, score_mod)
     from ringspan.frontends.dtensor.attention import attend_shards
 
-    return attend_shards(lambda q, k, v: attend(handle, q, k, v, factor, score_mod), q, k, v, tuple(handle.group.ranks))
+    return attend_shards(lambda q, k, v: attend(handle, q, k, v, factor, score_mod), q, k, v, tuple(handle.group.global_ranks))
 
 
 def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None) -> PlanHandle:
@@ -112,7 +112,7 @@ def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents
 def registered_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None = None) -> PlanHandle:
     """A handle that custom operators can find; with ``extents``, that of a shard of batch and heads."""
     plan, ranks = _shard_plan(extents, plan), as_transport(group)
-    name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.ranks} by {backend}"
+    name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.global_ranks} by {backend}"
     return registry.register(name, PlanHandle(plan=plan, group=ranks, backend=backend))
 
 

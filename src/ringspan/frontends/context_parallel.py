@@ -338,7 +338,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroupTransport, layout: Layout, dim: int, grad: str) -> Tensor:
         ctx.group, ctx.layout, ctx.dim, ctx.grad = group, layout, dim, grad
-        parts = group.all_gather_rows(x.movedim(dim, 0).contiguous(), layout.counts)
+        parts = group.all_gather_rows(x.movedim(dim, 0).contiguous(), layout.counts, label="unshard")
         back = torch.from_numpy(layout.order()).to(x.device).argsort()
         return torch.cat(parts).index_select(0, back).movedim(0, dim)
 

@@ -5,17 +5,18 @@ from ringspan.transports.handshake import (
     check_agreement,
     digest_as_int64,
     first_disagreement,
+    int64_as_digest,
     report_invalid_inputs,
 )
 from ringspan.transports.in_process import InProcessTransport
 from ringspan.transports.process_group import ProcessGroupTransport, as_transport
-from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic, WaitExchange
+from ringspan.transports.requests import PostExchange, RankGenerator, Traffic, WaitExchange
 
 __all__ = [
     "InProcessTransport",
     "PostExchange",
     "ProcessGroupTransport",
-    "RankCoroutine",
+    "RankGenerator",
     "RankSignature",
     "Traffic",
     "WaitExchange",
@@ -23,5 +24,6 @@ __all__ = [
     "check_agreement",
     "digest_as_int64",
     "first_disagreement",
+    "int64_as_digest",
     "report_invalid_inputs",
 ]

@@ -1,4 +1,4 @@
-"""Errors of a communication backend, and which of them mean that a peer is gone or does not answer.
+"""Classify errors of a communication backend: the connection to a peer is lost, a wait has timed out, or neither.
 
 gloo raises a plain ``RuntimeError``, NCCL and the store a ``torch.distributed.DistError``. Both describe the cause only
 in their message. Examples, gloo's as seen with torch 2.13, NCCL's from public bug reports:
@@ -6,7 +6,7 @@ in their message. Examples, gloo's as seen with torch 2.13, NCCL's from public b
     lost     [...pair.cc:547] Connection closed by peer [10.0.0.2]:1234
              [...pair.cc:538] Read error [10.0.0.2]:1234: Connection reset by peer
              NCCL error in: ..., remote process exited or there was a network error, NCCL version 2.20.5
-    late     [...unbound_buffer.cc:129] Timed out waiting 1000ms for recv operation to complete
+    timeout  [...unbound_buffer.cc:129] Timed out waiting 1000ms for recv operation to complete
              [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, ..., Timeout(ms)=600000) ran for
              600011 milliseconds before timing out.
     neither  Invalid scalar type
@@ -34,19 +34,22 @@ CONNECTION_LOST = re.compile(
 
 
 def is_backend_error(error: RuntimeError) -> bool:
-    """Whether a backend may have raised it. It raises no other subclasses of RuntimeError, such as OutOfMemoryError."""
+    """Return whether a backend may have raised the error.
+
+    Backends raise no other subclasses of RuntimeError, such as OutOfMemoryError.
+    """
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def kind_of(error: RuntimeError) -> type[TransportError]:
-    """PeerLost, PeerTimeout, or TransportError for all other causes.
+def error_class_of(error: RuntimeError) -> type[TransportError]:
+    """Return the exception class for the error: PeerLost, PeerTimeout, or TransportError for all other causes.
 
-    >>> kind_of(RuntimeError("[pair.cc:547] Connection closed by peer [10.0.0.2]:1234")).__name__
+    >>> error_class_of(RuntimeError("[pair.cc:547] Connection closed by peer [10.0.0.2]:1234")).__name__
     'PeerLost'
-    >>> kind_of(RuntimeError("Invalid scalar type")).__name__
+    >>> error_class_of(RuntimeError("Invalid scalar type")).__name__
     'TransportError'
     """
-    # Without the C++ stack trace, which has names such as checkTimeout.
+    # Ignore the C++ stack trace, because it contains names such as checkTimeout.
     message = str(error).partition("Exception raised from")[0]
     if isinstance(error, dist.DistNetworkError) or CONNECTION_LOST.search(message):
         return PeerLost

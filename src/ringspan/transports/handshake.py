@@ -1,7 +1,13 @@
-"""The handshake: before a group first runs a plan, its ranks check that they all call with the same plan and shapes.
+"""The handshake: an all-gather in which the ranks of a group compare the arguments of an attention call.
 
-Without this check a rank that differs makes gloo abort the process or receive wrong data without an error. With it
-every rank raises the same :class:`~ringspan.errors.PeerMismatch`.
+It runs for every call whose plan, shapes, dtype or score_mod are new to the group. If the ranks disagree, every rank with
+valid inputs raises :class:`~ringspan.errors.PeerMismatch` with the same message. A rank with invalid inputs raises its own
+:class:`~ringspan.errors.InputError`. Without the handshake, NCCL would hang, and gloo would abort the process or receive
+wrong data without an error.
+
+A call has two plan digests. ``RankSignature.fitted_digest`` is that of the plan fitted to the number of heads
+(``plan.for_heads``), which is the plan that runs. ``user_plan_digest`` is that of the user's plan before ``for_heads``. It
+is known even if the inputs are invalid, so a rank uses it to find out whether the group has agreed on a call of that plan.
 """
 
 from __future__ import annotations
@@ -15,15 +21,18 @@ import torch
 from ringspan.errors import PeerMismatch
 from ringspan.transports.process_group import ProcessGroupTransport
 
+# The version of RankSignature. Raise it when a field changes its meaning: ranks that run different releases of ringspan
+# then disagree in the handshake.
 VERSION = 2
-INVALID = -1  # the version of a rank with invalid inputs, which it sends before it raises, so that no peer waits for it
+# Sent in place of VERSION by a rank with invalid inputs before it raises, so that no peer waits for that rank.
+INVALID = -1
 
 
 class RankSignature(NamedTuple):
     """The arguments of one rank as integers. All fields but ``queries`` and ``keys`` must agree on all ranks."""
 
     version: int
-    digest: int
+    fitted_digest: int
     batch: int
     heads: int
     kv_heads: int
@@ -35,66 +44,76 @@ class RankSignature(NamedTuple):
     keys: int
 
 
-# The signatures a group has agreed on, each with the digest of its plan. Every rank adds and clears the same entries at
-# the same calls, so either all ranks skip the handshake or none does.
+COMPARED_FIELDS = tuple(field for field in RankSignature._fields if field not in ("queries", "keys"))
+
+# The signatures that a group has agreed on, each with its user_plan_digest. The signatures of two ranks differ in queries
+# and keys, but all ranks add an entry at the same call and clear all entries at the same call. Therefore either all ranks
+# skip the handshake or none does.
 Agreements: TypeAlias = dict[RankSignature, str]
 
-# Those of each torch process group, by the order of its ranks.
-_agreed: WeakKeyDictionary[Any, dict[tuple[int, ...], Agreements]] = WeakKeyDictionary()
+# The agreements of each torch process group, by the global ranks of the transport in rank order. Two meshes can share a
+# process group and number its ranks differently.
+_agreements: WeakKeyDictionary[Any, dict[tuple[int, ...], Agreements]] = WeakKeyDictionary()
 MAX_AGREED = 4096
+
+LABEL = "the handshake"
 
 # RankSignature.dtype is an index into this tuple.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_SCORE_MOD = 0
 
+# How error messages name the fields whose own names are not plain words.
+FIELD_NAMES = {"fitted_digest": "plan", "kv_heads": "kv heads", "head_dim": "head dim", "v_dim": "v dim"}
+
 
 def agreements(group: ProcessGroupTransport) -> Agreements:
-    """What the ranks of the group have agreed on so far. A call whose signature is in it needs no handshake."""
-    return _agreed.setdefault(group.group, {}).setdefault(tuple(group.ranks), {})
+    """Return the agreements of the group so far. A call whose signature is among them needs no handshake."""
+    return _agreements.setdefault(group.group, {}).setdefault(tuple(group.global_ranks), {})
 
 
 def check_agreement(
     group: ProcessGroupTransport,
     signature: RankSignature,
-    rows: Iterable[tuple[int, int]],
+    lengths: Iterable[tuple[int, int]],
     device: torch.device,
     *,
-    plan_digest: str,
+    user_plan_digest: str,
 ) -> None:
-    """Compare this rank's signature with all others: a collective call.
+    """Compare this rank's signature with those of all other ranks. This is a collective call.
 
-    ``rows`` has the number of queries and keys that the plan gives each rank.
+    ``lengths`` has the number of queries and of keys that the plan gives each rank.
     """
-    signatures = [RankSignature(*numbers) for numbers in group.gather_numbers(signature, device)]
-    problem = first_disagreement(signatures, rows)
+    signatures = [RankSignature(*values) for values in group.all_gather_ints(signature, device, label=LABEL)]
+    problem = first_disagreement(signatures, lengths)
     if problem:
         raise PeerMismatch(problem)
     agreed = agreements(group)
     if len(agreed) >= MAX_AGREED:
         agreed.clear()
-    agreed[signature] = plan_digest
+    agreed[signature] = user_plan_digest
 
 
 def report_invalid_inputs(group: ProcessGroupTransport, device: torch.device) -> None:
-    """Take part in the handshake as a rank with invalid inputs: the other ranks then raise too instead of waiting."""
-    group.gather_numbers(RankSignature(INVALID, *[0] * (len(RankSignature._fields) - 1)), device)
+    """Take part in the handshake as a rank with invalid inputs, so that the other ranks raise an error instead of waiting."""
+    group.all_gather_ints(RankSignature(INVALID, *[0] * (len(RankSignature._fields) - 1)), device, label=LABEL)
 
 
-def first_disagreement(signatures: Sequence[RankSignature], rows: Iterable[tuple[int, int]]) -> str | None:
-    """An error message for the first field that differs, the same on every rank; None if the ranks agree."""
+def first_disagreement(signatures: Sequence[RankSignature], lengths: Iterable[tuple[int, int]]) -> str | None:
+    """Return an error message for the first field that differs, the same on every rank; None if the ranks agree."""
     first = signatures[0]
     for rank, other in enumerate(signatures):
         if other.version == INVALID:
             return f"rank {rank} was called with invalid q, k and v; see the error it raised itself"
-        for field in RankSignature._fields[:-2]:
-            a, b = getattr(first, field), getattr(other, field)
-            if a != b:
-                name = "plan" if field == "digest" else field.replace("_", " ") if field != "score_mod" else field
+        for field in COMPARED_FIELDS:
+            expected, actual = getattr(first, field), getattr(other, field)
+            if actual != expected:
+                name = FIELD_NAMES.get(field, field)
                 return (
-                    f"the ranks disagree: rank 0 has {name} {_as_text(field, a)}, rank {rank} has {_as_text(field, b)}. "
+                    f"the ranks disagree: rank 0 has {name} {_as_text(field, expected)}, rank {rank} has "
+                    f"{_as_text(field, actual)}. "
                     "All ranks must call attention with the same plan, shapes, dtype and score_mod"
                 )
-    for rank, (other, (queries, keys)) in enumerate(zip(signatures, rows, strict=True)):
+    for rank, (other, (queries, keys)) in enumerate(zip(signatures, lengths, strict=True)):
         for name, actual, planned in (("queries", other.queries, queries), ("keys", other.keys, keys)):
             if actual != planned:
                 return (
@@ -105,13 +124,22 @@ def first_disagreement(signatures: Sequence[RankSignature], rows: Iterable[tuple
 
 
 def digest_as_int64(digest: str) -> int:
-    """A digest of sixteen hex digits as a signed 64-bit integer."""
+    """Convert a digest of sixteen hex digits to a signed 64-bit integer.
+
+    >>> int64_as_digest(digest_as_int64("9f2c00000000001a"))
+    '9f2c00000000001a'
+    """
     return int(digest, 16) - 2**63
+
+
+def int64_as_digest(value: int) -> str:
+    """Convert the integer of :func:`digest_as_int64` back to the digest."""
+    return f"{value + 2**63:016x}"
 
 
 def _as_text(field: str, value: int) -> str:
     if field == "score_mod" and value == NO_SCORE_MOD:
         return "None"
-    if field in ("digest", "score_mod"):
-        return f"{value + 2**63:016x}"
+    if field in ("fitted_digest", "score_mod"):
+        return int64_as_digest(value)
     return DTYPES[value] if field == "dtype" else str(value)

@@ -1,4 +1,7 @@
-"""All ranks in one process: for tests, debugging and a single device. It uses no torch.distributed and no threads."""
+"""A transport that runs all ranks in one process, for tests, debugging and a single device.
+
+It uses neither torch.distributed nor threads.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ringspan.errors import TransportError
-from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic, WaitExchange
+from ringspan.transports.requests import PostExchange, RankGenerator, Traffic, WaitExchange
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class InProcessExchange:
-    """A posted exchange of one rank, and how many of its messages are not yet matched with the peer's side."""
+    """A posted exchange of one rank, and how many of its sends and receives are not yet matched by a peer."""
 
     rank: int
     label: str
@@ -25,20 +28,21 @@ class InProcessExchange:
 
 
 class InProcessTransport:
-    """Runs the ranks' coroutines in turn. A message is copied as soon as both its send and its receive are posted."""
+    """Runs the generators of the ranks in turn. A message is copied as soon as both its send and its receive are posted."""
 
     def __init__(self, world: int) -> None:
         self.traffic = [Traffic() for _ in range(world)]
 
-    def run(self, coroutines: Sequence[RankCoroutine[T]]) -> list[T]:
-        """Run one coroutine per rank to the end and return their results in rank order."""
-        if len(coroutines) != len(self.traffic):
-            raise TransportError(f"this world has {len(self.traffic)} ranks, but {len(coroutines)} coroutines were given")
+    def run(self, generators: Sequence[RankGenerator[T]]) -> list[T]:
+        """Run one generator per rank to the end and return their results in rank order."""
+        if len(generators) != len(self.traffic):
+            raise TransportError(f"this world has {len(self.traffic)} ranks, but {len(generators)} generators were given")
         results: dict[int, T] = {}
-        # Posted and not yet matched, by (sender, receiver).
+        # Messages that are posted and not yet matched, by (sender, receiver).
         sends: dict[tuple[int, int], deque[tuple[Tensor, InProcessExchange]]] = defaultdict(deque)
         recvs: dict[tuple[int, int], deque[tuple[Tensor, InProcessExchange]]] = defaultdict(deque)
-        waiting: dict[int, InProcessExchange | None] = dict.fromkeys(range(len(coroutines)))
+        # The exchange that each unfinished rank waits for; None before the rank has started.
+        waiting: dict[int, InProcessExchange | None] = dict.fromkeys(range(len(generators)))
 
         def post(rank: int, request: PostExchange) -> InProcessExchange:
             exchange = InProcessExchange(rank, request.label, len(request.sends) + len(request.recvs))
@@ -54,21 +58,21 @@ class InProcessTransport:
         while waiting:
             ready = [rank for rank, exchange in waiting.items() if exchange is None or exchange.unmatched == 0]
             if not ready:
-                stuck = ", ".join(f"rank {x.rank} in {x.label}" for x in waiting.values() if x)
+                stuck = ", ".join(f"rank {exchange.rank} in {exchange.label}" for exchange in waiting.values() if exchange)
                 raise TransportError(f"deadlock: {stuck} wait for messages that no rank has posted")
             for rank in ready:
-                answer: Any = None
+                handle: Any = None
                 try:
                     while True:
-                        request = coroutines[rank].send(answer)
+                        request = generators[rank].send(handle)
                         if isinstance(request, WaitExchange):
                             break
-                        answer = post(rank, request)
+                        handle = post(rank, request)
                     waiting[rank] = request.pending
                 except StopIteration as end:
                     results[rank] = end.value
                     del waiting[rank]
-        return [results[rank] for rank in range(len(coroutines))]
+        return [results[rank] for rank in range(len(generators))]
 
     def _deliver(self, message: Tensor, sender: InProcessExchange, buffer: Tensor, receiver: InProcessExchange) -> None:
         if (message.shape, message.dtype) != (buffer.shape, buffer.dtype):

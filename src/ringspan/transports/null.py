@@ -1,28 +1,28 @@
-"""A transport that moves nothing: for timing one rank's compute without its communication."""
+"""A transport that moves nothing. It serves to time the compute of one rank without communication."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ringspan.transports.requests import RankCoroutine, Traffic
+from ringspan.transports.requests import RankGenerator, Traffic
 
 T = TypeVar("T")
 
 
 class NullTransport:
-    """Completes every exchange at once. Receive buffers stay uninitialised: results have no meaning, only a cost."""
+    """Completes every exchange at once. Receive buffers stay uninitialised, so results have no meaning."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def run(self, coroutines: Sequence[RankCoroutine[T]]) -> list[T]:
-        """Run each coroutine to its end and return their results."""
+    def run(self, generators: Sequence[RankGenerator[T]]) -> list[T]:
+        """Run each generator to its end and return their results."""
         results = []
-        for coroutine in coroutines:
+        for generator in generators:
             try:
                 while True:
-                    coroutine.send(None)
+                    generator.send(None)
             except StopIteration as end:
                 results.append(end.value)
         return results

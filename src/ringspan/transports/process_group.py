@@ -1,4 +1,8 @@
-"""One process for each rank, over a torch.distributed process group (gloo, NCCL, …)."""
+"""A transport with one process per rank, over a torch.distributed process group (gloo, NCCL, …).
+
+A *rank* is an index within the group. A *global rank* is an index within the default group, as ``dist.get_rank()`` returns
+it. ``label`` names the operation in error messages.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
-from ringspan.transports.backend_errors import first_line, is_backend_error, kind_of
-from ringspan.transports.requests import PostExchange, RankCoroutine, Traffic
+from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
+from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 
 T = TypeVar("T")
 
@@ -22,8 +26,8 @@ T = TypeVar("T")
 class PendingExchange(NamedTuple):
     """A posted exchange.
 
-    ``works`` pairs each work handle of the backend with the peers it serves. ``staged`` pairs each receive buffer on a
-    GPU with the host tensor that the backend fills in its place.
+    ``works`` has pairs of (peers, work handle of the backend). ``staged`` has pairs of (receive buffer on a GPU, host
+    tensor into which the backend receives).
     """
 
     request: PostExchange
@@ -47,25 +51,25 @@ class ProcessGroupTransport:
             )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
-                names = group.mesh_dim_names or f"{group.ndim} axes"
-                raise InputError(f"a mesh of one axis is needed, this one has {names}: pass mesh[axis], as in mesh['cp']")
-            self.ranks: list[int] = group.mesh.tolist()
+                axes = " and ".join(map(repr, group.mesh_dim_names)) if group.mesh_dim_names else f"{group.ndim} axes"
+                raise InputError(f"a mesh of one axis is needed, this one has {axes}: pass mesh[axis], as in mesh['cp']")
+            self.global_ranks: list[int] = group.mesh.tolist()
             self.group: dist.ProcessGroup = group.get_group()
         else:
             # new_group returns an integer instead of a group to processes that are not members.
             given: Any = dist.group.WORLD if group is None else group
             if given is dist.GroupMember.NON_GROUP_MEMBER:
-                raise InputError(f"process {dist.get_rank()} is not a member of this group")
+                raise InputError(f"global rank {dist.get_rank()} is not a member of this group")
             if not isinstance(given, dist.ProcessGroup):
                 raise InputError(
                     f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
                 )
             self.group = given
-            self.ranks = dist.get_process_group_ranks(self.group)
-        if dist.get_rank() not in self.ranks:
-            raise InputError(f"process {dist.get_rank()} is not a member of the group of processes {self.ranks}")
-        self.rank = self.ranks.index(dist.get_rank())
-        self.world = len(self.ranks)
+            self.global_ranks = dist.get_process_group_ranks(self.group)
+        if dist.get_rank() not in self.global_ranks:
+            raise InputError(f"global rank {dist.get_rank()} is not a member of the group of global ranks {self.global_ranks}")
+        self.rank = self.global_ranks.index(dist.get_rank())
+        self.world = len(self.global_ranks)
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.traffic = Traffic()
 
@@ -78,18 +82,18 @@ class ProcessGroupTransport:
             return True
         return False
 
-    def run(self, coroutines: Sequence[RankCoroutine[T]]) -> list[T]:
-        """Run the coroutine of this process's rank to the end and return its result, in a list of one."""
-        (coroutine,) = coroutines
-        answer: Any = None
+    def run(self, generators: Sequence[RankGenerator[T]]) -> list[T]:
+        """Run the generator of this process's rank to the end and return its result in a list of one."""
+        (generator,) = generators
+        handle: Any = None
         try:
             while True:
-                request = coroutine.send(answer)
+                request = generator.send(handle)
                 if isinstance(request, PostExchange):
-                    answer = self._post(request)
+                    handle = self._post(request)
                 else:
                     self._wait(request.pending)
-                    answer = None
+                    handle = None
                 del request  # frees the messages of this step before the next step packs its own
         except StopIteration as end:
             return [end.value]
@@ -102,13 +106,16 @@ class ProcessGroupTransport:
             for peer, tensor in messages:
                 total += tensor.nbytes
                 if tensor.numel():
-                    on_wire = tensor
+                    message = tensor
                     if tensor.is_cuda and self._stages_through_host:
                         self._check_not_capturing(request)
-                        on_wire = tensor.cpu() if operation is dist.isend else torch.empty_like(tensor, device="cpu")
-                        staged += [(tensor, on_wire)] if operation is dist.irecv else []
+                        if operation is dist.isend:
+                            message = tensor.cpu()
+                        else:
+                            message = torch.empty_like(tensor, device="cpu")
+                            staged.append((tensor, message))
                     peers.append(peer)
-                    operations.append(dist.P2POp(operation, on_wire, self.ranks[peer], self.group, _tag(on_wire)))
+                    operations.append(dist.P2POp(operation, message, self.global_ranks[peer], self.group, _tag(message)))
             sent_and_received.append(total)
         self.traffic.sent += sent_and_received[0]
         self.traffic.received += sent_and_received[1]
@@ -117,7 +124,7 @@ class ProcessGroupTransport:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            self._raise_with_rank_and_step(error, request.label, peers)
+            self._raise_with_rank_and_label(error, request.label, peers)
         # NCCL returns one work handle for the whole batch, gloo one for each operation.
         peers_of_works = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
         return PendingExchange(request, list(zip(peers_of_works, works, strict=True)), staged)
@@ -127,7 +134,7 @@ class ProcessGroupTransport:
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
-                self._raise_with_rank_and_step(error, pending.request.label, peers)
+                self._raise_with_rank_and_label(error, pending.request.label, peers)
         for buffer, received in pending.staged:
             buffer.copy_(received)
 
@@ -144,59 +151,59 @@ class ProcessGroupTransport:
                 "host memory, which a graph cannot replay: use NCCL"
             )
 
-    def _raise_with_rank_and_step(self, error: RuntimeError, step: str, peers: list[int]) -> NoReturn:
-        """Raise a TransportError that names this rank, the step and the peers; other kinds of error pass unchanged."""
+    def _raise_with_rank_and_label(self, error: RuntimeError, label: str, peers: list[int]) -> NoReturn:
+        """Raise a TransportError that names this rank, the operation and the peers. Other errors pass unchanged."""
         if not is_backend_error(error):
             raise error
-        names = " or ".join(f"rank {peer} (process {self.ranks[peer]})" for peer in dict.fromkeys(peers))
-        kind = kind_of(error)
+        names = " or ".join(f"rank {peer} (global rank {self.global_ranks[peer]})" for peer in dict.fromkeys(peers))
+        kind = error_class_of(error)
         if kind is PeerTimeout:
-            text = f"{names} did not answer in {step}: it hangs or is in another call ({first_line(error)})"
+            text = f"timed out in {label} waiting for {names}: that rank hangs or is in another call ({first_line(error)})"
         elif kind is PeerLost:
-            text = f"lost the connection to {names} in {step}: see the error of that process first ({first_line(error)})"
+            text = f"lost the connection to {names} in {label}: see the error of that process first ({first_line(error)})"
         else:
-            text = f"{step} failed: {first_line(error)}"
+            text = f"{label} failed: {first_line(error)}"
         raise kind(f"rank {self.rank}: {text}") from error
 
-    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """All-gather a few integers, the same count on each rank. The result is in rank order."""
-        local = torch.tensor(numbers, dtype=torch.int64, device=device)
-        return [gathered.tolist() for gathered in self._all_gather(local, "the handshake")]
+    def all_gather_ints(self, values: Sequence[int], device: torch.device, *, label: str) -> list[list[int]]:
+        """All-gather a few integers, the same number on each rank. The result is in rank order."""
+        local = torch.tensor(values, dtype=torch.int64, device=device)
+        return [gathered.tolist() for gathered in self._all_gather(local, label)]
 
-    def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int], *, label: str) -> list[Tensor]:
         """All-gather tensors whose dim 0 has ``counts[rank]`` rows. The result is in rank order."""
         padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x
-        return [rows[:count] for rows, count in zip(self._all_gather(padded, "unshard"), counts, strict=True)]
+        return [rows[:count] for rows, count in zip(self._all_gather(padded, label), counts, strict=True)]
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over all ranks."""
+        """Return the sum of ``x`` over all ranks."""
         total = x.clone(memory_format=torch.contiguous_format)  # all-reduce adds memory in order, so strides must agree
         self.all_reduce_sum_(total)
         return total
 
     def all_reduce_sum_(self, x: Tensor) -> None:
-        """The sum of ``x`` over all ranks, in place. ``x`` must be contiguous."""
+        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous."""
         self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), "an all-reduce")
 
-    def _all_gather(self, x: Tensor, step: str) -> list[Tensor]:
-        gathered = [torch.empty_like(x) for _ in self.ranks]
-        self._run_collective(lambda: dist.all_gather(gathered, x, group=self.group, async_op=True), step)
-        # all_gather returns the group's own rank order.
-        by_process = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
-        return [by_process[process] for process in self.ranks]
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
+        gathered = [torch.empty_like(x) for _ in self.global_ranks]
+        self._run_collective(lambda: dist.all_gather(gathered, x, group=self.group, async_op=True), label)
+        # all_gather returns the rank order of the process group, which may differ from that of the mesh.
+        by_global_rank = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
+        return [by_global_rank[global_rank] for global_rank in self.global_ranks]
 
-    def _run_collective(self, start: Callable[[], Any], step: str) -> None:
+    def _run_collective(self, start: Callable[[], Any], label: str) -> None:
         try:
             work = start()
             work.wait() if self.timeout is None else work.wait(self.timeout)
         except RuntimeError as error:
-            others = [rank for rank in range(self.world) if rank != self.rank]
-            self._raise_with_rank_and_step(error, step, others)
+            peers = [rank for rank in range(self.world) if rank != self.rank]
+            self._raise_with_rank_and_label(error, label, peers)
 
 
 def _tag(message: Tensor) -> int:
-    """The tag of a message: its size in bytes, reduced to the range of a tag.
+    """Return the tag of a message, which is its size in bytes, reduced to the range of a tag.
 
     If one rank makes a call fewer than the others, its messages can meet receives of another size. gloo aborts the
     process when a message is too long, and accepts one that is too short without an error. With the size as the tag,
@@ -206,5 +213,5 @@ def _tag(message: Tensor) -> int:
 
 
 def as_transport(group: ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupTransport:
-    """The transport for a ``group=`` argument of the public API."""
+    """Return the transport for a ``group=`` argument of the public API."""
     return group if isinstance(group, ProcessGroupTransport) else ProcessGroupTransport(group)

@@ -1,4 +1,4 @@
-"""The requests a rank's coroutine yields to its transport.
+"""The requests that the generator of a rank yields to its transport.
 
 The engine yields a :class:`PostExchange` to start sends and receives and a :class:`WaitExchange` to complete them. The
 transport carries them out; the engine itself never communicates.
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostExchange:
-    """Start these sends and receives without blocking. The transport answers with a handle for :class:`WaitExchange`.
+    """Start these sends and receives without blocking. The transport sends back a handle for :class:`WaitExchange`.
 
-    ``sends`` and ``recvs`` are pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two ranks
+    ``sends`` and ``recvs`` have pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two ranks
     arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched before
-    the exchange has been waited for.
+    the exchange has been waited for. ``label`` names the step in error messages.
     """
 
     label: str
@@ -31,13 +31,13 @@ class PostExchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitExchange:
-    """Wait until every send and receive of this exchange is complete. ``pending`` is the handle its post returned."""
+    """Wait until every send and receive of an exchange is complete. ``pending`` is the handle of its PostExchange."""
 
     pending: Any
 
 
 # One rank's execution of its plan: a generator that yields requests, is resumed with handles, and returns its result.
-RankCoroutine: TypeAlias = Generator["PostExchange | WaitExchange", Any, T]
+RankGenerator: TypeAlias = Generator["PostExchange | WaitExchange", Any, T]
 
 
 @dataclass(slots=True)
