@@ -1,4 +1,4 @@
-"""How evenly each layout shares the work of common masks, as numbers; and which layout ``auto`` takes because of them."""
+"""How evenly each layout shares the work of common masks, as numbers; and which layout ``auto`` chooses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MASKS = {
     "packed + window": rs.documents(PACKED) & rs.window(left=127),
 }
 
-# The largest rank's area over the mean, at 4096 tokens and 8 ranks: 1.000 is perfect, 8.000 one rank doing it all.
+# The largest rank's area over the mean, at 4096 tokens and 8 ranks: 1.000 is perfect, 8.000 is one rank with all the work.
 BALANCE = """
                     contiguous  zigzag  striped  per_document  round_robin  balanced   auto takes
   full                   1.000   1.000    1.000         1.000        1.000     1.000   contiguous
@@ -80,7 +80,7 @@ def test_the_table(name: str) -> None:
     assert auto(MASKS[name], WORLD)[0].name == taken
 
 
-# What a layout promises for the mask it was made for, at every size: the worst balance over many lengths and worlds.
+# The worst balance of a layout over many lengths and worlds, for the mask it suits.
 PROMISES = [
     ("zigzag", rs.causal, 1.005),
     ("contiguous", rs.full, 1.002),
@@ -112,14 +112,14 @@ def test_auto_takes_the_first_that_is_good_enough_else_the_best(drawn: Drawn, wo
     assert why.startswith(f"layout {chosen.name}: first with balance <= 1.1, else the best (balance: contiguous ")
 
 
-def test_auto_says_what_it_weighed() -> None:
+def test_auto_notes_the_balance_of_each_candidate() -> None:
     _, why = auto(MASKS["prefix"], WORLD)
     assert why == (
         "layout balanced: first with balance <= 1.1, else the best (balance: contiguous 1.76, zigzag 1.15, balanced 1.01)"
     )
 
 
-def test_a_mask_that_shows_nothing_is_balanced() -> None:
+def test_an_empty_mask_is_balanced() -> None:
     nothing = rs.Mask.from_bands([], 10)
     assert balance(nothing, LAYOUTS["contiguous"](nothing, 3)) == 1.0
     assert auto(nothing, 3)[0].name == "contiguous"

@@ -101,13 +101,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=[str(options) for options, _ in BAD])
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         balanced(rs.causal(8), 2, **options)
 
 
-def test_every_process_finds_the_same() -> None:
-    """Other hashes of strings, other order of sets: the same layout, to the digit."""
+def test_every_process_computes_the_same_layout() -> None:
+    """Also with another hash seed."""
     code = "import ringspan as rs; from ringspan.layouts import balanced; print(balanced(rs.documents(range(1, 90)), 7).digest)"
     digests = {
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Masks cut along layouts, against picking the same rows and columns out of the dense mask."""
+"""Masks cut along layouts, compared with the same rows and columns of the dense mask."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.hypothesis_strategies import Drawn, layouts, masks
 from tests.truth import Dense
 
 
-class Scene(NamedTuple):
+class CutCase(NamedTuple):
     drawn: Drawn
     queries: Layout
     keys: Layout
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def cut_cases(draw: st.DrawFn) -> CutCase:
     """A mask and a layout of its queries; for its keys the same layout, or any other over any number of ranks."""
     drawn = draw(masks(20, leaves=4))
     queries = draw(layouts(drawn.mask, draw(st.integers(1, 5))))
     square = len(set(drawn.mask.lengths)) == 1
     keys = queries if square and draw(st.booleans()) else draw(layouts(drawn.mask.transposed, draw(st.integers(1, 5))))
-    return Scene(drawn, queries, keys)
+    return CutCase(drawn, queries, keys)
 
 
 def check_cut(mask: Mask, dense: Dense, queries: Layout, keys: Layout) -> None:
@@ -48,9 +48,9 @@ def check_cut(mask: Mask, dense: Dense, queries: Layout, keys: Layout) -> None:
 
 
 @settings(max_examples=300)
-@given(scenes())
-def test_cut_is_picking_rows_and_columns(scene: Scene) -> None:
-    check_cut(scene.drawn.mask, scene.drawn.truth, scene.queries, scene.keys)
+@given(cut_cases())
+def test_cut_selects_rows_and_columns(case: CutCase) -> None:
+    check_cut(case.drawn.mask, case.drawn.truth, case.queries, case.keys)
 
 
 @pytest.mark.parametrize("k_world", [3, 4], ids=["3x3", "3x4"])
@@ -69,23 +69,23 @@ def test_cut_for_every_pair_of_layouts(q_name: str, k_name: str, k_world: int) -
         check_cut(cross, dense, LAYOUTS[q_name](cross, 3), LAYOUTS[k_name](cross.transposed, k_world))
 
 
-@given(scenes(), st.data())
-def test_cut_of_some_ranks_only(scene: Scene, data: st.DataObject) -> None:
-    q_rank = data.draw(st.integers(0, scene.queries.world - 1))
-    k_rank = data.draw(st.integers(0, scene.keys.world - 1))
-    tiles = cut(scene.drawn.mask, scene.queries.pieces.of(q_rank), scene.keys.pieces.of(k_rank))
-    expected = scene.drawn.truth[np.ix_(scene.queries.positions(q_rank), scene.keys.positions(k_rank))]
+@given(cut_cases(), st.data())
+def test_cut_of_some_ranks_only(case: CutCase, data: st.DataObject) -> None:
+    q_rank = data.draw(st.integers(0, case.queries.world - 1))
+    k_rank = data.draw(st.integers(0, case.keys.world - 1))
+    tiles = cut(case.drawn.mask, case.queries.pieces.of(q_rank), case.keys.pieces.of(k_rank))
+    expected = case.drawn.truth[np.ix_(case.queries.positions(q_rank), case.keys.positions(k_rank))]
     assert (set(tiles.q_rank.tolist()), set(tiles.k_rank.tolist())) in (({q_rank}, {k_rank}), (set(), set()))
     assert (truth.times_covered(tiles.bands.tolist(), *expected.shape) == expected).all()
 
 
-@given(scenes())
-def test_areas_and_balance_count_the_rows_of_each_rank(scene: Scene) -> None:
-    mask, dense = scene.drawn
-    expected = [int(dense[scene.queries.positions(rank)].sum()) for rank in range(scene.queries.world)]
-    assert areas(mask, scene.queries).tolist() == expected
+@given(cut_cases())
+def test_areas_and_balance_count_the_rows_of_each_rank(case: CutCase) -> None:
+    mask, dense = case.drawn
+    expected = [int(dense[case.queries.positions(rank)].sum()) for rank in range(case.queries.world)]
+    assert areas(mask, case.queries).tolist() == expected
     mean = sum(expected) / len(expected)
-    assert balance(mask, scene.queries) == pytest.approx(max(expected) / mean if mean else 1.0)
+    assert balance(mask, case.queries) == pytest.approx(max(expected) / mean if mean else 1.0)
 
 
 @pytest.mark.parametrize("world", [2, 8, 64])

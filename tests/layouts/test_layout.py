@@ -1,4 +1,4 @@
-"""The data type: what spans it takes, what it refuses, and what it says of them."""
+"""The Layout type: valid and invalid spans, and its properties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens_of(spans: Spans) -> list[list[int]]:
 
 
 @given(own_spans)
-def test_spans_of_ones_own(spans: Spans) -> None:
+def test_spans_given_by_the_user(spans: Spans) -> None:
     expected = tokens_of(spans)
     layout = Layout(spans)
     assert layout.world == len(spans)
@@ -39,7 +39,7 @@ def test_spans_of_ones_own(spans: Spans) -> None:
 
 
 @given(own_spans)
-def test_order_lays_out_and_brings_back(spans: Spans) -> None:
+def test_order_shards_and_restores(spans: Spans) -> None:
     layout = Layout(spans)
     x = np.arange(layout.length) * 10
     assert (x[layout.order()][np.argsort(layout.order())] == x).all()
@@ -107,7 +107,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("spans", "options", "message"), BAD, ids=[f"{spans} {options or ''}" for spans, options, _ in BAD])
-def test_bad_spans_raise_a_named_error(spans: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_spans_raise_a_layout_error(spans: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message) as raised:
         Layout(spans, **options)
     assert isinstance(raised.value, RingspanError)
@@ -119,7 +119,7 @@ def test_what_is_not_a_list_of_lists(spans: Any) -> None:
         Layout(spans)
 
 
-def test_steps_without_a_common_multiple_to_speak_of() -> None:
+def test_steps_with_a_huge_common_multiple() -> None:
     """One token each, so that the steps mean nothing; their common multiple is past 2⁶³."""
     primes = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53]
     assert Layout([[(i, i + 1, step)] for i, step in enumerate(primes)]).length == 16
@@ -154,7 +154,7 @@ def test_a_layout_cannot_be_changed() -> None:
     assert layout == Layout(HALVES)
 
 
-def test_looks() -> None:
+def test_repr_and_ascii() -> None:
     layout = Layout([[(0, 2), (6, 8)], [(2, 6, 2), (3, 6, 2)]], name="mine")
     assert repr(layout) == "<Layout mine: 8 tokens over 2 ranks>"
     assert repr(Layout([[(0, 1)]])) == "<Layout spans: 1 tokens over 1 rank>"
@@ -169,7 +169,7 @@ def test_even_cuts_differ_by_at_most_one(length: int, parts: int) -> None:
     assert sizes.max() - sizes.min() <= 1
 
 
-# -- what a user's layout= may be --------------------------------------------------------------------------------------
+# -- the layout= argument ----------------------------------------------------------------------------------------------
 
 HALVES = [[(0, 4)], [(4, 8)]]
 
@@ -213,7 +213,7 @@ REFUSED: list[tuple[Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("given", "world", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
-def test_make_layout_refuses(given: Any, world: int, message: str) -> None:
+def test_make_layout_rejects(given: Any, world: int, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make_layout(given, rs.causal(8), world)
 
@@ -223,13 +223,13 @@ def test_check_world_takes_any_whole_number() -> None:
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_relation_has_no_tokens_to_lay_out(make: Callable[[rs.Mask, int], Layout]) -> None:
+def test_a_relation_has_no_layout(make: Callable[[rs.Mask, int], Layout]) -> None:
     with pytest.raises(MaskError, match="any length"):
         make(rs.window(left=1), 2)
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("world", [0, -1, 1.5, None])
-def test_a_world_that_is_none_is_named_by_every_layout(make: Callable[[rs.Mask, int], Layout], world: Any) -> None:
+def test_every_layout_rejects_an_invalid_world(make: Callable[[rs.Mask, int], Layout], world: Any) -> None:
     with pytest.raises(LayoutError, match=f"world must be .* not {world}"):
         make(rs.causal(8), world)

@@ -1,4 +1,4 @@
-"""Each way to lay a sequence out: who owns what, at any length and any number of ranks."""
+"""Each layout: which rank owns which tokens, at any length and any number of ranks."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_per_document_zigzags_within_each_document(drawn: Drawn, world: int) -> 
 
 
 @given(masks(60, square=True, leaves=3), worlds)
-def test_round_robin_deals_the_heaviest_blocks_first(drawn: Drawn, world: int) -> None:
-    """Card for card: the same deal, written as a loop over single blocks."""
+def test_round_robin_assigns_the_heaviest_blocks_first(drawn: Drawn, world: int) -> None:
+    """Compared with a loop over single blocks."""
     n = drawn.mask.lengths[0]
     blocks = max(1, min(n, BLOCKS_PER_RANK * world))
     cuts = [i * n // blocks for i in range(blocks + 1)]
@@ -94,7 +94,7 @@ def test_round_robin_deals_the_heaviest_blocks_first(drawn: Drawn, world: int) -
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 8, 100])
-def test_planning_a_million_tokens_is_a_matter_of_spans(name: str, world: int) -> None:
+def test_a_million_tokens_cost_no_more_than_their_spans(name: str, world: int) -> None:
     layout: Layout = LAYOUTS[name](rs.documents([1000] * 1000), world)
     assert layout.length == 10**6
     documents = 1000 if name == "per_document" else 1

@@ -1,4 +1,4 @@
-"""The formulas of one band against counting its cells."""
+"""The formulas of a band, compared with counting its cells."""
 
 from __future__ import annotations
 

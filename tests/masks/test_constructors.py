@@ -1,4 +1,4 @@
-"""Every constructor against its definition, cell by cell; the words of each picture are in tests/truth.py."""
+"""Every constructor compared with its definition in tests/truth.py, cell by cell."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_relations_take_the_lengths_of_the_other(name: str, data: st.DataObject)
         assert (mask.dense() == drawn.truth).all()
 
 
-# Pictures to read: each row is one query.
+# Pictures: each row is one query.
 PICTURES = [
     (rs.full(2, 3), "xxx xxx"),
     (rs.full(0, 3), ""),
@@ -97,12 +97,12 @@ def test_lengths_and_ids_may_be_tensors() -> None:
     assert rs.causal(np.int32(4)) == rs.causal(torch.tensor(4)) == rs.causal(4)
 
 
-def test_align_says_nothing_where_lengths_agree() -> None:
+def test_align_changes_nothing_for_equal_lengths() -> None:
     assert rs.causal(5) == rs.causal(5, 5) == rs.causal(5, align="start") == rs.causal(5, align="end")
     assert rs.documents([2, 3], align="end") == rs.documents([2, 3], align="start") == rs.documents([2, 3])
 
 
-# What a thousand documents, or a sequence of any length, may cost: bands, not tokens.
+# The number of bands of long masks, which must not depend on the number of tokens.
 @pytest.mark.parametrize(
     ("mask", "bands", "area"),
     [
@@ -122,8 +122,8 @@ def test_long_masks_are_few_bands(mask: Mask, bands: int, area: int) -> None:
     assert (len(mask), mask.area) == (bands, area)
 
 
-def test_truth_agrees_with_itself() -> None:
-    """Two definitions of the same thing, so that a slip in the yardstick itself is seen."""
+def test_two_definitions_in_truth_agree() -> None:
+    """An error in one of the reference definitions would show here."""
     assert (truth.documents([2, 3], [2, 3]) == truth.by_ids([0, 0, 1, 1, 1])).all()
     assert (truth.chunked(5, 2) == truth.documents([2, 2, 1], [2, 2, 1])).all()
     assert (truth.prefix(4, 0) == truth.causal(4, 4)).all()

@@ -1,4 +1,4 @@
-"""Bad inputs: each must raise a MaskError that says what was expected and what came."""
+"""Invalid inputs: each must raise a MaskError that says what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_bad_input_raises_a_named_error(call: Callable[[], object], message: str) -> None:
+def test_invalid_input_raises_a_mask_error(call: Callable[[], object], message: str) -> None:
     with pytest.raises(MaskError, match=message) as raised:
         call()
     assert isinstance(raised.value, RingspanError)
@@ -97,7 +97,7 @@ def test_malformed_bands(bands: list[object]) -> None:
 
 
 @pytest.mark.parametrize("far", [2**31, 2**40, 2**62, sys.maxsize, 2**70])
-def test_a_diagonal_however_far_cuts_nothing_away(far: int) -> None:
+def test_diagonals_beyond_the_longest_sequence(far: int) -> None:
     assert Mask.from_bands([(0, 4, 0, 4, -far, far)], 4) == rs.full(4)
     assert Mask.from_bands([(-far, far, -far, far, -far, 0)], 4) == rs.causal(4)
 
@@ -115,6 +115,6 @@ def test_a_field_of_a_mask_cannot_be_deleted() -> None:
 @pytest.mark.parametrize(
     "call", [lambda: rs.documents([2], causal=False, align="middle"), lambda: rs.documents(ids=[1], align="middle")]
 )
-def test_align_is_checked_even_where_it_says_nothing(call: Callable[[], object]) -> None:
+def test_align_is_checked_even_where_it_changes_nothing(call: Callable[[], object]) -> None:
     with pytest.raises(MaskError, match="align"):
         call()

@@ -1,4 +1,4 @@
-"""Expressions over all constructors, against the same expressions over dense arrays; and what planners ask of a mask."""
+"""Expressions over all constructors, compared with the same expressions over dense arrays; and the methods for planning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pairs = sizes().flatmap(lambda size: st.tuples(trees(*size, leaves=4), trees(*si
 
 
 @given(masks())
-def test_an_expression_is_what_its_parts_say(drawn: Drawn) -> None:
+def test_an_expression_equals_the_dense_expression(drawn: Drawn) -> None:
     assert drawn.mask.lengths == drawn.truth.shape
     assert (drawn.mask.dense() == drawn.truth).all()
 
@@ -81,7 +81,7 @@ def test_laws_of_sets(two: tuple[Drawn, Drawn]) -> None:
 
 
 @given(sizes().flatmap(lambda size: trees(*size, relations=True)))
-def test_relations_have_no_lengths_until_they_meet_a_mask(drawn: Drawn) -> None:
+def test_relations_have_no_lengths_until_combined_with_a_mask(drawn: Drawn) -> None:
     if drawn.mask.is_relation:
         assert (drawn.mask.q_len, drawn.mask.k_len) == (None, None)
         with pytest.raises(MaskError, match="any length"):
@@ -126,12 +126,12 @@ ASKS_FOR_LENGTHS: list[Callable[[Mask], object]] = [
 
 
 @pytest.mark.parametrize("ask", ASKS_FOR_LENGTHS, ids=["lengths", "area", "dense", "ascii", "documents"])
-def test_a_relation_has_nothing_that_depends_on_a_length(ask: Callable[[Mask], object]) -> None:
+def test_what_depends_on_lengths_raises_for_a_relation(ask: Callable[[Mask], object]) -> None:
     with pytest.raises(MaskError, match=r"window\(left=1\) holds at any length and has none of its own: combine it"):
         ask(rs.window(left=1))
 
 
-# -- equality, and what stays as it is ---------------------------------------------------------------------------------
+# -- equality and immutability -----------------------------------------------------------------------------------------
 
 
 @given(pairs)
@@ -157,7 +157,7 @@ def test_the_digest_is_of_the_table_and_the_lengths(drawn: Drawn) -> None:
     assert longer != mask
 
 
-def test_equality_looks_at_cells_and_not_at_how_they_were_written() -> None:
+def test_equality_compares_pairs_and_not_bands() -> None:
     top, bottom = Mask.from_bands([(0, 2, 0, 4, -9, 0)], 4), Mask.from_bands([(2, 4, 0, 4, -9, 0)], 4)
     assert top | bottom == rs.causal(4) == rs.documents([4]) == rs.prefix(4, 0) == rs.prefix(4, 1) == rs.chunked(4, 4)
     assert rs.causal(4).digest != rs.prefix(4, 1).digest, "one band and two"
@@ -183,7 +183,7 @@ def test_a_mask_of_any_origin_has_a_read_only_table(drawn: Drawn) -> None:
 
 
 @given(pairs)
-def test_operators_leave_their_operands_alone(two: tuple[Drawn, Drawn]) -> None:
+def test_operators_do_not_change_their_operands(two: tuple[Drawn, Drawn]) -> None:
     a, b = (drawn.mask for drawn in two)
     before = a.table.tobytes(), b.table.tobytes(), a.name, b.name
     _ = a & b, a | b, a - b, ~a, a == b, a.transposed, a.work(np.array([0, a.lengths[0]]))
@@ -208,7 +208,7 @@ def test_a_mask_can_be_copied_and_pickled(duplicate: Callable[[Mask], Mask]) -> 
         twin.table[...] = 0
 
 
-# -- what planners ask -------------------------------------------------------------------------------------------------
+# -- for planning ------------------------------------------------------------------------------------------------------
 
 
 @given(masks(), st.data())
@@ -229,7 +229,7 @@ def test_documents_cuts_separate(drawn: Drawn) -> None:
 
 
 @given(st.lists(st.integers(0, 6), max_size=6), st.integers(0, 5), st.booleans())
-def test_documents_are_found_again(lengths: list[int], left: int, causal: bool) -> None:
+def test_documents_are_recovered_from_the_bands(lengths: list[int], left: int, causal: bool) -> None:
     mask = rs.documents(lengths, causal=causal)
     cuts = np.unique([0, *np.cumsum(lengths)]).tolist()
     assert mask.documents().tolist() == cuts
@@ -242,7 +242,7 @@ def test_iterating_gives_bands() -> None:
     assert len(mask) == 2
 
 
-# -- looking at it -----------------------------------------------------------------------------------------------------
+# -- display -----------------------------------------------------------------------------------------------------------
 
 
 @given(masks(12))
@@ -292,5 +292,8 @@ def test_every_constructor_is_drawn_by_name() -> None:
 
     drawn = {name.split("(")[0] for name in (*CONSTRUCTORS, *SQUARE_CONSTRUCTORS, *RELATIONS)}
     public = {name for name in rs.masks.__all__ if name.islower()}
-    public -= {"mask_mod", "block_mask"}  # settled by functions, they know & alone: see test_mask_mod.py and test_block_mask.py
+    public -= {
+        "mask_mod",
+        "block_mask",
+    }  # decided by functions, they support & alone: see test_mask_mod.py and test_block_mask.py
     assert drawn == public | {"from_bands"}

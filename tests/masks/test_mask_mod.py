@@ -1,4 +1,4 @@
-"""mask_mod: any function as a mask, against the function itself; what is recognised as bands, and what the algebra allows."""
+"""mask_mod: any function as a mask, compared with the function; which are recognised as bands, which operators work."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.hypothesis_strategies import Drawn, masks, sizes
 
 
 def of_table(seen: np.ndarray) -> Callable[..., Any]:
-    """The function that looks a pair up."""
+    """The function that looks a pair up in a table."""
     table = torch.from_numpy(seen)
     return lambda b, h, q, k: table[q, k]
 
 
 @given(masks(20))
-def test_a_function_that_says_bands_is_bands_or_settles_to_them(drawn: Drawn) -> None:
+def test_a_function_of_bands_becomes_bands_or_a_predicate(drawn: Drawn) -> None:
     q_len, k_len = drawn.mask.lengths
     if q_len * k_len == 0:
         return
@@ -46,7 +46,7 @@ def test_any_function(size: tuple[int, int], q_block: int, k_block: int, seed: i
     for q in range(0, size[0], q_block):
         for k in range(0, size[1], k_block):
             block = np.s_[q : q + q_block, k : k + k_block]
-            assert seen[block].any() or not held[block].any(), "an empty block is not planned"
+            assert seen[block].any() or not held[block].any(), "an empty block must not be planned"
 
 
 RECOGNISED = {
@@ -74,7 +74,7 @@ def test_a_thousand_documents_are_a_thousand_bands() -> None:
     assert found == rs.documents(ids=ids)
 
 
-def test_rows_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_evaluated_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rs.mask_mod(lambda b, h, q, k: (q * k) % 7 < 3, 37, block=4)
     monkeypatch.setattr(cells, "MOST_CELLS", 100)
     seen: list[int] = []
@@ -92,7 +92,7 @@ def test_rows_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 # -- per batch, per head -----------------------------------------------------------------------------------------------
 
 
-def test_members_of_a_batch_differ_and_are_planned_together() -> None:
+def test_a_batch_of_different_masks_is_planned_by_their_union() -> None:
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
     mask = rs.mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k], 8, batch=2, block=1)
     assert mask.predicate is not None
@@ -103,7 +103,7 @@ def test_members_of_a_batch_differ_and_are_planned_together() -> None:
     assert (mask.dense(b=1) == each[1]).all()
 
 
-def test_heads_that_are_alike_are_not_told_apart() -> None:
+def test_equal_heads_become_one_mask_of_bands() -> None:
     reach = torch.tensor([3, 3])
     assert rs.mask_mod(lambda b, h, q, k: (q - k).abs() <= reach[h], 9, heads=2).predicate is None
     reach = torch.tensor([3, 2])
@@ -122,7 +122,7 @@ READS = [
 
 
 @pytest.mark.parametrize(("function", "what"), READS)
-def test_what_reads_an_index_must_be_told_how_many_there_are(function: Callable[..., Any], what: str) -> None:
+def test_a_function_that_reads_an_index_needs_its_size(function: Callable[..., Any], what: str) -> None:
     with pytest.raises(rs.MaskError, match=rf"reads the index of {what}: give its size, .*{what}="):
         rs.mask_mod(function, 5)
 
@@ -141,7 +141,7 @@ def odd(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q * q + k) % 3 != 0
 
 
-def test_digests_follow_what_functions_say() -> None:
+def test_digests_follow_the_results_of_functions() -> None:
     same = rs.mask_mod(lambda b, h, q, k: ~((q * q + k) % 3 == 0), 40, block=8)
     other = rs.mask_mod(lambda b, h, q, k: odd(b, h, q, k) & ((q != 17) | (k != 19)), 40, block=8)
     mask = rs.mask_mod(odd, 40, block=8)
@@ -171,15 +171,15 @@ def test_and_with_bands_and_with_functions(drawn: Drawn) -> None:
     if n == 0:
         return
     q, k = np.ogrid[:n, :n]
-    settled, cells_of = rs.mask_mod(odd, n, block=4), (q * q + k) % 3 != 0
+    decided, cells_of = rs.mask_mod(odd, n, block=4), (q * q + k) % 3 != 0
     other = rs.mask_mod(lambda b, h, q, k: (q + 2 * k) % 5 != 1, n, block=3)
-    for mask in (settled & drawn.mask, drawn.mask & settled):
+    for mask in (decided & drawn.mask, drawn.mask & decided):
         assert (mask.dense() == cells_of & drawn.truth).all()
-    assert ((settled - drawn.mask).dense() == cells_of & ~drawn.truth).all()
-    assert ((settled & other & drawn.mask).dense() == cells_of & drawn.truth & ((q + 2 * k) % 5 != 1)).all()
-    assert (settled.transposed.dense() == cells_of.T).all()
-    assert (settled & rs.causal()).is_causal
-    assert settled.is_causal == (not np.triu(cells_of, 1).any())
+    assert ((decided - drawn.mask).dense() == cells_of & ~drawn.truth).all()
+    assert ((decided & other & drawn.mask).dense() == cells_of & drawn.truth & ((q + 2 * k) % 5 != 1)).all()
+    assert (decided.transposed.dense() == cells_of.T).all()
+    assert (decided & rs.causal()).is_causal
+    assert decided.is_causal == (not np.triu(cells_of, 1).any())
 
 
 REFUSED: dict[str, Callable[[rs.Mask], Any]] = {
@@ -191,12 +191,12 @@ REFUSED: dict[str, Callable[[rs.Mask], Any]] = {
 
 
 @pytest.mark.parametrize("expression", REFUSED.values(), ids=REFUSED)
-def test_what_bands_cannot_say_of_a_function(expression: Callable[[rs.Mask], Any]) -> None:
+def test_operators_that_predicates_do_not_support(expression: Callable[[rs.Mask], Any]) -> None:
     with pytest.raises(rs.MaskError, match=r"decided by a function.*write the function of the result.*& works"):
         expression(rs.mask_mod(odd, 40))
 
 
-def test_two_batches_do_not_go_together() -> None:
+def test_masks_of_different_batch_sizes_cannot_be_combined() -> None:
     two, three = (rs.mask_mod(lambda b, h, q, k: (q + k + b) % 3 == 0, 9, batch=n) for n in (2, 3))
     with pytest.raises(rs.MaskError, match="one mask is for batch=2, the other for batch=3"):
         two & three
@@ -208,7 +208,7 @@ def test_repr_and_picture() -> None:
     assert mask.ascii().splitlines()[1].startswith("x x . x x .")
 
 
-# -- what is wrong -----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.mask_mod(lambda b, h, q, k: q - k, 5), "returns True or False for a pair .*returned torch.int64"),
@@ -228,7 +228,7 @@ def test_errors(call: Callable[[], Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
-def test_no_pairs_at_all(lengths: tuple[int, int]) -> None:
+def test_empty_sequences(lengths: tuple[int, int]) -> None:
     mask = rs.mask_mod(odd, *lengths)
     assert mask.area == 0
     assert mask.dense().shape == lengths

@@ -1,4 +1,4 @@
-"""The algebra of whole tables of bands against dense arrays."""
+"""The algebra of tables of bands, compared with dense arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_tight(t: Table) -> None:
 
 
 @given(raw)
-def test_tighten_keeps_the_cells_and_nothing_else(rows: list[tuple[int, ...]]) -> None:
+def test_tighten_keeps_exactly_the_visible_pairs(rows: list[tuple[int, ...]]) -> None:
     t, kept = tables.tighten_indexed(as_table(rows))
     assert_tight(t)
     for i, row in enumerate(rows):
@@ -74,7 +74,7 @@ def test_overlapping_finds_all_pairs_that_share_a_point(a: list[list[int]], b: l
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 4)), max_size=6))
-def test_ranges_lays_them_end_to_end(given: list[tuple[int, int]]) -> None:
+def test_ranges_concatenates_ranges(given: list[tuple[int, int]]) -> None:
     first, count = np.array(given, dtype=np.int64).reshape(-1, 2).T
     assert tables.ranges(first, count).tolist() == [x for f, c in given for x in range(f, f + c)]
 
@@ -123,7 +123,7 @@ JOINED: dict[str, list[tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("bands", JOINED.values(), ids=JOINED)
-def test_coalesce_undoes_any_grid_of_cuts(bands: list[tuple[int, ...]]) -> None:
+def test_coalesce_restores_bands_cut_along_a_grid(bands: list[tuple[int, ...]]) -> None:
     whole = tables.tighten(as_table(bands))
     pieces = chopped(whole, [0, 1, 3, 4, 8, 9])
     assert len(pieces) > 2 * len(whole)
@@ -145,6 +145,6 @@ def test_coalesce_grouped_never_joins_across_groups(drawn: Drawn, cuts: list[int
 
 
 @given(raw)
-def test_dense_draws_the_union(rows: list[tuple[int, ...]]) -> None:
+def test_dense_is_the_union(rows: list[tuple[int, ...]]) -> None:
     mask = Mask.from_bands(rows, N)
     assert (tables.dense(mask.table, N, N) == truth.bands(rows, N, N)).all()

@@ -1,4 +1,4 @@
-"""Functions that ranks may and may not take for the same."""
+"""Digests of functions: equal for equal functions, in every process, and different for different ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bias:
 
 
 class Ramp:
-    """Reads one attribute by a method of its own, and has another that is another number in every process."""
+    """Reads one attribute in a method, and has another whose value differs in every process."""
 
     def __init__(self, slope: float) -> None:
         self.slope = slope
@@ -91,7 +91,7 @@ def holds_itself() -> Callable[..., Any]:
     return again
 
 
-# makers of functions: what they make twice is the same, what two of them make is not
+# Each maker makes functions with equal digests; those of two makers differ.
 MAKERS: dict[str, Callable[[], Callable[..., Any]]] = {
     "cap 2": lambda: rs.softcap(2.0),
     "cap 3": lambda: rs.softcap(3.0),
@@ -144,12 +144,12 @@ MAKERS: dict[str, Callable[[], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_same_twice_and_nothing_else(name: str) -> None:
+def test_equal_digests_for_one_maker_only(name: str) -> None:
     digests = {other: function_digest(make()) for other, make in MAKERS.items()}
     assert [other for other, digest in digests.items() if digest == function_digest(MAKERS[name]())] == [name]
 
 
-def test_other_processes_find_the_same() -> None:
+def test_other_processes_compute_the_same_digests() -> None:
     script = """from tests.user_functions.test_digests import MAKERS, function_digest
 print(*(function_digest(make()) for make in MAKERS.values()))"""
     paths = os.pathsep.join(sys.path)

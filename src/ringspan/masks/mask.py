@@ -243,7 +243,7 @@ class Mask:
         """
         q_len, k_len = self.lengths
         if q_len != k_len:
-            raise MaskError(f"documents are those of one sequence; this mask has {q_len} queries and {k_len} keys")
+            raise MaskError(f"documents are those of one sequence; this one has {q_len} queries and {k_len} keys")
         if q_len == 0:
             return np.zeros(1, dtype=np.int64)
         start = np.minimum(self.table[:, Q0], self.table[:, K0])
