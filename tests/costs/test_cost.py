@@ -20,7 +20,7 @@ def plans(mask: rs.Mask, world: int, strategy: str, layout: str = "contiguous") 
     return rs.LocalWorld(world).plans(mask, strategy=strategy, layout=layout)
 
 
-def test_one_rank_computes_and_that_is_all() -> None:
+def test_one_rank_only_computes() -> None:
     found = cost(plans(rs.full(8), 1, "gather"), SLOW, TINY)
     assert found.forward.seconds == pytest.approx(0.25 + 64)
     assert found.backward.seconds == pytest.approx(0.25 + 64)
@@ -50,7 +50,7 @@ def test_computing_and_sending_may_slow_each_other_down(overlap: float) -> None:
     assert found.seconds == pytest.approx(32.5 + (1 - overlap) * 0.82)
 
 
-def test_what_does_not_travel_as_it_lies_is_copied() -> None:
+def test_messages_that_are_not_contiguous_are_copied() -> None:
     """Results go home as 2 rows of out and lse, 8 bytes each, packed and unpacked; queries and keys travel as they lie."""
     plan = plans(rs.full(4), 2, "pass_q(stages=1)")
     found, free = (cost(plan, replace(SLOW, copy_bytes_per_s=rate), TINY).forward.seconds for rate in (16.0, float("inf")))
@@ -65,7 +65,7 @@ def test_tiles_are_no_wider_than_the_band() -> None:
 
 
 @pytest.mark.parametrize(("per_node", "wire"), [(2, 0.5 + 32 / 100), (1, 2.0 + 32 / 10)])
-def test_what_is_not_hidden_is_exposed(per_node: int, wire: float) -> None:
+def test_communication_that_is_not_hidden_is_exposed(per_node: int, wire: float) -> None:
     """Two documents, each on the rank that does not own its keys: nothing can be computed while they travel."""
     mask = rs.documents([4, 4], causal=False)
     layouts = {"layout": [[(0, 4)], [(4, 8)]], "kv_layout": [[(4, 8)], [(0, 4)]]}
@@ -91,7 +91,7 @@ def test_a_message_waits_for_the_slower_side() -> None:
 @pytest.mark.parametrize(
     "strategy", ["ring", "gather", "exchange", "pass_q", "ulysses", "hierarchical(per_node=4)", "hybrid(per_node=4)"]
 )
-def test_computing_is_the_same_whatever_travels(strategy: str) -> None:
+def test_computing_does_not_depend_on_what_is_sent(strategy: str) -> None:
     """Without launches, tiles and wire all pairs of all heads are computed once, and nobody is done before an even share."""
     free = replace(
         SLOW,
@@ -109,13 +109,13 @@ def test_computing_is_the_same_whatever_travels(strategy: str) -> None:
     assert found.seconds >= whole / 8 - 1e-6
 
 
-def test_a_plan_knows_its_cost() -> None:
+def test_plan_cost_method() -> None:
     plan = rs.plan(rs.causal(64), world=4, rank=3, strategy="ring", layout="zigzag")
     assert plan.cost(SLOW, TINY).seconds == cost(plans(rs.causal(64), 4, "ring", "zigzag"), SLOW, TINY).seconds
     assert plan.cost("h200x8").peak_bytes > 0
 
 
-def test_a_sample_of_ranks_tells_what_they_do_and_says_that_it_is_one() -> None:
+def test_the_cost_of_a_sample_is_marked_as_one() -> None:
     """Ranks of a zigzag causal mask do alike, so that half of them cost what all of them cost."""
     everybody = plans(rs.causal(64), 8, "gather", "zigzag")
     whole, some = cost(everybody, SLOW, TINY), cost(everybody[::3], SLOW, TINY)
@@ -126,7 +126,7 @@ def test_a_sample_of_ranks_tells_what_they_do_and_says_that_it_is_one() -> None:
     np.testing.assert_allclose(some.backward.end, whole.backward.end[::3])
 
 
-def test_what_queries_get_in_parts_is_merged() -> None:
+def test_partial_results_are_merged() -> None:
     """Around a ring all parts but the first, each of all rows: out with lse forward, dq backward."""
     plan, shape = rs.plan(rs.full(64), world=4, strategy="ring", layout="contiguous"), rs.Shape(heads=2, kv_heads=2, head_dim=8)
     slow, fast = (replace(HARDWARE["h200"], copy_bytes_per_s=rate) for rate in (1e3, 1e15))

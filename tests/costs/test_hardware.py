@@ -35,19 +35,19 @@ WRONG: dict[str, list[Any]] = {
 CASES = [(field, value) for field, values in WRONG.items() for value in values]
 
 
-def test_every_field_is_among_the_cases() -> None:
+def test_every_field_has_a_case() -> None:
     assert {field.partition(".")[0] for field in WRONG} == set(asdict(H200))
 
 
 @pytest.mark.parametrize(("field", "value"), CASES)
-def test_a_number_that_no_machine_has_is_named(field: str, value: Any) -> None:
+def test_an_impossible_number_is_refused_by_name(field: str, value: Any) -> None:
     outer, _, inner = field.partition(".")
     with pytest.raises(rs.PlanError, match=rf"\.{inner or outer} must be a .*, not "):
         replace(H200, **{outer: replace(getattr(H200, outer), **{inner: value}) if inner else value})
 
 
 @pytest.mark.parametrize(("field", "value"), CASES)
-def test_and_so_it_is_in_a_file(field: str, value: Any) -> None:
+def test_an_impossible_number_in_a_file_is_refused_by_name(field: str, value: Any) -> None:
     outer, _, inner = field.partition(".")
     given = asdict(H200)
     (given[outer] if inner else given)[inner or outer] = value
@@ -57,20 +57,20 @@ def test_and_so_it_is_in_a_file(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["within", "forward"])
-def test_parts_are_what_they_should_be(field: str) -> None:
+def test_fields_of_a_wrong_type_are_refused(field: str) -> None:
     with pytest.raises(rs.PlanError, match=rf"Hardware\.{field} must be a (Link|Speed), not 'fast'"):
         replace(H200, **{field: "fast"})
 
 
 @pytest.mark.parametrize("field", ["within", "forward", "memory"])
-def test_what_a_file_lacks_is_named(field: str) -> None:
+def test_a_missing_field_of_a_file_is_named(field: str) -> None:
     given = asdict(H200)
     del given[field]
     with pytest.raises(rs.PlanError, match=rf"not a hardware file .*{field}"):
         Hardware.from_json(json.dumps(given))
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Any) -> None:
+def test_the_error_for_a_wrong_file_names_it(tmp_path: Any) -> None:
     path = tmp_path / "here.json"
     path.write_text('{"name": "x"}')
     with pytest.raises(rs.PlanError, match=r"this is not a hardware file .*: within is missing \(in .*here\.json\)"):
@@ -78,12 +78,12 @@ def test_a_file_that_is_none_is_named(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("machine", [*HARDWARE.values(), replace(H200, copy_bytes_per_s=float("inf"))], ids=lambda m: m.name)
-def test_a_machine_comes_back_from_its_file(machine: Hardware, tmp_path: Any) -> None:
+def test_round_trip_of_a_machine(machine: Hardware, tmp_path: Any) -> None:
     (tmp_path / "here.json").write_text(machine.to_json())
     assert named_hardware(str(tmp_path / "here.json")) == machine
 
 
-def test_names() -> None:
+def test_machines_by_name() -> None:
     assert named_hardware("h200x4") == replace(H200, per_node=4)
     for wrong in ("h300", "h200x0", "nowhere.json", "h200x"):
         with pytest.raises(rs.PlanError, match=r"calibrate"):

@@ -12,7 +12,7 @@ SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
 DOCUMENTS = rs.documents([900, 3000, 100, 96])
 
 
-def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() -> None:
+def test_plan_takes_the_best_candidate_and_notes_the_others() -> None:
     plan = rs.plan(DOCUMENTS, world=4, rank=2, hardware="h200x8", shape=SHAPE)
     choice = best_on(DOCUMENTS, world=4, hardware="h200x8", shape=SHAPE)
     assert (plan.q_layout, plan.strategy, plan.rank) == (choice.best.layout, choice.best.strategy, 2)
@@ -31,7 +31,7 @@ def test_a_plan_for_a_machine_is_the_best_one_and_its_notes_tell_the_others() ->
     ],
     ids=["nothing", "hardware", "shape"],
 )
-def test_what_is_assumed_is_said_to_be(given: dict[str, object], said: str) -> None:
+def test_assumptions_are_noted(given: dict[str, object], said: str) -> None:
     plan = rs.plan(DOCUMENTS, world=4, **given)  # type: ignore[arg-type]
     assert plan.notes[1].startswith("assumed where not given: ")
     assert plan.notes[1].endswith(said)
@@ -43,14 +43,14 @@ def test_what_is_assumed_is_said_to_be(given: dict[str, object], said: str) -> N
     [({"layout": "zigzag"}, ("zigzag", None)), ({"strategy": "ring"}, (None, "ring")), ({}, (None, None))],
     ids=["a layout", "a strategy", "nothing"],
 )
-def test_what_is_given_is_taken(given: dict[str, str], chosen: tuple[str | None, str | None]) -> None:
+def test_given_layouts_and_strategies_are_kept(given: dict[str, str], chosen: tuple[str | None, str | None]) -> None:
     plan = rs.plan(DOCUMENTS, world=4, **given)  # type: ignore[arg-type]
     assert plan.q_layout.name == chosen[0] or chosen[0] is None
     assert plan.strategy == chosen[1] or chosen[1] is None
     assert [note for note in plan.notes if note.endswith(": as asked")] == [f"{k} {v}: as asked" for k, v in given.items()]
 
 
-def test_heads_that_nobody_counted_are_not_split() -> None:
+def test_heads_of_unknown_number_are_not_split() -> None:
     """Over a slow link splitting them is best, where they were counted or where it was asked for."""
     mask = rs.full(4096)
     slow_link = rs.costs.named_hardware("h200x1")
@@ -62,7 +62,7 @@ def test_heads_that_nobody_counted_are_not_split() -> None:
     assert rs.plan(mask, world=16, hardware=slow_link, strategy="ulysses").strategy.startswith("ulysses")
 
 
-def test_a_machine_that_nobody_named_refuses_nothing() -> None:
+def test_without_a_machine_no_plan_is_refused_for_memory() -> None:
     """Keys of a hundred million tokens are more than any device has; the plan that takes the least memory is made."""
     mask = rs.causal(400_000_000)
     with pytest.raises(rs.PlanError, match="nothing fits h200"):
@@ -79,7 +79,7 @@ def test_a_machine_that_nobody_named_refuses_nothing() -> None:
 @pytest.mark.parametrize(
     "mask", [rs.full(0), rs.full(1), rs.causal(6) & ~rs.causal(6), rs.full(3, 7), rs.documents([1, 0, 2])], ids=lambda m: m.name
 )
-def test_little_is_planned_as_well(mask: rs.Mask, world: int) -> None:
+def test_tiny_masks(mask: rs.Mask, world: int) -> None:
     rs.plan(mask, world=world).verify()
 
 
@@ -107,6 +107,6 @@ def test_a_repeated_choice_is_looked_up() -> None:
 
 
 @pytest.mark.parametrize(("world", "is_said"), [(8, False), (300, True)])
-def test_a_sample_is_said_to_be_one(world: int, is_said: bool) -> None:
+def test_sampled_costs_are_noted(world: int, is_said: bool) -> None:
     plan = rs.plan(rs.causal(2048), world=world, strategy="exchange(stages=1)")
     assert (f"sampled: 16 of {world} ranks were planned" in plan.explain()) is is_said

@@ -39,12 +39,12 @@ LAYOUTS: list[tuple[rs.Mask, int, Hardware, list[str]]] = [
 
 
 @pytest.mark.parametrize(("mask", "world", "machine", "names"), LAYOUTS)
-def test_a_layout_that_asks_for_more_is_not_looked_at(mask: rs.Mask, world: int, machine: Hardware, names: list[str]) -> None:
+def test_layouts_that_are_compared(mask: rs.Mask, world: int, machine: Hardware, names: list[str]) -> None:
     assert [layout.name for layout in layouts_for(mask, world, machine, SHAPE)] == names
 
 
 @pytest.mark.parametrize(("of_keys", "names"), [("contiguous", EVEN), ("zigzag", ZIGZAG)])
-def test_how_many_keys_are_fetched_depends_on_where_they_lie(of_keys: str, names: list[str]) -> None:
+def test_the_layout_of_the_keys_counts(of_keys: str, names: list[str]) -> None:
     """Two documents to a rank: nothing is fetched by queries that lie where their keys do."""
     mask = rs.documents([16] * 8)
     kv_layout, _ = named_layout(of_keys, mask, 4)
@@ -67,7 +67,7 @@ def test_strategies_that_the_machine_and_the_heads_allow(world: int, per_node: i
     assert found == ["exchange", "exchange", "ring", "gather", *more, "pass_q"]
 
 
-def test_where_there_are_no_heads_none_are_split() -> None:
+def test_no_heads_are_split_if_there_are_none() -> None:
     none, nodes_of_2 = rs.Shape(heads=0, kv_heads=4, head_dim=64), replace(H200, per_node=2)
     found = best_on(rs.causal(64), world=4, hardware=nodes_of_2, shape=none)
     assert not {"ulysses", "hybrid"} & {c.strategy.partition("(")[0] for c in found.candidates}
@@ -76,5 +76,5 @@ def test_where_there_are_no_heads_none_are_split() -> None:
             best_on(rs.causal(64), world=4, hardware=nodes_of_2, shape=none, strategy=strategy)
 
 
-def test_one_rank_has_nothing_to_exchange() -> None:
+def test_one_rank_has_one_candidate() -> None:
     assert strategies_for(1, H200, SHAPE) == ["gather(stages=1)"]

@@ -54,7 +54,7 @@ def test_no_hand_picked_plan_is_more_than_5_percent_faster(mask: rs.Mask, machin
 
 @pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_nor_is_one_where_nothing_was_said_of_the_machine(mask: rs.Mask, world: int) -> None:
+def test_no_hand_picked_plan_is_faster_on_the_assumed_machine(mask: rs.Mask, world: int) -> None:
     """On the machine that is assumed; splitting heads would be no faster, even if there are as many as is assumed."""
     chosen = rs.plan(mask, world=world)
     assumed = rs.costs.named_hardware("h200x8")
@@ -62,7 +62,7 @@ def test_nor_is_one_where_nothing_was_said_of_the_machine(mask: rs.Mask, world: 
     assert chosen.cost(assumed).seconds <= 1.05 * seconds, f"{fastest} is faster than {chosen}"
 
 
-def test_the_choice_is_the_cheapest_that_fits_and_says_why_not_the_others() -> None:
+def test_the_cheapest_that_fits_is_chosen_and_the_others_have_reasons() -> None:
     mask = rs.causal(8192)
     found = best_on(mask, world=4, hardware="h200x8", shape=SHAPE)
     costed = [c for c in found.candidates if c.rejected is None]
@@ -77,7 +77,7 @@ def test_the_choice_is_the_cheapest_that_fits_and_says_why_not_the_others() -> N
     assert {(c.strategy, c.layout.name) for c in ruled_out} >= {("ring", "contiguous"), ("gather(stages=1)", "contiguous")}
 
 
-def test_what_does_not_fit_is_rejected_however_fast_it_is() -> None:
+def test_candidates_that_do_not_fit_are_rejected() -> None:
     mask = rs.causal(8192)
     best = best_on(mask, world=4, hardware="h200x8", shape=SHAPE).best
     assert best.cost is not None
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_rejected_however_fast_it_is() -> None:
         best_on(mask, world=4, hardware=replace(small, memory=1), shape=SHAPE)
 
 
-def test_what_only_splits_heads_is_tried_on_one_layout() -> None:
+def test_ulysses_is_tried_on_one_layout() -> None:
     found = best_on(rs.causal(512), world=4, hardware="h200x8", shape=rs.Shape(heads=8, kv_heads=4, head_dim=64))
     assert len({c.layout.name for c in found.candidates}) > 1
     assert sum(c.strategy == "ulysses(heads=8, kv_heads=4)" for c in found.candidates) == 1

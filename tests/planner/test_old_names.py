@@ -68,7 +68,7 @@ def test_every_moved_name_is_an_old_one() -> None:
     assert set(MOVED) <= set(OLD)
 
 
-def test_a_name_that_never_was() -> None:
+def test_an_unknown_name_raises() -> None:
     with pytest.raises(AttributeError, match=r"module 'ringspan.plans' has no attribute 'no_such'"):
         ringspan.plans.no_such  # noqa: B018
 

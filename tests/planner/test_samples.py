@@ -82,7 +82,7 @@ def test_a_sample_has_the_size_asked_for_the_busiest_rank_and_the_one_that_fetch
 
 
 @pytest.mark.parametrize("seed", [1, 5])
-def test_what_is_taken_was_planned_on_every_rank(seed: int) -> None:
+def test_the_chosen_candidate_was_planned_on_every_rank(seed: int) -> None:
     """Of packed documents a few ranks may have to do with the longest, and pass it on: no sample knows them all."""
     share = np.random.default_rng(seed).lognormal(size=200)
     cuts = np.round(np.cumsum(share) / share.sum() * 2**18).astype(int)

@@ -52,12 +52,12 @@ def test_row_bytes(what: str, phase: Phase, dtype: str, expected: int) -> None:
     assert shape.row_bytes(what, phase, heads=1) * (2 if "kv" in what else 8) == expected  # type: ignore[arg-type]
 
 
-def test_values_are_as_wide_as_keys_unless_told() -> None:
+def test_v_dim_defaults_to_head_dim() -> None:
     same = rs.Shape(heads=1, kv_heads=1, head_dim=64)
     assert same.row_bytes("kv", "forward") == 64 * 2 * 2
 
 
-def test_what_attention_is_not_computed_in() -> None:
+def test_unsupported_dtype_is_refused() -> None:
     with pytest.raises(rs.InputError, match="float16, bfloat16, float32, float64; got 'int8': give its name"):
         rs.Shape(heads=1, kv_heads=1, head_dim=8, dtype="int8")
 
@@ -78,7 +78,7 @@ def test_what_attention_is_not_computed_in() -> None:
     ],
     ids=str,
 )
-def test_shapes_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_impossible_shapes_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(rs.InputError, match=message):
         rs.Shape(**{"heads": 4, "kv_heads": 2, "head_dim": 8, **fields})
 
@@ -86,7 +86,7 @@ def test_shapes_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "ask", [lambda plan: plan.explain("x"), lambda plan: plan.cost("h200x8", "x")], ids=["explain", "cost"]
 )
-def test_what_is_no_shape(ask: Callable[[rs.Plan], object]) -> None:
+def test_an_argument_that_is_no_shape_is_refused(ask: Callable[[rs.Plan], object]) -> None:
     with pytest.raises(rs.PlanError, match=r"shape must be a ringspan\.Shape, as Shape\(heads=32, .* got 'x'"):
         ask(rs.plan(rs.causal(8), world=2))
 
@@ -112,7 +112,7 @@ def test_gather_is_every_key_to_every_other_rank(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_ring_that_everybody_needs_is_as_much(layout: str, world: int) -> None:
+def test_a_ring_in_which_every_rank_sees_all_keys_moves_as_much_as_gather(layout: str, world: int) -> None:
     plans = all_plans(rs.full(64), world, "ring", layout)
     assert received(plans) == 64 * (world - 1) * KV_ROW
     assert received(plans, "backward") == 64 * (world - 1) * (KV_ROW + DKV_ROW)

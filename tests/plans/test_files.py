@@ -19,7 +19,7 @@ from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MASKS)
-def test_there_and_back(name: str, strategy: str) -> None:
+def test_round_trip(name: str, strategy: str) -> None:
     for layout in layouts_for(MASKS[name]):
         for plan in all_plans(MASKS[name], 3, strategy, layout):
             back = Plan.from_json(plan.to_json())
@@ -34,14 +34,14 @@ def test_there_and_back(name: str, strategy: str) -> None:
 
 
 @given(data=st.data())
-def test_any_plan_there_and_back(data: st.DataObject) -> None:
+def test_round_trip_of_any_plan(data: st.DataObject) -> None:
     mask = data.draw(masks(max_len=12)).mask
     layout = data.draw(layouts(mask, 3))
     plan = rs.plan(mask, world=3, rank=data.draw(st.integers(0, 2)), layout=layout)
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_plan_that_came_back_works() -> None:
+def test_a_loaded_plan_can_be_verified_and_explained() -> None:
     plan = Plan.from_json(rs.plan(rs.causal(16), world=4, rank=2).to_json())
     assert plan.verify().explain() == rs.plan(rs.causal(16), world=4, rank=2).explain()
 
@@ -158,7 +158,7 @@ def test_a_malformed_file_names_the_field(change: Callable[[Any], None], message
         ("{}", "plan.ringspan_plan: missing"),
     ],
 )
-def test_what_is_not_json_or_no_object(text: str, message: str) -> None:
+def test_text_that_is_no_json_object_is_refused(text: str, message: str) -> None:
     with pytest.raises(rs.PlanError) as error:
         Plan.from_json(text)
     assert message in str(error.value)

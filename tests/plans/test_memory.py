@@ -49,7 +49,7 @@ def test_forward_a_kernel_takes_its_results() -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "sums"), [(4, 0), (2, 4)])
-def test_backward_it_takes_sums_as_well(kv_heads: int, sums: int) -> None:
+def test_backward_a_kernel_takes_its_gradients_and_sums(kv_heads: int, sums: int) -> None:
     (plan,) = rs.LocalWorld(1).plans(rs.causal(64))
     shape = rs.Shape(heads=4, kv_heads=kv_heads, head_dim=8, dtype="float16")
     of_kernel = memory_bytes(plan, shape, "backward") - peak_bytes(plan, shape, "backward")
@@ -57,7 +57,7 @@ def test_backward_it_takes_sums_as_well(kv_heads: int, sums: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 0), ("bfloat16", 16 * 2 + 4)])
-def test_results_of_half_precision_wait_for_others(dtype: str, width: int) -> None:
+def test_partial_results_in_half_precision_are_counted(dtype: str, width: int) -> None:
     """Where a rank's queries have more than one task: one result for each query and head."""
     shape = rs.Shape(heads=4, kv_heads=2, head_dim=8, v_dim=16, dtype=dtype)  # type: ignore[arg-type]
     plan = rs.plan(rs.full(64), world=2, rank=0, layout="contiguous", strategy="gather")

@@ -82,7 +82,7 @@ def test_layouts_of_all_kinds() -> None:
     assert len({rs.plan(CAUSAL, world=2, layout=layout).digest for layout in given}) == 1
 
 
-def test_what_a_plan_says_of_itself() -> None:
+def test_properties_of_a_plan() -> None:
     plan = rs.plan(CAUSAL, world=4, rank=1, strategy="ring", layout="zigzag")
     assert (plan.world, plan.q_rows, plan.kv_rows, plan.area) == (4, 4, 4, 34)
     assert repr(plan) == (f"<Plan {plan.digest[:8]} ring on zigzag: rank 1 of 4, 4 queries × 4 keys, area 34, 4 steps>")
@@ -135,7 +135,7 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("ring(stages=2)", "cannot read strategy 'ring(stages=2)': ring takes ()"),
     ],
 )
-def test_what_is_not_a_strategy(text: str, message: str) -> None:
+def test_text_that_is_no_strategy_is_refused(text: str, message: str) -> None:
     with pytest.raises(rs.PlanError) as error:
         parse_strategy(text)
     assert message in str(error.value)
@@ -184,7 +184,7 @@ def test_a_strategy_that_makes_no_program(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_name_given_again_forgets_the_plans_of_the_first() -> None:
+def test_registering_a_name_again_clears_cached_plans() -> None:
     before = rs.plan(CAUSAL, world=4, strategy="slow(stages=2)")
     register_strategy("slow", rs.Exchange)
     after = rs.plan(CAUSAL, world=4, strategy="slow(stages=2)")
@@ -200,7 +200,7 @@ def test_a_name_given_again_forgets_the_plans_of_the_first() -> None:
         ("mine", lambda problem: None, "a strategy is a frozen dataclass"),
     ],
 )
-def test_what_cannot_be_registered(name: str, strategy: type, message: str) -> None:
+def test_registrations_that_are_refused(name: str, strategy: type, message: str) -> None:
     with pytest.raises(rs.PlanError, match=message):
         register_strategy(name, strategy)
     assert name not in STRATEGIES
@@ -227,7 +227,7 @@ def test_a_plan_that_splits_no_heads_fits_any() -> None:
         assert plan.for_heads(6, 2) is plan
 
 
-def test_a_strategy_that_cannot_be_told_of_heads() -> None:
+def test_a_strategy_without_head_options_cannot_be_fitted() -> None:
     with pytest.raises(rs.PlanError, match="strategy ring splits heads, and has no options heads= and kv_heads="):
         strategy_for_heads("ring", 6, 2)
 
@@ -235,7 +235,7 @@ def test_a_strategy_that_cannot_be_told_of_heads() -> None:
 # -- the digest --------------------------------------------------------------------------------------------------------
 
 
-def test_the_digest_is_one_for_all_ranks_and_only_for_them() -> None:
+def test_the_digest_is_equal_on_all_ranks_and_differs_between_plans() -> None:
     digests = set()
     variants = [
         (mask, layout, strategy)
@@ -286,7 +286,7 @@ def replace_table(mask: Mask, parts: list[tables.Table]) -> Mask:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "per_document"])
-def test_what_was_planned_before_does_not_show(layout: str) -> None:
+def test_a_plan_does_not_depend_on_what_was_planned_before(layout: str) -> None:
     """Else a rank that has planned an equal mask before would disagree with the others."""
     mask = rs.full(16) & rs.window(left=0, right=0)
     for other in (in_other_bands(mask), rs.documents([1] * 16)):

@@ -13,7 +13,7 @@ from tests.plans.examples import MASKS, layouts_for
 
 @pytest.mark.parametrize("world", [1, 3, 8])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_who_sees_whom_is_what_the_dense_mask_shows(mask: rs.Mask, world: int) -> None:
+def test_seen_ranks_against_the_dense_mask(mask: rs.Mask, world: int) -> None:
     for name in layouts_for(mask):
         q_layout, _ = named_layout(name, mask, world)
         kv_layout, _ = named_layout(name, mask.transposed, world)
@@ -27,7 +27,7 @@ def test_who_sees_whom_is_what_the_dense_mask_shows(mask: rs.Mask, world: int) -
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_there_are_no_more_tiles_than_estimated_where_spans_have_no_gaps(mask: rs.Mask, layout: str) -> None:
+def test_the_estimate_of_tiles_is_an_upper_bound_for_spans_without_gaps(mask: rs.Mask, layout: str) -> None:
     q_layout, _ = named_layout(layout, mask, 3)
     kv_layout, _ = named_layout(layout, mask.transposed, 3)
     tiles = whole_tiles(mask, q_layout, kv_layout)

@@ -19,7 +19,7 @@ CASES += [("causal", "hybrid(per_node=2, heads=6, kv_heads=3)", world) for world
 
 
 @pytest.mark.parametrize(("name", "strategy", "world"), CASES)
-def test_tasks_said_in_tokens_are_the_mask_once_for_every_head(name: str, strategy: str, world: int) -> None:
+def test_tasks_cover_the_mask_once_for_every_head_in_global_tokens(name: str, strategy: str, world: int) -> None:
     mask = MASKS[name]
     for layout in layouts_for(mask):
         plans = [p.for_heads(HEADS, KV_HEADS) for p in all_plans(mask, world, strategy, layout)]

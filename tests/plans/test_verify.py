@@ -307,7 +307,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_is_wrong_is_found(name: str) -> None:
+def test_every_change_is_found(name: str) -> None:
     good, change, message = CHANGES[name]
     plans = good()
     verify(plans)
@@ -317,7 +317,7 @@ def test_whatever_is_wrong_is_found(name: str) -> None:
     assert message in str(error.value)
 
 
-def test_of_a_file_the_own_rank_is_proved_with_the_plans_of_the_others() -> None:
+def test_a_loaded_plan_is_verified_with_newly_made_plans_of_the_other_ranks() -> None:
     plans = a_ring()
     edit(F, 1, 1, tasks=drop)(plans)
     assert Plan.from_json(plans[0].to_json()).verify()
@@ -333,7 +333,7 @@ def test_of_a_file_the_own_rank_is_proved_with_the_plans_of_the_others() -> None
         lambda plans: [plans[0], *all_plans(rs.causal(12), 3, "gather", "zigzag")[1:]],
     ],
 )
-def test_all_ranks_in_order_and_of_one_plan(given: Callable[[list[Plan]], list[Plan]]) -> None:
+def test_verify_needs_all_ranks_in_order_and_of_one_digest(given: Callable[[list[Plan]], list[Plan]]) -> None:
     with pytest.raises(rs.PlanError, match="verify needs the plans of all 3 ranks, in order and of one digest"):
         verify(given(a_ring()))
 
@@ -401,7 +401,7 @@ def other_numbers(draw: st.DrawFn, part: Any) -> Any:
 
 
 @given(plans=changed())
-def test_what_verify_lets_pass_is_right(plans: list[Plan]) -> None:
+def test_plans_that_pass_verify_are_right(plans: list[Plan]) -> None:
     try:
         verify(plans)
     except rs.PlanError:

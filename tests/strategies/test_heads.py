@@ -29,7 +29,7 @@ def test_every_query_head_once_with_its_key_head(heads: int, kv_heads: int, rank
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), FEW)
-def test_no_other_way_is_better(heads: int, kv_heads: int, ranks: int) -> None:
+def test_no_other_assignment_is_better(heads: int, kv_heads: int, ranks: int) -> None:
     """The least work of the busiest rank; then the fewest key heads that travel."""
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int]:
@@ -43,6 +43,6 @@ def test_no_other_way_is_better(heads: int, kv_heads: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, 1), (4, 0), (6, 4), (4, 8), (4.0, 2), ("4", 2), (None, 1)])
-def test_what_cannot_be_shared(heads: object, kv_heads: object) -> None:
+def test_head_counts_that_are_refused(heads: object, kv_heads: object) -> None:
     with pytest.raises(rs.PlanError, match="heads must be a multiple of kv_heads, both whole numbers, at least 1; got heads="):
         check_heads(heads, kv_heads)

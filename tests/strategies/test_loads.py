@@ -52,7 +52,7 @@ def exact(workload: Workload, strategy: str) -> float:
 @pytest.mark.parametrize("machine", ["h200x8", "h200x4", "h200x2"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MASKS)
-def test_no_plan_is_faster_and_most_are_hardly_slower(name: str, strategy: str, machine: str) -> None:
+def test_the_bound_is_below_the_cost_and_close_to_it(name: str, strategy: str, machine: str) -> None:
     for layout_name in ("contiguous", "zigzag", "balanced"):
         layout = LAYOUTS[layout_name](MASKS[name], 8)
         workload = workload_of(MASKS[name], layout, layout, named_hardware(machine), LARGE, 8)
@@ -84,7 +84,7 @@ def check_bound(mask: rs.Mask, layout: str, strategy: str, machine: rs.Hardware)
 
 
 @given(masks(40, leaves=3), ON, st.sampled_from(STRATEGIES), machines(RISING))
-def test_no_plan_of_any_mask_is_faster_where_no_kind_is_slower_than_a_simpler_one(
+def test_the_bound_holds_for_any_mask_if_bands_with_more_cuts_are_no_slower(
     drawn: Drawn, layout: str, strategy: str, machine: rs.Hardware
 ) -> None:
     check_bound(drawn.mask, layout, strategy, machine)
@@ -97,7 +97,7 @@ def test_no_plan_of_any_mask_is_faster_where_no_kind_is_slower_than_a_simpler_on
     st.sampled_from(STRATEGIES),
     machines(ANY_SPEED),
 )
-def test_no_plan_of_documents_and_windows_is_faster_whatever_the_speeds(
+def test_the_bound_holds_for_documents_and_windows_at_any_speeds(
     lengths: list[int], left: int, layout: str, strategy: str, machine: rs.Hardware
 ) -> None:
     check_bound(rs.documents(lengths) & rs.window(left=left), layout, strategy, machine)
@@ -112,11 +112,11 @@ TRIANGLES_FIRST = replace(
 
 
 @pytest.mark.parametrize("strategy", ["exchange(stages=1)", "gather(stages=1)"])
-def test_a_rectangle_that_is_joined_to_a_triangle_counts_as_one(strategy: str) -> None:
+def test_a_rectangle_that_joins_a_triangle_counts_at_its_speed(strategy: str) -> None:
     check_bound(rs.causal(65536), "zigzag", strategy, TRIANGLES_FIRST)
 
 
-def test_nothing_is_known_of_a_strategy_of_your_own() -> None:
+def test_a_callable_without_a_description_has_a_bound_of_zero() -> None:
     layout = LAYOUTS["zigzag"](MASKS["causal"], 4)
     workload = workload_of(MASKS["causal"], layout, layout, HARDWARE["h200"], SHAPE, 4)
     assert described(lambda problem: None).least_seconds(workload) == 0.0

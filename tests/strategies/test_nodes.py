@@ -21,7 +21,7 @@ def test_every_rank_is_on_one_node(world: int, per_node: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "per_node"), SIZES)
-def test_porters_are_there_and_share_the_work(world: int, per_node: int) -> None:
+def test_forwarding_ranks_share_the_work(world: int, per_node: int) -> None:
     nodes = Nodes(world, per_node)
     for node in range(nodes.count):
         assert all(nodes.forwarder(rank, node) == rank for rank in nodes.ranks(node))
@@ -45,7 +45,7 @@ def test_a_node_owns_the_tokens_of_its_ranks(layout: str, world: int, per_node: 
             assert tokens[rows].tolist() == of_ranks.positions(rank).tolist()
 
 
-def test_what_is_cut_apart_lies_together_again() -> None:
+def test_tokens_of_a_node_are_in_the_order_of_the_sequence() -> None:
     """All of a zigzag on one node is the sequence itself, and causal attention one band."""
     plan = rs.plan(rs.causal(64), world=4, strategy="ulysses", layout="zigzag")
     assert [len(task.bands) for step in plan.program.forward for task in step.tasks] == [1]

@@ -83,7 +83,7 @@ def test_more_stages_than_peers_are_as_many_as_peers(stages: int) -> None:
     assert len(plan.program.forward) == 8
 
 
-def test_the_ring_takes_two_slots_whatever_the_world() -> None:
+def test_the_ring_has_two_slots_for_any_world() -> None:
     for world in (3, 5, 8):
         plan = rs.plan(rs.full(120), world=world, strategy="ring", layout="contiguous")
         assert [slot.rows for slot in plan.program.kv_slots] == [120 // world] * 3
@@ -91,7 +91,7 @@ def test_the_ring_takes_two_slots_whatever_the_world() -> None:
 
 
 @pytest.mark.parametrize(("left", "hops"), [(0, 0), (1, 1), (8, 1), (9, 2), (16, 2), (17, 3), (63, 7)])
-def test_a_block_walks_only_as_far_as_it_is_seen(left: int, hops: int) -> None:
+def test_a_block_is_passed_on_only_as_far_as_it_is_seen(left: int, hops: int) -> None:
     """64 tokens on 8 ranks: a window of 8 to the left reaches one rank back, of 9 two."""
     for plan in all_plans(rs.causal(64) & rs.window(left=left), 8, "ring", "contiguous"):
         assert len(plan.program.forward) == hops + 1

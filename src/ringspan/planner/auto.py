@@ -1,4 +1,4 @@
-"""What ``"auto"`` means: the candidates for a mask, costed on a machine that was named or is assumed."""
+"""The automatic choice: the candidates for a mask, costed on the machine that was named or is assumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspan.planner.user_plan import Plan, plan_rank
 from ringspan.plans.shape import EXAMPLE, Shape
 
 ASSUMED = "h200x8"
-# So many ranks are planned to see what a candidate costs at least; all, if there are no more.
+# So many ranks are planned first to find what a candidate costs at least.
 MOST_RANKS = 16
 
 
@@ -85,7 +85,7 @@ def plans_at(workload: Workload, strategy: str) -> Sequence[Plan]:
 
 
 def describe(choice: Choice, machine: Hardware | None, shape: Shape | None) -> tuple[str, ...]:
-    """What a plan notes of its choice: what it is the best of, on what that stands, and the candidates as a table."""
+    """The notes of a plan about its choice: what was compared, what was assumed, and the candidates as a table."""
     at, tensors = machine or hardware(ASSUMED), shape or EXAMPLE
     chosen, planned = choice.best, sum(candidate.cost is not None for candidate in choice.candidates)
     why = f"the best of {len(choice.candidates)} candidates"

@@ -1,4 +1,4 @@
-"""Which layouts and strategies are worth a look, the simpler first."""
+"""Which layouts and strategies the automatic choice compares, the simpler first."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from ringspan.plans.shape import Shape
 from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.registry import STRATEGIES, spec
 
-# Where a simple layout has at most this balance, one that looks at the work could save too little to be made.
+# If a simple layout has at most this balance, a layout that balances the work could save too little to be made.
 EVEN_ENOUGH = 1.02
-# It is perfectly even, and cuts every document into two pieces for each rank: for so few documents that pieces stay
+# Perfectly balanced, but it cuts every document into two pieces for each rank: for few documents, whose pieces stay
 # long.
 FOR_FEW_DOCUMENTS, DOCUMENTS_PER_RANK = "per_document", 2
-# It cuts windows into rectangles and triangles, which is worth its many keys where a kernel is slow in bands of two
-# diagonals.
+# It cuts windows into rectangles and triangles. Though it needs many keys, that pays where a kernel is slow in windows.
 FOR_SLOW_WINDOWS = "round_robin"
-# With more ranks than these, balanced takes minutes to make.
+# With more ranks than this, making the layout ``balanced`` takes minutes.
 MANY_RANKS = 1024
 
 
 def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layout: Layout | None = None) -> list[Layout]:
-    """Each once, and none that asks for as much work and as many keys as a simpler one. Keys lie as queries do where
-    ``kv_layout`` is None."""
+    """Layouts of the queries, without those that need as much work and as many keys as a simpler one. If ``kv_layout``
+    is None the keys have the same layout."""
     if world > MANY_RANKS:
         return _quick_layouts(mask, world)
     slow_windows = _has_slow_windows(mask, machine)
@@ -39,7 +38,7 @@ def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layo
     for name in ("contiguous", "zigzag", *_by_work(mask, world), *([FOR_SLOW_WINDOWS] if slow_windows else [])):
         layout, _ = named_layout(name, mask, world)
         keys_at = kv_layout or layout
-        # A layout for slow windows has no fewer pairs than others, and faster ones.
+        # The layout for slow windows has no fewer pairs than others, but in bands that are computed faster.
         work = _seconds(mask, layout, keys_at, machine, shape) if slow_windows else areas(mask, layout).max(initial=0)
         keys = _most_fetched(mask, layout, keys_at)
         if not any(w <= work and k <= keys for w, k in asked):
@@ -53,16 +52,16 @@ def _has_slow_windows(mask: Mask, machine: Hardware) -> bool:
 
 
 def _seconds(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape) -> float:
-    """Of computing, on the busiest rank."""
+    """How long the busiest rank computes."""
     ranks = tuple(range(q_layout.world))
     workload = Workload(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
     return rounded(workload.busiest(KEYS))
 
 
 def _by_work(mask: Mask, world: int) -> list[str]:
-    """Layouts that look at the work, for masks whose work the simple ones do not share evenly.
+    """Layouts that balance the work, for masks that the simple ones do not balance.
 
-    Zigzag may be as even by chance and yet scatter documents, which ``balanced`` keeps together.
+    Zigzag may be balanced by chance and yet scatter documents, which ``balanced`` keeps together.
     """
     documents = len(mask.documents()) - 1 if mask.lengths[0] == mask.lengths[1] else 1
     simple = ("contiguous", "zigzag") if documents <= 1 else ("contiguous",)
@@ -72,14 +71,14 @@ def _by_work(mask: Mask, world: int) -> list[str]:
 
 
 def _quick_layouts(mask: Mask, world: int) -> list[Layout]:
-    """For thousands of ranks; round_robin stands in for balanced where the others are uneven."""
+    """For thousands of ranks: round_robin instead of balanced, where the others are not balanced."""
     simple = [named_layout(name, mask, world)[0] for name in ("contiguous", "zigzag")]
     uneven = all(balance(mask, layout) > GOOD_ENOUGH for layout in simple)
     return [*simple, *([named_layout("round_robin", mask, world)[0]] if uneven else [])]
 
 
 def _most_fetched(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """The keys of others that a rank needs, or that others need of it; the most on any rank."""
+    """The most keys that any rank receives from others or sends to them."""
     away = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(q_layout.world, dtype=np.int64))
     return int(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
 

@@ -1,4 +1,4 @@
-"""The best layout and strategy for a mask, a model and a machine: enumerate, cost, drop what does not fit, take the
+"""Choose layout and strategy for a mask, a model and a machine: cost the candidates, reject what does not fit, take the
 fastest."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ringspan.plans.data import RankPlan
 from ringspan.strategies.protocol import described
 from ringspan.strategies.registry import parse_strategy
 
-# A candidate that could save less than this is not planned: the model of a machine is not that good.
+# A candidate that could save less than this share is not planned: the model of a machine is not more exact.
 WORTH_PLANNING = 0.02
-# Of so many ranks all are planned before a candidate is taken; of more, a sample.
+# Up to so many ranks, all are planned before a candidate is chosen; of more, a sample.
 FEW_RANKS = 256
 COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to do it: what it costs, if it was planned, and why it was rejected, if it was. ``layout`` is of the
-    queries."""
+    """A layout and a strategy, what they cost if they were planned, and why they were rejected if they were. ``layout``
+    is that of the queries."""
 
     layout: Layout
     kv_layout: Layout
@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """What a table says of it, by :data:`COLUMNS`."""
+        """Its row in a table with the columns :data:`COLUMNS`."""
         figures = ("–", "–", "–")
         if self.cost is not None:
             figures = _ms(self.cost.seconds), _ms(self.cost.exposed_s), f"{self.cost.peak_bytes / 2**30:,.2f}"
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Choice:
-    """All candidates: from the fastest, which is the one to take, to the slowest, and then those that were rejected."""
+    """All candidates: from the fastest, which is chosen, to the slowest, and then those that were rejected."""
 
     candidates: tuple[Candidate, ...]
 
@@ -76,7 +76,7 @@ class Choice:
         return f"<Choice of {len(self.candidates)}: {self.best}>"
 
 
-# Hears how large a share of the candidates is decided, and which one is planned now.
+# Called with the share of the candidates that are decided and the one that is planned next.
 OnProgress = Callable[[float, str], None]
 
 
@@ -89,13 +89,15 @@ def choose(
     must_fit: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Choice:
-    """Cost every candidate that could be the fastest by more than a little; all ranks choose alike.
+    """Cost every candidate that could be faster than the best so far by more than ``WORTH_PLANNING``. All ranks choose
+    alike.
 
     There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Where
     nothing fits into memory it raises; if nothing has to fit, the candidate that takes the least memory comes first.
 
-    What looks best is looked at next, more closely than before: its bound, then a sample of its ranks, if there are
-    many, then all of them. So most candidates are never planned, and many are hardly looked at.
+    The candidate with the lowest estimate is always estimated next, more closely: first by how long the busiest rank
+    computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all. So most
+    candidates are never planned.
     """
     found: list[_Decided] = []
     fastest = float("inf")
@@ -108,15 +110,15 @@ def choose(
             why = "how many heads there are was not said: give shape="
             found.append(_Decided(float("inf"), order, _candidate(workload, strategy, rejected=why)))
         else:
-            glance = described_strategy.computing_seconds(workload)
-            heappush(queue, _Open(rounded(glance), order, Estimate.GLANCE, workload, strategy))
+            computing = described_strategy.computing_seconds(workload)
+            heappush(queue, _Open(rounded(computing), order, Estimate.COMPUTING, workload, strategy))
     while queue:
-        least_s, order, look, workload, strategy = heappop(queue)
+        least_s, order, estimate, workload, strategy = heappop(queue)
         if least_s > (1 - WORTH_PLANNING) * fastest:
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
             found.append(_Decided(least_s, order, _candidate(workload, strategy, rejected=why)))
-        elif look == Estimate.GLANCE:
+        elif estimate == Estimate.COMPUTING:
             closer = described(parse_strategy(strategy)).least_seconds(workload)
             heappush(queue, _Open(rounded(closer), order, Estimate.BOUND, workload, strategy))
         else:
@@ -124,13 +126,13 @@ def choose(
                 on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
             figures = cost(plans_of(workload, strategy), workload.machine, workload.shape)
             if not figures.is_exact and workload.world <= FEW_RANKS:
-                # A rank that was not looked at can only make it slower.
+                # Ranks outside the sample can only make it slower.
                 heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))
                 continue
             too_large = _too_large(figures, workload)
             fastest = fastest if too_large else min(fastest, rounded(figures.seconds))
             found.append(_Decided(least_s, order, _candidate(workload, strategy, cost=figures, rejected=too_large)))
-    choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_place)))
+    choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_sort_key)))
     if must_fit and choice.best.rejected:
         why = "; ".join(map(str, choice.candidates))
         raise PlanError(f"nothing fits {workloads[0].machine.name}: {why}. Use more ranks, or a machine with more memory")
@@ -138,20 +140,20 @@ def choose(
 
 
 class Estimate(IntEnum):
-    """How closely a candidate has been looked at."""
+    """What the estimate of a candidate's time is based on."""
 
-    GLANCE = 0
+    COMPUTING = 0
     BOUND = 1
     SAMPLE = 2
 
 
 class _Open(NamedTuple):
-    """A candidate that is not decided yet: how long it takes at least, and on what look that stands. The smallest is
-    the next; of equals, the simpler."""
+    """A candidate that is not decided yet, and how long it takes at least by an estimate. The queue yields the lowest
+    estimate first, of equals the simpler candidate."""
 
     least_s: float
     order: int
-    look: Estimate
+    estimate: Estimate
     workload: Workload
     strategy: str
 
@@ -161,16 +163,16 @@ def _candidate(workload: Workload, strategy: str, *, cost: Cost | None = None, r
 
 
 class _Decided(NamedTuple):
-    """A candidate, how long it takes at least, and how many simpler ones there are."""
+    """A candidate, how long it takes at least, and its index among all candidates."""
 
     least_s: float
     order: int
     candidate: Candidate
 
 
-def _place(decided: _Decided) -> tuple[float, ...]:
-    """By time; then what does not fit, by memory; then what was not planned, by what it takes at least. Of equals the
-    simpler comes first, whichever was planned before the other."""
+def _sort_key(decided: _Decided) -> tuple[float, ...]:
+    """The sort key: candidates that fit, by time; then those that do not fit, by memory; then those that were not
+    planned, by their lower bound. Of equals the simpler comes first, in whatever order they were planned."""
     figures = decided.candidate.cost
     if figures is None:
         return 2, decided.least_s, decided.order

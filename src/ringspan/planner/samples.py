@@ -1,4 +1,4 @@
-"""Which ranks to look at where there are too many to plan them all."""
+"""A sample of ranks, for worlds that are too large to plan every rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ringspan.layouts import Layout, areas
 from ringspan.masks import Mask
 from ringspan.plans.problem import estimated_tiles, needed_rows
 
-# Who needs whose rows is looked at where that makes no more tiles than these. Masks that make more, on that many ranks,
-# show nearly everything to nearly everybody, and all ranks wait for about as many.
+# Up to so many tiles, the rows that each rank needs are counted. With more, nearly every rank sees nearly all keys, and
+# all ranks wait for about as many.
 MANY_TILES = 2**21
 
 
 def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, most: int) -> tuple[int, ...]:
-    """At most so many ranks, in order: the one with the most work, those who wait longest for their keys, the one with
-    the least work, and the rest evenly spaced.
+    """At most ``most`` ranks, in order: the one with the most work, those that wait longest for their keys, the one
+    with the least work, and the rest evenly spaced.
 
     >>> from ringspan.layouts import contiguous
     >>> from ringspan.masks import causal
@@ -34,13 +34,13 @@ def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, m
     chosen = set(extremes)
     evenly = np.linspace(0, q_layout.world - 1, most).round().astype(int).tolist()
     for rank in sorted(evenly, key=lambda rank: min(abs(rank - other) for other in extremes), reverse=True):
-        if len(chosen) < most:  # those that lie beside an extreme give way to it
+        if len(chosen) < most:  # the evenly spaced ranks nearest to an extreme are left out
             chosen.add(rank)
     return tuple(sorted(chosen))
 
 
 def _wire(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:
-    """How long each rank's keys, and those of its own that others need, keep the slower of its links, by rows."""
+    """How long the slower link of each rank takes for the keys it receives or sends, in rows per byte/s."""
     world = q_layout.world
     if estimated_tiles(mask, q_layout, kv_layout) > MANY_TILES:
         return np.zeros(world)
