@@ -1,4 +1,4 @@
-"""The engine's tests are many and their tensors small: one thread is faster than several that wait for each other."""
+"""The tests of the engine have small tensors: one thread is faster than several."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from ringspan.transports import PostExchange, RankGenerator, WaitExchange
 Messages = dict[tuple[int, int], deque[Tensor]]
 
 
-def go_on(walk: RankGenerator[Any], post: Callable[[PostExchange], Any], answer: Any = None) -> tuple[Any, bool]:
-    """Until the walk waits (with its ticket) or ends (with its result, and True)."""
+def resume(generator: RankGenerator[Any], post: Callable[[PostExchange], Any], answer: Any = None) -> tuple[Any, bool]:
+    """Run a generator until it waits (returns the pending exchange, False) or ends (its result, True)."""
     try:
-        while isinstance(request := walk.send(answer), PostExchange):
+        while isinstance(request := generator.send(answer), PostExchange):
             for _, tensor in (*request.sends, *request.recvs):
                 assert tensor.is_contiguous()
             for _, tensor in request.recvs:
@@ -34,69 +34,69 @@ def go_on(walk: RankGenerator[Any], post: Callable[[PostExchange], Any], answer:
         return end.value, True
 
 
-class FarAhead:
-    """Messages are read when they are posted. The first rank of ``order`` that can go on does, as far as it can."""
+class DeliverAtOnce:
+    """Messages are delivered when they are posted. The first rank of ``order`` that can run does, as far as it can."""
 
     def __init__(self, order: int = 1) -> None:
         self.order = order
         self.furthest_apart = 0
 
-    def run(self, walks: Sequence[RankGenerator[Any]]) -> list[Any]:
-        mail: Messages = defaultdict(deque)
+    def run(self, generators: Sequence[RankGenerator[Any]]) -> list[Any]:
+        queues: Messages = defaultdict(deque)
         results: dict[int, Any] = {}
-        waiting: dict[int, PostExchange | None] = dict.fromkeys(range(len(walks))[:: self.order])
-        steps = [0] * len(walks)
+        waiting: dict[int, PostExchange | None] = dict.fromkeys(range(len(generators))[:: self.order])
+        steps = [0] * len(generators)
 
-        def has_all(rank: int, ticket: PostExchange | None) -> bool:
-            peers = [peer for peer, _ in ticket.recvs] if ticket else []
-            return all(len(mail[peer, rank]) >= peers.count(peer) for peer in peers)
+        def has_all(rank: int, exchange: PostExchange | None) -> bool:
+            peers = [peer for peer, _ in exchange.recvs] if exchange else []
+            return all(len(queues[peer, rank]) >= peers.count(peer) for peer in peers)
 
         def post(rank: int, request: PostExchange) -> PostExchange:
             steps[rank] += 1
             self.furthest_apart = max(self.furthest_apart, max(steps) - min(steps))
             for peer, tensor in request.sends:
-                mail[rank, peer].append(tensor.clone())
+                queues[rank, peer].append(tensor.clone())
             return request
 
         while waiting:
-            able = [rank for rank, ticket in waiting.items() if has_all(rank, ticket)]
-            assert able, "nobody can go on"
-            rank, ticket = able[0], waiting[able[0]]
-            for peer, tensor in ticket.recvs if ticket else ():
-                tensor.copy_(mail[peer, rank].popleft())
-            waiting[rank], ended = go_on(walks[rank], lambda request, rank=rank: post(rank, request))  # type: ignore[misc]
+            able = [rank for rank, exchange in waiting.items() if has_all(rank, exchange)]
+            assert able, "every rank waits"
+            rank, exchange = able[0], waiting[able[0]]
+            for peer, tensor in exchange.recvs if exchange else ():
+                tensor.copy_(queues[peer, rank].popleft())
+            waiting[rank], ended = resume(generators[rank], lambda request, rank=rank: post(rank, request))  # type: ignore[misc]
             if ended:
                 results[rank] = waiting.pop(rank)
-        assert not any(mail.values())
-        return [results[rank] for rank in range(len(walks))]
+        assert not any(queues.values())
+        return [results[rank] for rank in range(len(generators))]
 
 
-class AtTheLastMoment:
-    """Messages are read when everybody waits: then those of the earliest step arrive."""
+class DeliverLate:
+    """Messages are delivered when all ranks wait: then those of the earliest step."""
 
-    def run(self, walks: Sequence[RankGenerator[Any]]) -> list[Any]:
+    def run(self, generators: Sequence[RankGenerator[Any]]) -> list[Any]:
         results: dict[int, Any] = {}
         waiting: dict[int, PostExchange] = {}
-        able = list(range(len(walks)))
+        able = list(range(len(generators)))
         while able:
             for rank in able:
-                outcome, ended = go_on(walks[rank], lambda request: request)
+                outcome, ended = resume(generators[rank], lambda request: request)
                 (results if ended else waiting)[rank] = outcome
-            earliest = min((_step(ticket) for ticket in waiting.values()), default=None)
-            able = [rank for rank, ticket in waiting.items() if _step(ticket) == earliest]
+            earliest = min((_step(exchange) for exchange in waiting.values()), default=None)
+            able = [rank for rank, exchange in waiting.items() if _step(exchange) == earliest]
             self._deliver({rank: waiting.pop(rank) for rank in able})
-        return [results[rank] for rank in range(len(walks))]
+        return [results[rank] for rank in range(len(generators))]
 
-    def _deliver(self, tickets: dict[int, PostExchange]) -> None:
+    def _deliver(self, exchanges: dict[int, PostExchange]) -> None:
         sent: Messages = defaultdict(deque)
-        for rank, ticket in tickets.items():
-            for peer, tensor in ticket.sends:
+        for rank, exchange in exchanges.items():
+            for peer, tensor in exchange.sends:
                 sent[rank, peer].append(tensor)
-        for rank, ticket in tickets.items():
-            for peer, tensor in ticket.recvs:
+        for rank, exchange in exchanges.items():
+            for peer, tensor in exchange.recvs:
                 tensor.copy_(sent[peer, rank].popleft())
         assert not any(sent.values())
 
 
-def _step(ticket: PostExchange) -> int:
-    return int(ticket.label.split()[-1])
+def _step(exchange: PostExchange) -> int:
+    return int(exchange.label.split()[-1])

@@ -1,4 +1,4 @@
-"""The autograd function around the engine, and what is said of tensors that do not go together."""
+"""The autograd function, and the errors for tensors that do not fit each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors(**changed: tuple[int, ...]) -> list[Tensor]:
     return [torch.zeros(shape) for shape in shapes.values()]
 
 
-def test_the_shape_of_a_call() -> None:
+def test_shape_of_reads_the_sizes_of_q_k_and_v() -> None:
     assert shape_of(*tensors()) == rs.Shape(batch=2, heads=6, kv_heads=3, head_dim=8, v_dim=5, dtype="float32")
 
 
@@ -43,14 +43,14 @@ def test_the_shape_of_a_call() -> None:
         ([tensors()[0].double(), *tensors()[1:]], "q, k and v must have one dtype and device; q is torch.float64 on cpu, k is"),
     ],
 )
-def test_tensors_that_do_not_go_together(given: list[Tensor], message: str) -> None:
+def test_shape_of_refuses_tensors_that_do_not_fit(given: list[Tensor], message: str) -> None:
     with pytest.raises(rs.InputError) as error:
         shape_of(*given)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("needs", [n for n in product([True, False], repeat=3) if any(n)])
-def test_gradients_only_of_what_needs_them(needs: tuple[bool, ...]) -> None:
+def test_only_inputs_that_require_gradients_get_them(needs: tuple[bool, ...]) -> None:
     given = case(MASK)
     leaves = [x.clone().requires_grad_(need) for x, need in zip(given[:3], needs, strict=True)]
     every = [x.clone().requires_grad_() for x in given[:3]]
@@ -66,7 +66,7 @@ def test_gradients_only_of_what_needs_them(needs: tuple[bool, ...]) -> None:
 @pytest.mark.parametrize("uses", ["out", "lse", "both"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_of_out_and_of_lse(strategy: str, uses: str) -> None:
-    """gradcheck compares with differences of the forward pass, which knows nothing of our formulas."""
+    """gradcheck compares with finite differences of the forward pass."""
     mask = rs.causal(5) - rs.window(left=0) | rs.documents([2, 3])
     given = case(mask, heads=2, kv_heads=1, head_dim=2, v_dim=1, batch=1)
     leaves = [x.clone().requires_grad_() for x in given[:3]]
@@ -78,8 +78,8 @@ def test_gradients_of_out_and_of_lse(strategy: str, uses: str) -> None:
     assert torch.autograd.gradcheck(attention, leaves)
 
 
-def test_a_gradient_of_an_empty_row_is_zero() -> None:
-    """Also where the loss uses its lse, which is -inf, and so may be what comes back: of a sum of squares it is."""
+def test_the_gradient_of_an_empty_row_is_zero() -> None:
+    """Also if the loss uses its lse, which is -inf: the gradient of a sum of squares is then -inf as well."""
     mask = rs.Mask.from_bands([(0, 2, 0, 6, -9, 9), (4, 6, 1, 3, -9, 9)], 7, 6)
     empty = [2, 3, 6]
     given = case(mask)
@@ -95,7 +95,7 @@ def test_a_gradient_of_an_empty_row_is_zero() -> None:
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_no_gradient_of_a_gradient(power: int) -> None:
-    """Neither of a loss whose own gradient is a constant, where it would be lost without a word."""
+    """Also of a loss with a constant gradient, for which PyTorch would silently drop the second derivative."""
     leaves = [x.clone().requires_grad_() for x in case(MASK)[:3]]
     out = rs.LocalWorld(2).attention(*leaves, mask=MASK)
     (dq,) = torch.autograd.grad((out**power).sum(), leaves[:1], create_graph=True)
@@ -103,7 +103,7 @@ def test_no_gradient_of_a_gradient(power: int) -> None:
         (out.sum() + dq.sum()).backward()
 
 
-def test_a_graph_that_is_kept_and_not_differentiated_does_no_harm() -> None:
+def test_create_graph_alone_does_not_change_gradients() -> None:
     found = []
     for create_graph in (False, True):
         leaves = [x.clone().requires_grad_() for x in case(MASK)[:3]]
@@ -112,7 +112,7 @@ def test_a_graph_that_is_kept_and_not_differentiated_does_no_harm() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_an_input_that_is_changed_before_the_backward_pass() -> None:
+def test_an_input_changed_in_place_before_backward_raises() -> None:
     q, k, v = (x.clone().requires_grad_() for x in case(MASK)[:3])
     config = AttentionConfig(kernel=cpu, scale=1.0, head_dim=q.shape[-1])
     (result,) = attend_ranks([rs.plan(MASK, world=1)], [(q.detach(), k, v)], config, InProcessTransport(1).run)

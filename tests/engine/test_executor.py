@@ -1,4 +1,4 @@
-"""The engine's generators walked by hand: whatever the driver does within the rules, the result is the same and exact."""
+"""The generators of the executor: results are exact with any driver that meets the contract of the requests."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ import ringspan.engine
 from ringspan.engine import AttentionConfig, forward
 from ringspan.kernels import Partial, PartialRows, cpu
 from ringspan.transports import PostExchange
-from tests.engine.drivers import AtTheLastMoment, FarAhead
+from tests.engine.drivers import DeliverAtOnce, DeliverLate
 from tests.engine.truth import EXACT, case, worst_error
 from tests.hypothesis_strategies import layouts, masks
 from tests.plans.examples import MASKS, STRATEGIES, all_plans
 
 DRIVERS = {
-    "far ahead": lambda: FarAhead(),
-    "far ahead, last first": lambda: FarAhead(-1),
-    "at the last moment": AtTheLastMoment,
+    "far ahead": lambda: DeliverAtOnce(),
+    "far ahead, last first": lambda: DeliverAtOnce(-1),
+    "at the last moment": DeliverLate,
 }
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_whatever_the_driver(strategy: str, driver: str) -> None:
-    """Round robin for the sake of messages of many ranges of rows."""
+def test_results_are_exact_with_every_driver(strategy: str, driver: str) -> None:
+    """Round robin, for messages of many ranges of rows."""
     for mask in MASKS.values():
         for layout in ("zigzag", "round_robin"):
             plans = [plan.for_heads(4, 2) for plan in all_plans(mask, 4, strategy, layout)]
@@ -42,7 +42,7 @@ def test_whatever_the_driver(strategy: str, driver: str) -> None:
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_mask_on_any_layout(data: st.DataObject) -> None:
+def test_any_mask_on_any_layout_is_exact(data: st.DataObject) -> None:
     mask = data.draw(masks(max_len=14)).mask
     world = data.draw(st.integers(1, 4))
     layout, kv_layout = data.draw(layouts(mask, world)), data.draw(layouts(mask.transposed, world))
@@ -52,19 +52,19 @@ def test_any_mask_on_any_layout(data: st.DataObject) -> None:
     assert worst_error([first.at(rank) for rank in range(world)], case(mask), driver.run) <= EXACT
 
 
-def test_a_rank_can_be_far_ahead() -> None:
-    """Else the tests above would prove less than they say."""
+def test_a_driver_lets_ranks_run_steps_ahead() -> None:
+    """Otherwise the tests above would not test it."""
     mask = rs.causal(32)
-    driver = FarAhead()
+    driver = DeliverAtOnce()
     worst_error(all_plans(mask, 8, "gather(stages=7)", "contiguous"), case(mask), driver.run)
     assert driver.furthest_apart >= 3
 
 
-# -- what a walk asks for ----------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """The CPU kernel, saying when it is called."""
+class LoggingKernel:
+    """The CPU kernel, logging its calls."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -74,14 +74,14 @@ class Watched:
         yield from cpu.attend(*args, **options)
 
 
-def walked_alone(plan: rs.Plan, log: list[str], posts: list[PostExchange]) -> Partial:
-    """One rank's forward walk, with whatever bytes lie in its buffers."""
+def run_alone(plan: rs.Plan, log: list[str], posts: list[PostExchange]) -> Partial:
+    """The forward generator of one rank, with uninitialised receive buffers."""
     q, kv = torch.randn(plan.q_rows, 1, 2, 4), torch.randn(plan.kv_rows, 1, 2, 8)
-    walk = forward(plan, q, kv, AttentionConfig(kernel=Watched(log), scale=1.0, head_dim=4))  # type: ignore[arg-type]
+    generator = forward(plan, q, kv, AttentionConfig(kernel=LoggingKernel(log), scale=1.0, head_dim=4))  # type: ignore[arg-type]
     answer = None
     try:
         while True:
-            request = walk.send(answer)
+            request = generator.send(answer)
             log.append(f"post {request.label}" if isinstance(request, PostExchange) else f"wait {request.pending}")
             answer = request.label if isinstance(request, PostExchange) else None
             if isinstance(request, PostExchange):
@@ -92,9 +92,9 @@ def walked_alone(plan: rs.Plan, log: list[str], posts: list[PostExchange]) -> Pa
         return end.value  # type: ignore[no-any-return]
 
 
-def test_it_computes_while_messages_travel() -> None:
+def test_kernels_run_between_post_and_wait() -> None:
     log: list[str] = []
-    walked_alone(rs.plan(rs.full(12), world=3, strategy="ring", layout="contiguous"), log, [])
+    run_alone(rs.plan(rs.full(12), world=3, strategy="ring", layout="contiguous"), log, [])
     assert log == [
         "post forward step 0",
         "attend",
@@ -106,16 +106,16 @@ def test_it_computes_while_messages_travel() -> None:
     ]
 
 
-def test_nothing_is_asked_for_where_nothing_travels() -> None:
+def test_one_rank_yields_no_requests() -> None:
     log: list[str] = []
-    walked_alone(rs.plan(rs.causal(12), world=1), log, [])
-    walked_alone(rs.plan(rs.documents([4, 4, 4]), world=3, layout="contiguous", strategy="exchange"), log, [])
+    run_alone(rs.plan(rs.causal(12), world=1), log, [])
+    run_alone(rs.plan(rs.documents([4, 4, 4]), world=3, layout="contiguous", strategy="exchange"), log, [])
     assert log == ["attend", "attend"]
 
 
-def test_a_ring_sends_rows_as_they_lie_and_passes_on_what_it_got() -> None:
+def test_a_ring_sends_views_and_forwards_what_it_received() -> None:
     posts: list[PostExchange] = []
-    walked_alone(rs.plan(rs.full(12), world=4, strategy="ring", layout="contiguous"), [], posts)
+    run_alone(rs.plan(rs.full(12), world=4, strategy="ring", layout="contiguous"), [], posts)
     for before, after in pairwise(posts):
         assert before.recvs[0][1].data_ptr() == after.sends[0][1].data_ptr()
 
@@ -124,7 +124,7 @@ def test_a_ring_sends_rows_as_they_lie_and_passes_on_what_it_got() -> None:
 def test_posts_are_the_transfers_of_the_plan(strategy: str) -> None:
     plan = rs.plan(rs.causal(24), world=4, rank=1, strategy=strategy, layout="zigzag").for_heads(2, 2)
     posts: list[PostExchange] = []
-    walked_alone(plan, [], posts)
+    run_alone(plan, [], posts)
     steps = [step for step in plan.program.forward if step.sends or step.recvs]
     assert len(posts) == len(steps)
     for post, step in zip(posts, steps, strict=True):
@@ -132,7 +132,7 @@ def test_posts_are_the_transfers_of_the_plan(strategy: str) -> None:
         assert [(peer, len(x)) for peer, x in post.recvs] == [(t.peer, t.count) for t in step.recvs if t.peer != 1]
 
 
-# -- no I/O in it ------------------------------------------------------------------------------------------------------
+# -- no I/O ------------------------------------------------------------------------------------------------------------
 
 ENGINE = sorted(Path(ringspan.engine.__file__).parent.glob("*.py"))
 

@@ -38,7 +38,7 @@ def bad_tensors_on_rank_1(rank: int, how: str, agreed: bool) -> tuple[str, float
     """What each rank raises, and after how many seconds. With ``agreed``, the ranks have made a good call before."""
     ranks = ProcessGroupTransport(
         dist.new_group(), timeout=LIMIT
-    )  # of its own: an exchange that was given up leaves a group unusable
+    )  # a group of its own: one whose exchange timed out cannot be used again
     cp = rs.ContextParallel(ranks, rs.causal(N), strategy="ring")
     given = tensors(cp)
     if agreed:
@@ -49,7 +49,7 @@ def bad_tensors_on_rank_1(rank: int, how: str, agreed: bool) -> tuple[str, float
     except rs.RingspanError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     finally:
-        time.sleep(LIMIT if agreed and rank == 1 else 0.0)  # a process that ended would free its peers before the time limit
+        time.sleep(LIMIT if agreed and rank == 1 else 0.0)  # if the process ended, its peers would raise before the time limit
     return "no error", time.monotonic() - start
 
 

@@ -1,7 +1,7 @@
 """``peak_bytes`` against the buffers that the engine really holds.
 
-A rank is walked alone, with nothing to compute, nothing to merge and nobody to talk to: what is allocated is then the engine's
-own. Every tensor that an operation returns is looked at, and its storage counted for as long as anybody holds it.
+A rank runs alone, with nothing to compute, to merge or to send: all allocations are then those of the engine.
+The storage of every tensor that an operation returns is counted until it is freed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            # A single number is the 0 of ``rows[a:b] = 0``, or what an idle kernel gives. Whole numbers are indices of rows,
-            # which are made once for a plan.
+            # Scalars are the 0 of ``rows[a:b] = 0``, or the result of an idle kernel. Integers are row indices, which are
+            # cached for a plan.
             if isinstance(x, Tensor) and x.is_floating_point():
                 storage = x.untyped_storage()
                 if storage.nbytes() <= 8 or storage._cdata in self.given:
@@ -51,8 +51,8 @@ class Ledger(TorchDispatchMode):
         return result
 
 
-class Idle:
-    """A kernel that computes nothing: results for all rows, which take no room of their own."""
+class IdleKernel:
+    """A kernel that computes nothing: results for all rows, which take no memory."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
         out = torch.zeros((), dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:3], v.shape[-1])
@@ -63,11 +63,11 @@ class Idle:
         yield Gradients(slice(0, dq.shape[2]), dq, slice(0, dk.shape[2]), dk, dv)
 
 
-IDLE = Idle()
+IDLE = IdleKernel()
 
 
-class Careful(Idle):
-    """One that takes room for its results, in half precision where the tensors are: a part for every band."""
+class AllocatingKernel(IdleKernel):
+    """One that allocates its results, in half precision if the tensors are: a part for every band."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
         for band in bands:
@@ -97,8 +97,8 @@ def run_alone(generator: RankGenerator[Any]) -> Any:
         return end.value
 
 
-def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: Idle = IDLE, kv_heads: int = SHAPE["kv_heads"]) -> int:
-    """The peak of a phase, home keys included, as ``peak_bytes`` counts them. Queries come as a view that is not row by row."""
+def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = IDLE, kv_heads: int = SHAPE["kv_heads"]) -> int:
+    """The peak of a phase, with the rank's own keys, as ``peak_bytes`` counts it. Queries are a view that is not contiguous."""
     s, t, b, h, g = plan.q_rows, plan.kv_rows, SHAPE["batch"], SHAPE["heads"], kv_heads
     d, e = SHAPE["head_dim"], SHAPE["v_dim"]
     kv = torch.empty(t, b, g, d + e, dtype=dtype)
@@ -132,7 +132,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> None:
         "hybrid(per_node=2, heads=4, kv_heads=4)",
     ],
 )
-def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:
+def test_peak_bytes_bounds_the_memory_held(strategy: str, dtype: str) -> None:
     shape = rs.Shape(**SHAPE, dtype=dtype)  # type: ignore[arg-type]
     for mask in (MASKS["causal"], MASKS["documents"], MASKS["cross"]):
         for layout in ("contiguous", "zigzag", "round_robin"):
@@ -145,8 +145,8 @@ def test_no_more_is_held_than_planned(strategy: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     "strategy", ["ring", "gather(stages=3)", "exchange(stages=1)", "exchange", "pass_q", "hierarchical(per_node=2)"]
 )
-def test_nor_where_kernels_take_room_for_their_results(strategy: str, kv_heads: int) -> None:
-    """In half precision, where results are kept and wait. What goes out is not counted."""
+def test_memory_bytes_bounds_the_memory_with_kernel_results(strategy: str, kv_heads: int) -> None:
+    """In half precision, where results are kept and wait. The result of the pass is not counted."""
     shape = rs.Shape(**{**SHAPE, "kv_heads": kv_heads}, dtype="bfloat16")  # type: ignore[arg-type]
     b, h, d, e = SHAPE["batch"], SHAPE["heads"], SHAPE["head_dim"], SHAPE["v_dim"]
     for mask in (MASKS["causal"], MASKS["documents"], MASKS["cross"]):
@@ -154,16 +154,16 @@ def test_nor_where_kernels_take_room_for_their_results(strategy: str, kv_heads: 
             for plan in all_plans(mask, 4, strategy, layout):
                 out = plan.q_rows * b * h * e * 2
                 gradients = b * 2 * (plan.q_rows * h * d + plan.kv_rows * kv_heads * (d + e))
-                for phase, going_out in (("forward", out), ("backward", gradients)):
-                    held = measured(plan, phase, torch.bfloat16, Careful(), kv_heads)  # type: ignore[arg-type]
-                    assert held - going_out <= memory_bytes(plan, shape, phase), (plan, phase)  # type: ignore[arg-type]
+                for phase, result_bytes in (("forward", out), ("backward", gradients)):
+                    held = measured(plan, phase, torch.bfloat16, AllocatingKernel(), kv_heads)  # type: ignore[arg-type]
+                    assert held - result_bytes <= memory_bytes(plan, shape, phase), (plan, phase)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "strategy", ["ring", "gather", "exchange(stages=1)", "gather(stages=3)", "exchange", "pass_q", "hierarchical(per_node=2)"]
 )
-def test_the_plan_is_not_far_from_it(strategy: str) -> None:
-    """A bound that is never reached would be no figure to plan with."""
+def test_peak_bytes_is_nearly_reached(strategy: str) -> None:
+    """A bound that is never reached would be useless for planning."""
     shape = rs.Shape(**SHAPE, dtype="float32")  # type: ignore[arg-type]
     for plan in all_plans(rs.causal(64), 4, strategy, "zigzag"):
         for phase in PHASES:
@@ -171,7 +171,7 @@ def test_the_plan_is_not_far_from_it(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "blocks"), [("ring", 3), ("gather", 8), ("gather(stages=7)", 3)])
-def test_the_memory_of_keys(strategy: str, blocks: int) -> None:
+def test_key_blocks_held_by_ring_and_gather(strategy: str, blocks: int) -> None:
     """Of a full mask on 8 ranks: a ring holds three blocks of keys, however many ranks; a gather all eight."""
     shape = rs.Shape(heads=1, kv_heads=1, head_dim=4, dtype="float32")
     plan = rs.plan(rs.full(64), world=8, strategy=strategy, layout="contiguous")

@@ -1,4 +1,4 @@
-"""Kernels that give their results in half precision, as those on GPUs do: they are kept, wait, and are put together late.
+"""Kernels that give their results in half precision, as those on GPUs do: they are kept, wait, and are combined at the end.
 
 A result in the wrong rows, twice or not at all, is wrong by as much as results are large; rounding is not.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, cpu
 from ringspan.masks import Band
-from tests.engine.drivers import AtTheLastMoment, FarAhead
+from tests.engine.drivers import DeliverAtOnce, DeliverLate
 from tests.engine.truth import Tensors, case, worst_error
 from tests.plans.examples import MASKS, all_plans
 
@@ -56,12 +56,12 @@ class Narrow:
         "hybrid(per_node=2, heads=4, kv_heads=2)",
     ],
 )
-def test_only_rounding_is_lost(strategy: str, one_by_one: bool) -> None:
+def test_half_precision_results_differ_by_rounding_only(strategy: str, one_by_one: bool) -> None:
     for mask in MASKS.values():
         given = case(mask)
         half = Tensors(*(x.half() for x in given[:4]), given.dlse.float())
         for layout in ("contiguous", "zigzag", "round_robin"):
-            for driver in (FarAhead(), AtTheLastMoment()):
+            for driver in (DeliverAtOnce(), DeliverLate()):
                 plans = all_plans(mask, 4, strategy, layout)
                 error = worst_error(plans, half, driver.run, Narrow(one_by_one=one_by_one))
                 assert error <= ROUNDING, (mask, layout, driver)

@@ -1,4 +1,4 @@
-"""Strategies in which more travels than keys, walked by the engine as it is, by drivers as unhelpful as can be."""
+"""Strategies that send more than keys, with drivers that deliver messages as early or as late as allowed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import ringspan as rs
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.transports import InProcessTransport
-from tests.engine.drivers import AtTheLastMoment, FarAhead
+from tests.engine.drivers import DeliverAtOnce, DeliverLate
 from tests.engine.truth import EXACT, case, worst_error
 from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import MASKS, all_plans
 
 DRIVERS = {
     "in process": lambda world: InProcessTransport(world),
-    "far ahead": lambda _: FarAhead(),
-    "late": lambda _: AtTheLastMoment(),
+    "far ahead": lambda _: DeliverAtOnce(),
+    "late": lambda _: DeliverLate(),
 }
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("strategy", ["pass_q(stages=1)", "pass_q", "pass_q(stages=4)", "hierarchical(per_node=2)"])
-def test_exact(strategy: str, driver: str) -> None:
+def test_strategies_are_exact_with_every_driver(strategy: str, driver: str) -> None:
     for mask in MASKS.values():
         for layout in ("contiguous", "zigzag", "striped"):
             for world in (1, 2, 3, 5):
@@ -31,7 +31,7 @@ def test_exact(strategy: str, driver: str) -> None:
                 assert worst_error(plans, case(mask), DRIVERS[driver](world).run) <= EXACT
 
 
-# As many heads as ranks, more, fewer; groups whole, torn once, torn on both sides; one key head for all.
+# As many heads as ranks, more, fewer; groups on one rank, split once, split on both sides; one key head for all.
 HEADS = [(4, 4, 4), (3, 3, 2), (8, 2, 4), (6, 3, 2), (10, 2, 3), (4, 2, 3), (5, 1, 3), (2, 1, 5), (1, 1, 2), (4, 2, 1)]
 
 
@@ -56,13 +56,13 @@ def test_heads_within_a_node_and_keys_between_them(heads: int, kv_heads: int, pe
             plans = all_plans(mask, world, strategy, layout)
             plans[0].verify()
             assert_exactly_once(plans)
-            assert worst_error(plans, case(mask, heads=heads, kv_heads=kv_heads), FarAhead().run) <= EXACT
+            assert worst_error(plans, case(mask, heads=heads, kv_heads=kv_heads), DeliverAtOnce().run) <= EXACT
 
 
 @pytest.mark.parametrize("strategy", ["pass_q", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_bytes_are_those_of_the_plan(strategy: str, dtype: str) -> None:
-    """What a rank keeps for itself does not count; a result that comes back is float32 at least."""
+    """Transfers of a rank to itself do not count; a result that comes back is at least float32."""
     mask = rs.documents([9, 14]) | rs.window(left=3, right=1)
     world = rs.LocalWorld(4)
     plans = all_plans(mask, 4, strategy, "zigzag")

@@ -72,7 +72,7 @@ def copies(rank: int, layout: str) -> Claims:
         pickle.dumps(cp)
     except TypeError as error:
         said = str(error)
-    return [("copied", copy.block is cp and copy.weight is not model.weight), ("not sent", "cannot be saved or sent" in said)]
+    return [("copied", copy.block is cp and copy.weight is not model.weight), ("not sent", "cannot be pickled" in said)]
 
 
 def evaluation(rank: int, layout: str) -> Claims:

@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[list[Tensor]], Any], type[Exception], str]] =
     "max_scores": (
         lambda x: flex_attention(*x, return_aux=AuxRequest(max_scores=True)),
         rs.InputError,
-        "max_scores is not kept",
+        "max_scores is not available",
     ),
     "twice": (
         lambda x: flex_attention(*x, return_lse=True, return_aux=AuxRequest(lse=True)),

@@ -46,7 +46,7 @@ def test_positions_start_again_with_every_document(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rs.shift_labels(torch.arange(5), documents=[2, 2]), r"but the sequence has 5 \(no document has token 4\)"),
+        (lambda: rs.shift_labels(torch.arange(5), documents=[2, 2]), r"but the sequence has 5 \(token 4 is in no document\)"),
         (lambda: rs.shift_labels(torch.arange(5), documents=[2, 4]), r"6 tokens together.*\(there is no token 5\)"),
         (lambda: rs.shift_labels([1, 2, 3]), "tokens must be a tensor, not list"),  # type: ignore[arg-type]
         (lambda: rs.shift_labels(torch.arange(5), dim=2), r"dim=2 is not a dim of tokens of shape \(5,\)"),

@@ -1,4 +1,4 @@
-"""Front ends: the ways in which users reach the engine."""
+"""Front ends: the functions and classes through which users call the engine."""
 
 from ringspan.frontends import sdpa
 from ringspan.frontends.attention import attention

@@ -1,4 +1,4 @@
-"""ContextParallel: shard a sequence over a group, attend over all of it, bring it back."""
+"""ContextParallel: shard a sequence over a group, attend over all of it, and unshard it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attend_tensors, registered_handle
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
-from ringspan.frontends.flex import Answer, flex_attention, plan_of
+from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
 from ringspan.frontends.validate import check_mask, check_parameters, check_weights
@@ -40,7 +40,7 @@ Of = Literal["q", "kv"]
 
 
 class ContextParallel(AttentionMode):
-    """One sequence over the ranks of a group, and the mask its attention has.
+    """A sequence split over the ranks of a group, and the mask of its attention.
 
     ::
 
@@ -52,8 +52,8 @@ class ContextParallel(AttentionMode):
         loss.backward()
         cp.sum_gradients(model.parameters())
 
-    The mask given here is what every attention call in the block means; a call that says otherwise raises. The block is
-    of the thread that entered it, nests (the innermost counts), and leaves nothing behind.
+    Every attention call in the block has the mask given here; a call with arguments that contradict it raises. The block holds
+    for the thread that entered it. Blocks nest, and the innermost one applies. Leaving a block undoes all that it changed.
 
     Strategy and layout are chosen before there are tensors: ``hardware`` and ``shape`` say what to choose them for, as in
     :func:`ringspan.plan`.
@@ -106,7 +106,7 @@ class ContextParallel(AttentionMode):
         """The same tokens on the same ranks with another mask, for models whose layers differ (full and sliding window)."""
         if check_mask(mask).lengths != self.plan.mask.lengths:
             raise InputError(
-                f"with_mask keeps the tokens where they are: {mask.name} is over {mask.lengths[0]} × {mask.lengths[1]}, "
+                f"with_mask keeps the layout: {mask.name} is over {mask.lengths[0]} × {mask.lengths[1]}, "
                 f"the plan over {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}. Make the mask for those"
             )
         return ContextParallel(
@@ -121,7 +121,7 @@ class ContextParallel(AttentionMode):
         )
 
     def prefetch(self, mask: Mask) -> Future[ContextParallel]:
-        """Plan the next sequence in a thread of its own, while this one is computed.
+        """Plan the next sequence in a background thread, while this one is computed.
 
         ::
 
@@ -130,9 +130,9 @@ class ContextParallel(AttentionMode):
                 ...                                # a step with cp
                 cp = upcoming.result()
 
-        Strategy and layout are those that this object was asked for; an ``"auto"`` chooses again, for the new mask. Planning
-        needs no communication and follows from the mask alone, so all ranks find plans that fit together whenever their
-        threads run. What is wrong with the mask is raised by ``result()``.
+        Strategy and layout are those given to this object; ``"auto"`` chooses again, for the new mask. Planning needs no
+        communication and depends on the mask alone, so the ranks make plans that fit together whenever their threads run. An
+        error in the mask is raised by ``result()``.
         """
         planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringspan-plan")
         try:
@@ -153,7 +153,7 @@ class ContextParallel(AttentionMode):
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
 
     def shard(self, *trees: Any, dim: int, of: Of = "q") -> Any:
-        """This rank's tokens of whole sequences, out of place. Tensors, or any nesting of lists, tuples and dicts of them.
+        """This rank's tokens of whole sequences, as new tensors. Takes tensors, and nested lists, tuples and dicts of them.
 
         ``dim`` is the sequence dim of each tensor; ``of="kv"`` shards keys of a sequence of their own (cross-attention).
         Leaves that are not tensors are left as they are. One argument gives one result, several give a tuple.
@@ -177,11 +177,11 @@ class ContextParallel(AttentionMode):
         return sharded[0] if len(sharded) == 1 else sharded
 
     def unshard(self, x: Tensor, *, dim: int, of: Of = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
-        """The whole sequence on every rank, in its first order. Differentiable.
+        """The whole sequence on every rank, in its original order. Differentiable.
 
-        ``grad`` says what the gradient of the result is, in the words of DTensor: ``"replicate"``, the same on all
-        ranks (each computes the same function of the whole), or ``"partial"``, a part on each rank that must be summed
-        (each does something of its own).
+        ``grad`` says what the gradient of the result is, in the terms of DTensor: ``"replicate"``, the same on all ranks (each
+        computes the same function of the whole), or ``"partial"``, a part on each rank that must be summed (each computes
+        something else).
         """
         layout = self._layout(of)
         if grad not in ("replicate", "partial"):
@@ -197,9 +197,9 @@ class ContextParallel(AttentionMode):
         return result
 
     def positions(self, of: Of = "q", *, documents: Any = None, device: torch.device | str | None = None) -> Tensor:
-        """The place of each of this rank's tokens: what rotary embeddings need.
+        """The position of each of this rank's tokens, as for rotary embeddings.
 
-        It is the place in the whole sequence or, given the lengths of all ``documents``, in the token's own document.
+        It is the position in the whole sequence or, given the lengths of all ``documents``, in the token's own document.
         """
         layout = self._layout(of)
         mine = torch.from_numpy(layout.positions(self.rank))
@@ -208,7 +208,7 @@ class ContextParallel(AttentionMode):
         return mine.to(device or "cpu")
 
     def _hint(self, of: Of, tokens: int) -> str:
-        """The other sequence of a cross-attention is easily taken for this one."""
+        """A hint for an error message, if the tensor is of the other sequence of a cross-attention."""
         other: Of = "kv" if of == "q" else "q"
         what = "keys" if other == "kv" else "queries"
         return f" (its {what} have {tokens}: say of={other!r})" if self._layout(other).length == tokens else ""
@@ -252,10 +252,10 @@ class ContextParallel(AttentionMode):
         kernel_options: FlexKernelOptions | None = None,
         *,
         return_aux: AuxRequest | None = None,
-    ) -> Answer:
+    ) -> FlexResult:
         """What PyTorch's ``flex_attention`` does inside the block; see :func:`ringspan.flex_attention`.
 
-        A BlockMask of the whole sequence is planned on this layout when it is first met; without one the mask is that of the
+        A BlockMask of the whole sequence is planned on this layout when it is first used; without one the mask is that of the
         block.
         """
         plan = self.plan
@@ -279,9 +279,9 @@ class ContextParallel(AttentionMode):
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.
 
-        The backward pass computes ``f`` again, outside any block that was open when it ran first; this opens ours again.
+        The backward pass computes ``f`` again, after the block was left; this enters the block again for it.
         For selective checkpointing, ``context_fn=partial(cp.checkpoint_context, policy)``: a policy that saves
-        ``torch.ops.ringspan.attend.default`` spares attention, and what it sends, the second time.
+        ``torch.ops.ringspan.attend.default`` saves computing and communicating attention a second time.
         """
         first, again = (nullcontext(), nullcontext()) if policy is None else create_selective_checkpoint_contexts(policy)
         return first, _both(self, again)
@@ -291,11 +291,11 @@ class ContextParallel(AttentionMode):
     def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each has.
 
-        ``over`` are the ranks, where other than those of the sequence: with data parallelism beside it, the mesh of both
-        (``over=mesh["dp", "cp"]``), so that a token counts alike wherever it lies. The gradient on a rank is that of the
-        global mean with respect to *this rank's* share. A parameter that all ranks use gets a part of its gradient on each:
-        sum them (:meth:`sum_gradients`, or any all-reduce with SUM), or say ``grads="averaged"`` where something averages
-        them over these ranks (DDP, FSDP).
+        ``over`` are the ranks to average over, if other than those of the sequence. With data parallelism, give the mesh of
+        both (``over=mesh["dp", "cp"]``), so that every token has the same weight. The gradient on a rank is that of the global
+        mean with respect to *this rank's* values. A parameter that all ranks use gets a part of its gradient on each: sum them
+        (:meth:`sum_gradients`, or any all-reduce with SUM), or give ``grads="averaged"`` if DDP or FSDP averages them over
+        these ranks.
 
         Several batches to one step of the optimiser: see :meth:`sum`.
         """
@@ -307,26 +307,26 @@ class ContextParallel(AttentionMode):
     def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """The sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
 
-        The mean over several batches is not the mean of their means where they count differently many tokens. Accumulate
-        ``cp.sum(losses) / total`` instead, with ``total`` the number of tokens that count in all of them.
+        The mean over several batches is not the mean of their means if they have different numbers of tokens. Accumulate
+        ``cp.sum(losses) / total`` instead, with ``total`` the number of tokens with a weight in all of them.
         """
         return sum_of_shares(_wide(x).sum(), self._ranks(over), grads)
 
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
-        """Sum the gradients of parameters that all ranks share. One that is missing here counts as zero; one that is missing on
-        all ranks stays missing, so that no optimiser moves a parameter nobody used."""
+        """Sum the gradients of parameters that all ranks share, in at least float32. A gradient that is missing on this rank is
+        zero; one that is missing on all ranks stays missing, so that an optimiser skips the parameter."""
         sum_gradients(check_parameters(parameters), self._ranks(over))
 
     def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
         return [self.group] if over is None else groups_of(over)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Itself: a model that holds its block may be copied, and its copy is of the same ranks."""
+        """The object itself: a copy of a model runs on the same ranks."""
         return self
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a ContextParallel is of one process and its group, and cannot be saved or sent: save cp.plan.to_json(), or make "
+            "a ContextParallel belongs to one process and its group and cannot be pickled: save cp.plan.to_json(), or make "
             "it again with the same mask, layout and strategy"
         )
 
@@ -351,11 +351,11 @@ class _Unshard(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Half precision cannot count past 2048 or 256."""
+    """At least float32: float16 cannot count past 2048, bfloat16 not past 256."""
     if not isinstance(x, Tensor):
         raise InputError(f"the values must be a tensor, of this rank's tokens; got {type(x).__name__}")
     if is_dtensor(x):
-        raise InputError(f"these are the values of a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
+        raise InputError(f"the values are a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

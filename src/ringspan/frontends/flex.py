@@ -27,8 +27,8 @@ from ringspan.user_functions.captures import captured_tensors
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
 
-# What FlexAttention returns: out; out and lse; or out and what was asked for beside it.
-Answer: TypeAlias = "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]"
+# What FlexAttention returns: out; out and lse; or out and the requested auxiliary outputs.
+FlexResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]"
 
 
 def flex_attention(
@@ -46,31 +46,31 @@ def flex_attention(
     plan: Plan,
     group: Group = None,
     backend: str = "auto",
-) -> Answer:
+) -> FlexResult:
     """``torch.nn.attention.flex_attention.flex_attention`` of a sequence that is split over the ranks of a group.
 
     Tensors, ``plan`` and ``group`` are those of :func:`ringspan.attention`; everything else is FlexAttention's. ``score_mod``
-    and the ``mask_mod`` of a BlockMask always see global indices. ``block_mask`` is of the whole sequence, and takes the place
-    of the plan's mask on the plan's layout; without one it is the plan's mask. Tensors that the functions capture are the same
-    on every rank, and what they learn gets a part of its gradient on each, to be summed as for all parameters that ranks share.
-    ``kernel_options`` tune kernels that are not used here and change no result: they are not looked at.
+    and the ``mask_mod`` of a BlockMask are called with global indices. ``block_mask`` is of the whole sequence and replaces the
+    plan's mask, on the plan's layout; None keeps the plan's mask. Tensors that the functions capture are the same
+    on every rank. Those that are learned get a part of their gradient on each rank: sum it with ``cp.sum_gradients``.
+    ``kernel_options`` are ignored: they tune kernels that are not used here, and change no result.
     """
-    request = asked_for(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
+    request = check_arguments(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
     if block_mask is not None:
         plan = plan_of(block_mask, plan, plan.strategy)
     result = attention(
         query, key, value, plan=plan, group=group, scale=scale, score_mod=score_mod, return_lse=True, backend=backend
     )
-    return request.of(result)
+    return request.select(result)
 
 
-class Request(NamedTuple):
-    """What is to be returned beside out."""
+class OutputRequest(NamedTuple):
+    """What is returned beside out."""
 
     return_lse: bool
     return_aux: AuxRequest | None
 
-    def of(self, result: Partial) -> Answer:
+    def select(self, result: Partial) -> FlexResult:
         if self.return_aux is not None:
             from torch.nn.attention.flex_attention import AuxOutput
 
@@ -78,27 +78,29 @@ class Request(NamedTuple):
         return (result.out, result.lse) if self.return_lse else result.out
 
 
-def asked_for(query: Tensor, key: Tensor, *, enable_gqa: bool, return_lse: bool, return_aux: AuxRequest | None) -> Request:
-    """What FlexAttention would refuse, and what only FlexAttention can do."""
+def check_arguments(
+    query: Tensor, key: Tensor, *, enable_gqa: bool, return_lse: bool, return_aux: AuxRequest | None
+) -> OutputRequest:
+    """Raise what FlexAttention would raise, and for what only FlexAttention can return."""
     if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise InputError(f"{query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True to share key heads")
     if return_lse and return_aux is not None:
-        raise InputError("return_lse=True and return_aux= ask for the same thing twice: give return_aux=AuxRequest(lse=True)")
+        raise InputError("return_lse=True and return_aux= exclude each other: give return_aux=AuxRequest(lse=True)")
     if return_aux is not None and return_aux.max_scores:
-        raise InputError("max_scores is not kept where keys come in parts: ask for AuxRequest(lse=True)")
-    return Request(return_lse, return_aux)
+        raise InputError("max_scores is not available where keys come in parts: ask for AuxRequest(lse=True)")
+    return OutputRequest(return_lse, return_aux)
 
 
-class _Known(NamedTuple):
-    """A BlockMask in the state in which it was looked at, as a mask, and the plans that were made for it."""
+class _ConvertedMask(NamedTuple):
+    """A BlockMask converted to a mask, the versions of its tensors at that time, and the plans made for it."""
 
-    state: Any
+    versions: Any
     mask: Mask
     plans: dict[Any, Plan]
 
 
-_known: WeakKeyDictionary[BlockMask, _Known] = WeakKeyDictionary()
-on_clear_caches(_known.clear)
+_converted: WeakKeyDictionary[BlockMask, _ConvertedMask] = WeakKeyDictionary()
+on_clear_caches(_converted.clear)
 
 
 def plan_of(
@@ -109,8 +111,8 @@ def plan_of(
     hardware: str | Hardware | None = None,
     shape: Shape | None = None,
 ) -> Plan:
-    """The plan of a BlockMask of the whole sequence on the layouts of another plan. It is made once."""
-    known = _look(given, like.mask.lengths)
+    """The plan of a BlockMask of the whole sequence on the layouts of another plan. Made once."""
+    known = _convert(given, like.mask.lengths)
     wanted = (like.q_layout, like.kv_layout, like.rank, strategy, hardware, shape)
     if wanted not in known.plans:
         known.plans[wanted] = make_plan(
@@ -127,11 +129,11 @@ def plan_of(
 
 
 def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
-    """A BlockMask of the whole sequence as a mask. It is looked at once, unless it has changed since."""
-    return _look(given, lengths).mask
+    """A BlockMask of the whole sequence as a mask. Converted once, and again if it has changed."""
+    return _convert(given, lengths).mask
 
 
-def _look(given: BlockMask, lengths: tuple[int, int]) -> _Known:
+def _convert(given: BlockMask, lengths: tuple[int, int]) -> _ConvertedMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(given, BlockMask):
@@ -142,15 +144,15 @@ def _look(given: BlockMask, lengths: tuple[int, int]) -> _Known:
             f"{lengths[0]} × {lengths[1]}: make it with create_block_mask(…, Q_LEN={lengths[0]}, KV_LEN={lengths[1]}), "
             "and do not shard it"
         )
-    state = _state(given)
-    known = _known.get(given)
-    if known is None or known.state != state:
-        known = _known[given] = _Known(state, as_mask(given), {})
+    versions = _versions(given)
+    known = _converted.get(given)
+    if known is None or known.versions != versions:
+        known = _converted[given] = _ConvertedMask(versions, as_mask(given), {})
     return known
 
 
-def _state(given: BlockMask) -> list[tuple[int, int]]:
-    """Which tensors it is made of, and how often each was changed in place."""
+def _versions(given: BlockMask) -> list[tuple[int, int]]:
+    """The tensors of a BlockMask and of its mask_mod, each with the counter of its in-place changes."""
     zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
     blocks = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
     tensors = [*(x for x in blocks if x is not None), *captured_tensors(given.mask_mod, zero, zero, zero, zero)]

@@ -1,4 +1,4 @@
-"""What is per document and not per rank: labels for the next token, positions that start again."""
+"""Labels and positions within documents."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from ringspan.errors import InputError
 from ringspan.masks.mask import lengths as as_lengths
 
-IGNORED = -100  # what F.cross_entropy leaves out unless told otherwise
+IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
 def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore_index: int = IGNORED) -> Tensor:
     """Each token's label: the token after it, in the same document. The last token of a document predicts nothing.
 
-    To be called on whole sequences, before ``cp.shard``: the next token may live on another rank. ``documents`` are their
-    lengths, one after the other (None: the sequence is one document). They are not read off a mask, which may fall apart where
-    documents do not (``chunked``).
+    Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the lengths of the
+    documents in order (None: the sequence is one document). They are not taken from a mask, since masks have other boundaries,
+    too (``chunked``).
 
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5, 6]]), documents=[2, 3, 1])
     tensor([[   2, -100,    4,    5, -100, -100]])
@@ -38,7 +38,7 @@ def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore
 
 
 def positions_in(documents: Any, n: int) -> Tensor:
-    """Each token's place in its own document.
+    """The position of each token in its own document.
 
     >>> positions_in([2, 0, 3], 5)
     tensor([0, 1, 0, 1, 2])
@@ -52,9 +52,9 @@ def _lengths(documents: Any, n: int) -> Any:
     lengths = as_lengths("documents", [n] if documents is None else documents)
     total = int(lengths.sum())
     if total != n:
-        astray = f"no document has token {total}" if total < n else f"there is no token {n}"
+        extra = f"token {total} is in no document" if total < n else f"there is no token {n}"
         raise InputError(
-            f"the documents have {total} tokens together, but the sequence has {n} ({astray}): give the length of each "
+            f"the documents have {total} tokens together, but the sequence has {n} ({extra}): give the length of each "
             "document of the whole sequence, padding included"
         )
     return lengths

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringspan.caching.by_stream import cache_by_stream, on_device
 from ringspan.engine import attend_ranks, config_for, shape_of
 from ringspan.errors import InputError
-from ringspan.frontends.flex import Answer, asked_for, mask_of
+from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
 from ringspan.frontends.validate import check_mask, check_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class LocalWorld:
     """A world of ``n`` ranks in this process, for debugging, tests and single devices.
 
-    It plans in every call, which no compiler can follow: compiled code calls it as it is, and with ``fullgraph=True`` cannot.
+    It plans in every call, which torch.compile cannot trace: the graph breaks here, and ``fullgraph=True`` raises.
 
     >>> import torch, ringspan as rs
     >>> q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
@@ -95,7 +95,7 @@ class LocalWorld:
     ) -> Tensor | Partial:
         """Attention of the whole sequence: global q (B, H, S, D), k (B, G, T, D), v (B, G, T, E) in, global result out.
 
-        Inside, the sequence is split over the ranks, every rank walks its own plan, and messages pass between them.
+        Inside, the sequence is split over the ranks, every rank executes its own plan, and messages pass between them.
         Differentiable. ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
@@ -120,19 +120,19 @@ class LocalWorld:
         strategy: str | Strategy = "auto",
         layout: LayoutLike = "auto",
         backend: str = "auto",
-    ) -> Answer:
+    ) -> FlexResult:
         """FlexAttention of the whole sequence, split inside; see :func:`ringspan.flex_attention`.
 
-        The mask is ``block_mask`` or ``mask``; without either, everybody sees everything.
+        The mask is ``block_mask`` or ``mask``; without either, every query sees every key.
         """
-        request = asked_for(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
+        request = check_arguments(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
         lengths = (query.shape[-2], key.shape[-2])
         if block_mask is not None:
             if mask is not None:
-                raise InputError("block_mask= and mask= both say who sees whom: give one of the two")
+                raise InputError("block_mask= and mask= exclude each other: give one of the two")
             mask = mask_of(block_mask, lengths)
         plans = self.plans(full(*lengths) if mask is None else mask, strategy=strategy, layout=layout)
-        return request.of(self.run(plans, query, key, value, scale=scale, backend=backend, score_mod=score_mod))
+        return request.select(self.run(plans, query, key, value, scale=scale, backend=backend, score_mod=score_mod))
 
     def plans(
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None
@@ -167,9 +167,9 @@ class LocalWorld:
         transport = InProcessTransport(self.world)
         transport.traffic = self.traffic
         config = config_for(plans[0], q, v, check_scale(scale, shape.head_dim), backend, score_mod)
-        with disable_torch_function():  # the kernels' own calls, which a `with cp:` block around this one would see
+        with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
             parts = attend_ranks(plans, list(zip(queries, keys, values, strict=True)), config, transport.run)
-        back = _way_back(q_layout, q.device)
+        back = _inverse_order(q_layout, q.device)
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)
         lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, back)
         return Partial(out, lse)
@@ -179,17 +179,17 @@ def _split(x: Tensor, layout: Layout) -> list[Tensor]:
     return [x.index_select(2, tokens) for tokens in _tokens(layout, x.device)]
 
 
-# Layouts whose indices stay on the device: 8 bytes for each token.
-REMEMBERED = 16
+# Layouts whose indices are cached on the device: 8 bytes for each token.
+MAX_LAYOUTS = 16
 
 
-@cache_by_stream(REMEMBERED)
+@cache_by_stream(MAX_LAYOUTS)
 def _tokens(layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
     """The tokens of each rank, in its order."""
     return tuple(on_device(layout.positions(rank), device) for rank in range(layout.world))
 
 
-@cache_by_stream(REMEMBERED)
-def _way_back(layout: Layout, device: torch.device) -> Tensor:
-    """Where each token lies in what all ranks have, one after the other."""
+@cache_by_stream(MAX_LAYOUTS)
+def _inverse_order(layout: Layout, device: torch.device) -> Tensor:
+    """The row of each token in the concatenation of all ranks."""
     return on_device(layout.order().argsort(), device)

@@ -1,7 +1,7 @@
-"""Ready-made functions of scores, for ``flex_attention`` and ``attention``; and sinks, which are one of results.
+"""Ready-made score_mods for ``flex_attention`` and ``attention``; and attention sinks, which change the result instead.
 
-A ``score_mod(score, b, h, q, k)`` sees global indices wherever tokens lie, so that none of these knows of ranks. Tensors given
-here are used as they are: one that needs a gradient gets it, on several ranks a part of it on each (``cp.sum_gradients``).
+A ``score_mod(score, b, h, q, k)`` is called with global indices, so none of these depends on ranks. A tensor given here that
+requires a gradient gets it; on several ranks it gets a part of it on each (``cp.sum_gradients``).
 
 Legend: B batch, H query heads, S queries, E value dim, R distances.
 """
@@ -48,7 +48,7 @@ def alibi(slopes_H: Tensor) -> ScoreMod:
     tensor([4.0000, 1.5530])
     """
     if not isinstance(slopes_H, Tensor) or slopes_H.ndim != 1:
-        raise InputError(f"alibi takes a tensor of one slope for each head, as rs.alibi_slopes(heads); got {_came(slopes_H)}")
+        raise InputError(f"alibi takes a tensor of one slope for each head, as rs.alibi_slopes(heads); got {_kind(slopes_H)}")
 
     @_for_heads(slopes_H.shape[0])
     def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def relative_bias(bias_HR: Tensor) -> ScoreMod:
-    """A bias, mostly a learned one, for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach + 1.
+    """A bias, often learned, for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach + 1.
 
-    What is further away has the bias of the furthest.
+    Distances beyond ``reach`` have the bias of ``reach``.
 
     >>> import ringspan as rs
     >>> bias = torch.zeros(1, 3, requires_grad=True)
@@ -83,7 +83,7 @@ def relative_bias(bias_HR: Tensor) -> ScoreMod:
     """
     if not isinstance(bias_HR, Tensor) or bias_HR.ndim != 2 or bias_HR.shape[1] % 2 != 1:
         raise InputError(
-            f"a relative bias is a tensor (heads, 2 · reach + 1), an odd number of distances; got {_came(bias_HR)}"
+            f"a relative bias is a tensor (heads, 2 · reach + 1), an odd number of distances; got {_kind(bias_HR)}"
         )
     reach = bias_HR.shape[1] // 2
 
@@ -95,9 +95,9 @@ def relative_bias(bias_HR: Tensor) -> ScoreMod:
 
 
 def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
-    """Attention sinks: each head has one more key, of a score of its own and no value, that every query sees.
+    """Attention sinks: each head has one more key that every query sees, with a score of its own and a value of zero.
 
-    It is no key of any rank, so it is added to the result, and added once. Differentiable in all three.
+    The key belongs to no rank, so it is added to the result, once. Differentiable in all three arguments.
 
     >>> import ringspan as rs
     >>> q, v = torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8)
@@ -107,7 +107,7 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
     """
     if not isinstance(sink_H, Tensor) or sink_H.shape != lse_BHS.shape[1:2]:
         raise InputError(
-            f"the sinks are a tensor of one score for each of the {lse_BHS.shape[1]} query heads; got {_came(sink_H)}"
+            f"the sinks are a tensor of one score for each of the {lse_BHS.shape[1]} query heads; got {_kind(sink_H)}"
         )
     sink_H1 = sink_H.to(lse_BHS.dtype)[:, None]
     share_BHS = torch.sigmoid(lse_BHS - sink_H1)
@@ -115,9 +115,9 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
 
 
 def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:
-    """Marks a function that looks something up for each of so many heads.
+    """Mark a function that indexes a tensor by the head, with the number of heads it was made for.
 
-    Left to itself the look-up would raise for too few, on a GPU for the whole process, and say nothing of too many.
+    Without the check, too few heads raise in the indexing (on a GPU, for the whole process), and too many go unnoticed.
     """
 
     def marked(score_mod: ScoreMod) -> ScoreMod:
@@ -131,5 +131,5 @@ def _is_positive(given: Any, *kinds: Any) -> bool:
     return isinstance(given, kinds) and bool(given > 0)
 
 
-def _came(given: Any) -> str:
+def _kind(given: Any) -> str:
     return str(tuple(given.shape)) if isinstance(given, Tensor) else type(given).__name__
