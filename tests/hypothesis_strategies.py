@@ -39,7 +39,7 @@ def parts(total: int, count: int | None = None) -> st.SearchStrategy[list[int]]:
 
 
 def raw_bands(q_len: int, k_len: int, max_size: int = 4) -> st.SearchStrategy[list[tuple[int, int, int, int, int, int]]]:
-    """Bands as a user may write them: overlapping, empty, loose, partly outside."""
+    """Bands as a user may write them: overlapping, empty, not tight, partly outside."""
     q, k = st.integers(-2, q_len + 2), st.integers(-2, k_len + 2)
     turn = st.integers(-q_len - 3, k_len + 3)
     return st.lists(st.tuples(q, q, k, k, turn, turn), max_size=max_size)

@@ -1,1 +1,1 @@
-"""The command line: ``ringspan demo``, ``check``, ``bench``."""
+"""The command line: ``ringspan demo``, ``plan``, ``check``, ``doctor`` and ``bench``. Needs the extra ``ringspan[cli]``."""

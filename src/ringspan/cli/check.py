@@ -4,11 +4,11 @@
 
     ringspan check --cases 200 --seed 7               each case on 1 to 8 ranks in this process
     ringspan check --cases 200 --seed 7 --world 4     all of them on 4
-    ringspan check --world 4 --processes              4 processes that talk over gloo
+    ringspan check --world 4 --processes              4 processes over gloo
     ringspan check --seed 7 --only 31                 case 31 again, and nothing else
 
 The exit code is 1 if anything failed. With ``--json`` the last line is the summary as JSON; ``worst_error`` in it is that of
-the float64 cases, which is what tells a right algorithm from a wrong one.
+the float64 cases, which separates a correct algorithm from a wrong one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ringspan.testing.fuzz import Case, draw
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=int, default=200, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="which: the same seed gives the same cases (default: %(default)s)")
+    parser.add_argument("--cases", type=int, default=200, help="number of cases (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same cases (default: %(default)s)")
     parser.add_argument("--world", type=int, help="ranks in every case (default: each case draws 1 to 8)")
-    parser.add_argument("--processes", action="store_true", help="a process for each rank, joined by gloo; needs --world")
-    parser.add_argument("--only", type=int, metavar="I", help="run case I of the seed, and show all of it")
-    parser.add_argument("--case", metavar="JSON", help="run this case, as --only shows it and you have changed it")
-    parser.add_argument("--json", action="store_true", help="a last line of JSON")
+    parser.add_argument("--processes", action="store_true", help="one process for each rank, over gloo; needs --world")
+    parser.add_argument("--only", type=int, metavar="I", help="run case I of the seed only, and print it as JSON")
+    parser.add_argument("--case", metavar="JSON", help="run a case given as JSON, as --only prints it")
+    parser.add_argument("--json", action="store_true", help="print the summary as one last line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarise(results: Sequence[CaseResult], cases: Sequence[Case]) -> dict[str, Any]:
-    """The figures of a run. A case that was never finished has failed."""
+    """The figures of a run. An unfinished case counts as failed."""
     finished = {result.case.index for result in results}
     failures = [result.case.index for result in results if result.problems]
     failures += [case.index for case in cases if case.index not in finished]

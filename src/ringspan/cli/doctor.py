@@ -1,4 +1,4 @@
-"""``ringspan doctor``: what this machine will use and what it lacks, then what it has, and why kernels are not chosen."""
+"""``ringspan doctor``: what is used on this machine and what is missing, then versions and why kernels are not chosen."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--head-dim", type=at_least(1), default=128, help="head dim to ask the kernels about (default 128)")
-    parser.add_argument("--v-dim", type=at_least(1), default=None, help="value dim, if another")
+    parser.add_argument("--head-dim", type=at_least(1), default=128, help="head dim of the tensors (default 128)")
+    parser.add_argument("--v-dim", type=at_least(1), default=None, help="value dim, if different")
     parser.add_argument(
         "--dtype", choices=[*BY_NAME], nargs="+", default=["bfloat16", "float32"], help="default: bfloat16 float32"
     )
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
-    """Versions, devices, and for each device and dtype the kernel that is chosen, why others are not, and what those lack."""
+    """Versions, devices, and for each device and dtype the chosen kernel, why others are not, and what they are missing."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     kernels = [
         {
@@ -74,7 +74,7 @@ def _choice(inputs: Inputs) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """The verdict in a few lines, and what it rests on."""
+    """A summary in a few lines, then the details."""
     lines = [
         *_titled("will use", _used(found)),
         *_titled("missing", _missing(found) or ["nothing"]),
@@ -91,7 +91,7 @@ def _text(found: dict[str, Any]) -> str:
             reasons_of[reason].append(name)
         lines += ["", f"{row['device']}, {_dtypes(rows)}, head dim {_dims(row)}: {_chosen(row)}"]
         lines += [f"  not {', '.join(names)}: {reason}" for reason, names in reasons_of.items()]
-    lines += ["", 'backend="reference", which is exact on any device, dense and slow, is there for those who ask for it']
+    lines += ["", 'backend="reference" is exact on any device, dense and slow; it is used only by name']
     return "\n".join(lines)
 
 
@@ -105,7 +105,7 @@ def _used(found: dict[str, Any]) -> list[str]:
 
 
 def _missing(found: dict[str, Any]) -> list[str]:
-    """What this machine could use and does not have; of no use is what nothing here could run."""
+    """What this machine could use and does not have."""
     if list(found["devices"]) == ["cpu"]:
         return ["a CUDA device: without one attention is computed on the CPU"]
     lacks = {name: package for row in found["kernels"] for name, package in row["lacks"].items()}
@@ -118,7 +118,7 @@ def _titled(title: str, lines: list[str]) -> list[str]:
 
 
 def _alike(kernels: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The rows, those together of which the same is to be said but for the dtype."""
+    """The rows, grouped if they differ in the dtype only."""
     return [list(rows) for _, rows in groupby(kernels, key=lambda row: (row["device"], row["chosen"], row["why_not"]))]
 
 

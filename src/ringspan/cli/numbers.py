@@ -1,4 +1,4 @@
-"""Whole numbers on the command line that have a least value."""
+"""Integers on the command line with a least value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's pictures: a mask coloured by who computes it, and two loss curves. Imports matplotlib when one is drawn."""
+"""The demo's pictures: a mask coloured by the rank that computes it, and two loss curves. Imports matplotlib when needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from ringspan.layouts import Layout, areas
 from ringspan.planner import Plan
 
-# Told apart by most eyes, on paper too (Paul Tol's bright scheme). More ranks than these take turns round the colour wheel.
+# Distinct for colour-blind readers and in print (Paul Tol's bright scheme). More ranks take colours of the colour wheel.
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")
 INK, PAPER, GRID = "#222222", "#FFFFFF", "#BBBBBB"
-# How far the colour of a pair whose key had to travel is thinned towards paper.
+# How much lighter the colour of a pair is if its key comes from another rank.
 PALE = 0.62
-# The most tokens drawn along a side; a longer sequence is thinned.
+# The most tokens drawn along a side. Of a longer sequence every n-th token is drawn.
 MOST_CELLS = 3000
 DPI = 150
-# The middle of the mask's axes, where what belongs to it is centred.
+# The middle of the mask's axes: title and legend are centred on it.
 MIDDLE = 0.545
 
 
@@ -30,12 +30,12 @@ def why_not() -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "matplotlib is not installed; `pip install 'ringspan[demo]'` brings it"
+        return "matplotlib is not installed; install it with: pip install 'ringspan[demo]'"
     return None
 
 
 def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Every visible pair in the colour of the rank that owns the query; pale where the key came from another rank."""
+    """Every visible pair in the colour of the rank that owns the query; pale if the key comes from another rank."""
     from matplotlib.figure import Figure
 
     colours = rank_colours(plan.world)
@@ -62,7 +62,7 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
         for spine in axes.spines.values():
             spine.set(color=GRID)
     _mask_legend(figure, plan, colours)
-    title = f"Who computes which pair: {n:,} tokens over {plan.world} rank{'s' * (plan.world != 1)}"
+    title = f"Which rank computes which pair: {n:,} tokens over {plan.world} rank{'s' * (plan.world != 1)}"
     figure.text(MIDDLE, 0.965, title, ha="center", color=INK, fontsize=13)
     strategy = plan.strategy.partition("(")[0]
     chosen = f"{len(lengths)} packed documents  ·  {strategy} on {plan.q_layout.name}  ·  plan {plan.digest[:8]}"
@@ -71,7 +71,7 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
 
 
 def draw_losses(path: Path, split: Sequence[float], alone: Sequence[float], *, world: int, tolerance: float) -> None:
-    """The two curves above, how far they are apart below, on a log scale with the tolerance."""
+    """The two curves, and below them their difference on a log scale with the tolerance."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -98,7 +98,7 @@ def draw_losses(path: Path, split: Sequence[float], alone: Sequence[float], *, w
 def cells(
     seen: NDArray[np.bool_], q_owner: NDArray[np.int64], k_owner: NDArray[np.int64], colours: NDArray[Any]
 ) -> NDArray[Any]:
-    """The mask as (queries, keys, RGB): paper where nothing is seen."""
+    """The mask as (queries, keys, RGB): white where a key is hidden."""
     full = colours[q_owner][:, None]
     own = (q_owner[:, None] == k_owner[None, :])[..., None]
     picture = np.where(own, full, pale(full))
@@ -127,7 +127,7 @@ def pale(colour: NDArray[Any]) -> NDArray[Any]:
 
 
 def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolerance: float) -> None:
-    """Zero has no place on a log scale: steps that agree to the last bit stand on the floor, hollow."""
+    """Steps that agree to the last bit are hollow points at the lower edge: a log scale has no zero."""
     floor = 1e-8
     same = difference == 0
     axes.vlines(steps[~same], floor, difference[~same], color=COLOURS[1], linewidth=1, alpha=0.5)
@@ -150,7 +150,7 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
 
 
 def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Each document's name where its triangle leaves room: to its right, or to its left when it is near the right edge."""
+    """Each document's name beside its triangle: on the right, or on the left near the right edge."""
     n, stop = sum(lengths), 0
     for name, length in zip(names, lengths, strict=True):
         start, stop = stop, stop + length
@@ -185,12 +185,12 @@ def _mask_legend(figure: Any, plan: Plan, colours: NDArray[Any]) -> None:
         fontsize=9,
         handlelength=3,
     )
-    note = "share of all pairs  ·  full colour: the rank has the key itself  ·  pale: another rank sent it"
+    note = "share of all pairs  ·  full colour: the rank owns the key  ·  pale: another rank sends it"
     figure.text(MIDDLE, 0.02, note, ha="center", fontsize=9, color=INK)
 
 
 def _ticks(n: int) -> list[int]:
-    """A handful of round numbers, and the end."""
+    """A few round numbers, and the end."""
     step = max(1, n // 6)
     step = int(round(step, -len(str(step)) + 1)) or 1
     return [*(t for t in range(0, n, step) if n - t > step // 2), n]

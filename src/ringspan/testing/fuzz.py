@@ -1,4 +1,4 @@
-"""Random cases of attention: drawn from a seed, told in a line, kept as JSON, so that every one of them can be run again.
+"""Random cases of attention: drawn from a seed, printed as a line, and saved as JSON, so that each can be run again.
 
 A case holds text and numbers only. Its mask is an expression as a user would write it, ``documents([3, 4]) & window(left=2)``,
 and its tensors follow from its seed and index.
@@ -48,7 +48,7 @@ class Case:
 
     @staticmethod
     def from_json(text: str) -> Case:
-        """A case back from :meth:`to_json`; it may have been changed by hand to find a smaller one."""
+        """The case of a JSON text from :meth:`to_json`, which may have been edited to make the case smaller."""
         try:
             data = json.loads(text)
             for name in ("layout", "kv_layout"):
@@ -76,9 +76,9 @@ class Case:
 
 
 def draw(seed: int, index: int, world: int | None = None) -> Case:
-    """Case ``index`` of a seed, the same whichever others are drawn; on its own number of ranks unless one is given.
+    """Case ``index`` of a seed, independent of other cases; with a random number of ranks unless ``world`` is given.
 
-    Small is likely and large possible in everything, so that a thousand cases take seconds and still meet the corners.
+    Small sizes are likely and large ones possible, so that a thousand cases take seconds and include the corner cases.
     """
     d = _Dice(seed, index)
     drawn_world = d.between(1, MAX_WORLD)
@@ -130,7 +130,7 @@ class _Dice:
         return choices[self.between(0, len(choices) - 1)]
 
     def length(self) -> int:
-        """Every order of magnitude alike: half of them under 18, one in six over 116."""
+        """Every order of magnitude is equally likely: half of the lengths are under 18, one in six is over 116."""
         return int(np.exp(self.uniform(0.0, np.log(MAX_LENGTH + 1))))
 
     def parts(self, total: int, count: int) -> list[int]:
@@ -168,7 +168,7 @@ def _documents(d: _Dice, n: int, _: int) -> str:
 
 
 def _ids(d: _Dice, n: int, _: int) -> str:
-    """Runs of a few ids, which come back."""
+    """Runs of a few ids, which repeat."""
     ids = [x for size in d.parts(n, d.between(1, 10)) for x in [d.between(-1, 3)] * size]
     return f"documents(ids={ids}{d.one_of(('', '', ', causal=False'))})"
 
@@ -188,7 +188,7 @@ def _chunked(d: _Dice, n: int, _: int) -> str:
 
 
 def _from_bands(d: _Dice, q: int, k: int) -> str:
-    """As a user may write them: overlapping, empty, loose, partly outside."""
+    """Bands as a user may write them: overlapping, empty, not tight, partly outside."""
 
     def band() -> tuple[int, ...]:
         q0, q1 = sorted((d.between(-2, q + 2), d.between(-2, q + 2)))

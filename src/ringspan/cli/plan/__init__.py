@@ -1,4 +1,4 @@
-"""``ringspan plan``: which layout and strategy a mask should have on a machine, what that costs, and a report to look at."""
+"""``ringspan plan``: choose layout and strategy for a mask on a machine, and show the costs as text or a report."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   ringspan plan --mask "documents(file=lengths.txt) & window(4096)" --world 16 --hardware h100x8 --html report.html
   ringspan plan --mask "causal() & window(4096)" --seq-len 131072 --world 8 --layout contiguous --strategy exchange --rank 3
 
-No GPU, no tensors and no other processes are needed: the machine is a model, and a plan is data."""
-    what = parser.add_argument_group("what to attend to")
+It needs no GPU, no tensors and no other processes: the machine is a model, and a plan is data."""
+    what = parser.add_argument_group("attention")
     what.add_argument(
         "--mask",
         required=True,
@@ -38,10 +38,10 @@ No GPU, no tensors and no other processes are needed: the machine is a model, an
     what.add_argument("--seq-len", type=int, metavar="N", help="tokens, for masks that have no length of their own")
     what.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
     what.add_argument("--kv-heads", type=int, default=8, help="key heads (default 8)")
-    what.add_argument("--head-dim", type=int, default=128, help="how wide a head is (default 128)")
-    what.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
-    what.add_argument("--dtype", choices=[*ITEM_BYTES], default="bfloat16", help="of the tensors (default bfloat16)")
-    where = parser.add_argument_group("where to compute it")
+    what.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
+    what.add_argument("--batch", type=int, default=1, help="batch size (default 1)")
+    what.add_argument("--dtype", choices=[*ITEM_BYTES], default="bfloat16", help="dtype of the tensors (default bfloat16)")
+    where = parser.add_argument_group("machine")
     where.add_argument("--world", type=int, required=True, metavar="P", help="ranks, one for each GPU")
     where.add_argument(
         "--hardware",
@@ -49,16 +49,16 @@ No GPU, no tensors and no other processes are needed: the machine is a model, an
         metavar="NAME",
         help="a100, h100, h200 or b200, with the GPUs of a node behind an x, or a .json file of your own (default h200x8)",
     )
-    where.add_argument("--layout", default="auto", help="who owns which tokens, if you know already (default: the fastest)")
-    where.add_argument("--strategy", default="auto", help="what travels, if you know already (default: the fastest)")
+    where.add_argument("--layout", default="auto", help="which rank owns which tokens (default: the fastest)")
+    where.add_argument("--strategy", default="auto", help="what is communicated, and when (default: the fastest)")
     where.add_argument(
         "--cost-ranks",
         type=int,
         metavar="N",
-        help="walk this many ranks of what is chosen (default: all up to 256, fewer beyond, and the report says so)",
+        help="simulate this many ranks of the choice (default: all up to 256 ranks, a sample of more)",
     )
-    show = parser.add_argument_group("what to show")
-    show.add_argument("--rank", type=int, default=0, metavar="R", help="whose steps to print (default 0)")
+    show = parser.add_argument_group("output")
+    show.add_argument("--rank", type=int, default=0, metavar="R", help="the rank whose steps to print (default 0)")
     show.add_argument("--json", action="store_true", help="one JSON object instead of text")
     show.add_argument("--html", type=Path, metavar="FILE", help="also write a report to open in a browser; needs no network")
     show.add_argument("--png", type=Path, metavar="FILE", help="also draw the mask and the timeline (needs matplotlib)")
@@ -97,7 +97,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
         raise InputError(f"--heads {args.heads} cannot share --kv-heads {args.kv_heads}: give a multiple of the key heads")
     meant = mask_at(args.mask, args.seq_len)
     if not meant.mask.area:
-        raise InputError(f"{args.mask!r} shows no query any key: there is nothing to plan")
+        raise InputError(f"{args.mask!r} hides every key from every query: there is nothing to plan")
     shape = Shape(heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim, batch=args.batch, dtype=args.dtype)
     question = Question(
         mask=meant.mask,
@@ -114,5 +114,5 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
 def _machine(name: str) -> Hardware:
     try:
         return named_hardware(name)
-    except PlanError as error:  # it does not know which of the words it came from
+    except PlanError as error:  # name the argument in the message
         raise PlanError(f"--hardware {name}: {error}") from None

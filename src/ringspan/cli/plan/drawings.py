@@ -1,4 +1,4 @@
-"""What the page draws, as numbers: the mask, who sends what to whom, and what the ranks do when."""
+"""The data of the page's drawings: the mask, the bytes between ranks, and the timeline of each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringspan.layouts import areas
 from ringspan.masks import table as tables
 from ringspan.plans.data import PHASES
 
-# The most ranks along a side of a drawing, and the most steps of a rank and phase. More of them are drawn together.
+# The most ranks along a side of a drawing, and the most steps of a rank and phase. Beyond that, neighbours are merged.
 MOST_RANKS = 64
 MOST_STEPS = 200
 
@@ -51,14 +51,14 @@ def drawings(study: Study) -> dict[str, Any]:
 
 
 def slowest_of_groups(study: Study) -> list[int]:
-    """Which of the costed ranks are drawn: all, or of each group of neighbours the one that is done last."""
+    """The simulated ranks to draw: all, or from each group of neighbours the one that finishes last."""
     done = study.cost.forward.end[:, -1] + study.cost.backward.end[:, -1]
     groups = np.array_split(np.arange(len(done)), min(MOST_RANKS, len(done)))
     return [int(group[np.argmax(done[group])]) for group in groups]
 
 
 def traffic(study: Study) -> dict[str, Any]:
-    """Bytes of both phases. Senders are all ranks, in groups if there are too many; or a sample of them, each by itself."""
+    """Bytes of both phases. Senders are all ranks, in groups if there are many, or the simulated sample."""
     world = study.question.world
     to = _groups(world)
     senders = _groups(world) if study.cost.is_exact else [(plan.rank, plan.rank + 1) for plan in study.plans]
@@ -77,13 +77,13 @@ def traffic(study: Study) -> dict[str, Any]:
 
 
 def _groups(world: int) -> list[tuple[int, int]]:
-    """At most so many runs of neighbouring ranks."""
+    """Groups of neighbouring ranks, at most MOST_RANKS of them."""
     cuts = np.linspace(0, world, min(MOST_RANKS, world) + 1).round().astype(int).tolist()
     return list(pairwise(cuts))
 
 
 def _segments(line: Timeline, rows: list[int]) -> list[list[list[float]]]:
-    """For each row its steps as (begin, computed, end); too many are drawn as fewer that compute and then wait."""
+    """The steps of each row as (begin, computed, end). Many steps are merged to fewer that compute and then wait."""
     steps = line.begin.shape[1]
     cuts = np.linspace(0, steps, min(MOST_STEPS, steps) + 1).round().astype(int)
     begin = line.begin[rows][:, cuts[:-1]]

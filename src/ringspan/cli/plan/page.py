@@ -1,4 +1,4 @@
-"""A study as one HTML file: style, script and data inside, nothing to fetch, so that it opens anywhere and for ever."""
+"""A study as one HTML file that contains style, script and data, and loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringspan.cli.plan.text import basis
 
 
 def page(study: Study, told: dict[str, Any]) -> str:
-    """Names come from users, so that all text is either escaped here or written as text, never as HTML, by the script."""
+    """Names come from users: all text is escaped here, or written by the script as text, never as HTML."""
     data = {**told, "basis": basis(told), "drawings": drawings(study)}
     chosen = told["chosen"]
     parts = {
@@ -23,7 +23,7 @@ def page(study: Study, told: dict[str, Any]) -> str:
         "SCRIPT": _part("page.js"),
         "DATA": _inside_script(data),
     }
-    # In one pass, so that nothing is looked for in what was put in.
+    # In one pass, so that inserted text is not searched for placeholders.
     return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], _part("page.html"))
 
 
@@ -32,5 +32,5 @@ def _part(name: str) -> str:
 
 
 def _inside_script(data: dict[str, Any]) -> str:
-    """JSON without the signs by which a script element could be left."""
+    """JSON without the characters that could end a script element."""
     return json.dumps(data, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,4 +1,4 @@
-"""A mask as a small picture, read off its bands: every row of it is what one query sees, so that no length is too long."""
+"""A mask as a small picture, computed from its bands: each row shows the keys of one query, at any length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1
 
 Ints = NDArray[np.int64]
 
-# The most cells along a side. A longer sequence is thinned: a cell then stands for the token in its middle.
+# The most cells along a side. In a longer sequence a cell stands for the token in its middle.
 MOST_CELLS = 640
 
 
-class Runs(NamedTuple):
-    """Cells ``[start, stop)`` of a row that are seen through a band, a column each."""
+class CellRuns(NamedTuple):
+    """Cells ``[start, stop)`` of a row that are visible through a band. One array for each field."""
 
     row: Ints
     start: Ints
@@ -28,13 +28,13 @@ class Runs(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """The tokens that the rows and columns of a picture stand for, who owns them, and what is seen."""
+    """The tokens that the rows and columns stand for, the ranks that own them, and the visible cells."""
 
     query: Ints
     key: Ints
     q_owner: Ints
     k_owner: Ints
-    runs: Runs
+    runs: CellRuns
 
     def seen(self) -> NDArray[np.bool_]:
         """The picture cell by cell."""
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 
 
 def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MOST_CELLS) -> Picture:
-    """A run too thin for a cell still gets one: a narrow window is a line, not nothing.
+    """A run narrower than a cell still gets one cell: a narrow window is drawn as a line.
 
     >>> layout = rs.Layout([[(0, 2)], [(2, 4)]])
     >>> picture(rs.causal(4), layout, layout).seen().astype(int).tolist()
@@ -62,9 +62,9 @@ def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MOST
     stop = np.maximum(-(-(last + 1) * columns // max(1, k_len)), start + 1)
     seen = last >= first
     found = np.unique(np.stack([row, start, stop, band], axis=1)[seen], axis=0)
-    # Of runs that cover the same cells, as those of crowds of tiny documents do, one is enough.
+    # Many tiny documents make runs that cover the same cells: one of them is enough.
     _, kept = np.unique(found[:, :3], axis=0, return_index=True)
-    return Picture(query, key, owners_of(q_layout, query), owners_of(kv_layout, key), Runs(*found[kept].T))
+    return Picture(query, key, owners_of(q_layout, query), owners_of(kv_layout, key), CellRuns(*found[kept].T))
 
 
 def owners_of(layout: Layout, token: Ints) -> Ints:
@@ -79,6 +79,6 @@ def owners_of(layout: Layout, token: Ints) -> Ints:
 
 
 def _middles(length: int, most: int) -> Ints:
-    """The token in the middle of each of at most so many equal parts."""
+    """The token in the middle of each of at most ``most`` equal parts."""
     cells = min(length, most)
     return (2 * np.arange(cells, dtype=np.int64) + 1) * length // (2 * max(1, cells))

@@ -14,13 +14,13 @@ from ringspan.cli.plan.study import Study
 from ringspan.cli.units import seconds
 from ringspan.errors import InputError
 
-# More steps than these have edges that would hide what lies between.
+# With more steps than these the edges would hide the bars.
 MOST_EDGES = 60
 FORWARD, BACKWARD, EXPOSED = COLOURS[0], COLOURS[2], COLOURS[1]
 
 
 def check_drawable(path: Path) -> None:
-    """Say before hours of work that there will be no picture."""
+    """Raise before the study begins if there can be no picture."""
     if reason := why_not():
         raise InputError(f"cannot draw {path}: {reason}. --html draws without it")
 
@@ -51,7 +51,7 @@ def _mask(axes: Any, study: Study) -> None:
     q_len, k_len = study.question.mask.lengths
     image = cells(drawn.seen(), drawn.q_owner, drawn.k_owner, rank_colours(plan.world))
     axes.imshow(image, extent=(0, k_len, q_len, 0), aspect="auto", interpolation="nearest")
-    axes.set_title("Who computes which pair (pale: the key is sent by another rank)", color=INK, fontsize=10)
+    axes.set_title("Which rank computes which pair (pale: the key comes from another rank)", color=INK, fontsize=10)
     axes.set_xlabel("key", color=INK)
     axes.set_ylabel("query, in the colour of the rank that owns it", color=INK)
     for axis in (axes.xaxis, axes.yaxis):
@@ -66,7 +66,7 @@ def _timeline(axes: Any, study: Study) -> None:
     for name, line, colour in (("forward", study.cost.forward, FORWARD), ("backward", study.cost.backward, BACKWARD)):
         for begin, end, shade, words in (
             (line.begin, line.computed, colour, f"computing, {name}"),
-            (line.computed, line.end, EXPOSED, "waiting for the wire"),
+            (line.computed, line.end, EXPOSED, "waiting for communication"),
         ):
             for place, row in enumerate(rows):
                 bars = np.stack([start + begin[row], (end - begin)[row]], axis=1)
@@ -83,5 +83,5 @@ def _timeline(axes: Any, study: Study) -> None:
     axes.set_yticks(few, [f"rank {study.plans[rows[n]].rank}" for n in few])
     axes.invert_yaxis()
     axes.set_xlabel("seconds", color=INK)
-    axes.set_title("What each rank does when", color=INK, fontsize=10)
+    axes.set_title("Timeline of the ranks", color=INK, fontsize=10)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=9)

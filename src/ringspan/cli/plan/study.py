@@ -1,4 +1,4 @@
-"""What is chosen for a question, walked: on every rank where there are few, on a sample of them where there are many."""
+"""Choose layout and strategy for a question, and simulate the choice: on every rank, or on a sample if there are many."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ringspan.planner.candidates import MANY_RANKS
 from ringspan.plans import Shape
 from ringspan.strategies import parse_strategy
 
-# A rank may have a message for every other. All ranks are walked while that makes no more messages than this.
+# Each rank may have a message for every other rank. All ranks are simulated up to this number of messages.
 MOST_MESSAGES = 2**16
-# Of the bar, for choosing and for walking what was chosen.
+# Units of the progress bar, for choosing and again for simulating the choice.
 WHOLE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What to plan, for which tensors, on which machine; ``"auto"`` is to be found out."""
+    """What to plan, for which tensors and machine. ``"auto"`` is chosen by the cost model."""
 
     mask: rs.Mask
     world: int
@@ -43,13 +43,13 @@ class Question:
 
     @property
     def costed(self) -> int:
-        """How many ranks of what is chosen are to be walked."""
+        """How many ranks of the choice to simulate."""
         return min(self.world, self.most_ranks or max(MOST_RANKS, MOST_MESSAGES // self.world))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The question, all candidates, and of the best one the plans of the ranks that were walked, and what they cost."""
+    """The question, all candidates, and for the best one the plans of the simulated ranks and their cost."""
 
     question: Question
     choice: Choice
@@ -63,7 +63,7 @@ class Study:
 
 
 def study(question: Question) -> Study:
-    """Choose as :func:`ringspan.plan` does, then walk the ranks of what was chosen; a bar on stderr tells how far it is."""
+    """Choose as :func:`ringspan.plan` does, then simulate the ranks of the choice, with a progress bar on stderr."""
     with Progress(2 * WHOLE) as bar:
         choice = best_on(
             question.mask,
@@ -81,12 +81,12 @@ def study(question: Question) -> Study:
             bar.update(WHOLE + WHOLE * len(plans) // len(workload.ranks), f"{best.strategy} on {best.layout.name}: rank {rank}")
             plan = plan_rank(workload.mask, workload.q_layout, workload.kv_layout, best.strategy, rank)
             plans.append(plan.for_heads(shape.heads, shape.kv_heads))
-        walked = cost(plans, machine, shape)
+        simulated = cost(plans, machine, shape)
         bar.update(2 * WHOLE, f"{len(choice.candidates)} candidates")
-    return Study(question=question, choice=choice, plans=tuple(plans), cost=walked, notes=tuple(_left_out(question)))
+    return Study(question=question, choice=choice, plans=tuple(plans), cost=simulated, notes=tuple(_left_out(question)))
 
 
 def _left_out(question: Question) -> Iterator[str]:
-    """What was not tried, and how to have it tried."""
+    """Notes on candidates that were not tried."""
     if question.world > MANY_RANKS and question.layout == "auto":
-        yield f"balanced was not tried: making it takes minutes for more than {MANY_RANKS:,} ranks. --layout balanced does"
+        yield f"balanced was not tried: making it takes minutes for more than {MANY_RANKS:,} ranks. --layout balanced tries it"
