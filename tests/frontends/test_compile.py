@@ -88,7 +88,7 @@ def test_one_graph_for_all_values_and_all_documents(backend: str, near: rs.Mask 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_that_a_function_settles(backend: str) -> None:
+def test_a_mask_with_a_function(backend: str) -> None:
     torch.manual_seed(0)
     block = Block().double()
     mask = rs.mask_mod(lambda b, h, q, k: (q * 3 + k * k) % 7 < 4, N)
@@ -225,13 +225,13 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-def test_a_mask_is_not_dropped_in_compiled_code_either(call: Callable[..., Any], fullgraph: bool) -> None:
+def test_compiled_code_refuses_attn_mask_too(call: Callable[..., Any], fullgraph: bool) -> None:
     kind = torch._dynamo.exc.Unsupported if fullgraph else rs.UnplannedAttention
     with rs.ContextParallel(None, rs.full(N)), pytest.raises(kind, match="UnplannedAttention" if fullgraph else None):
         torch.compile(call, backend="aot_eager", fullgraph=fullgraph)(X)
 
 
-def test_a_block_that_is_not_there_when_compiled_code_runs_again() -> None:
+def test_compiled_code_runs_outside_the_block_it_was_compiled_in() -> None:
     """The graph belongs to the blocks it was traced in; with others, or none, there is another."""
     attend = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager", fullgraph=True)
     cp = rs.ContextParallel(None, NEAR)
@@ -240,8 +240,8 @@ def test_a_block_that_is_not_there_when_compiled_code_runs_again() -> None:
             assert torch.allclose(attend(X), dense_attention(X, X, X, torch.from_numpy(mask.dense())).out, atol=1e-12)
 
 
-def test_a_block_whose_function_is_another() -> None:
-    """Shards ask their block for a seat of their own; the next block's is not the first one's."""
+def test_each_block_uses_its_own_shard_handles() -> None:
+    """Shards have plan handles of their own; a second block must not reuse those of the first."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
     x = DTensor.from_local(X, mesh, [Shard(2), Shard(1)])
     attend = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager", fullgraph=True)
@@ -253,7 +253,7 @@ def test_a_block_whose_function_is_another() -> None:
         assert torch.allclose(got, F.scaled_dot_product_attention(X, X, X, attn_mask=seen), atol=1e-12)
 
 
-def test_local_attention_goes_around_compiled_functions() -> None:
+def test_local_attention_around_compiled_functions() -> None:
     def inside(x: Tensor) -> Tensor:
         with rs.local_attention():
             return F.scaled_dot_product_attention(x, x, x)

@@ -188,6 +188,6 @@ def test_loss_and_gradients_are_those_of_one_process(pools: Pools, way: str) -> 
             assert torch.allclose(theirs[name], grad, rtol=0, atol=1e-12), name
 
 
-def test_saved_attention_is_not_sent_again(pools: Pools) -> None:
+def test_saved_attention_is_not_communicated_again(pools: Pools) -> None:
     sent = {way: pools(4).run(run, way)[0][2] for way in ("alone", "checkpoint", "selective checkpoint")}
     assert sent["alone"] == sent["selective checkpoint"] < sent["checkpoint"]

@@ -309,6 +309,6 @@ def test_bad_input_is_named(pools: Pools) -> None:
             assert came.startswith(start), came
 
 
-def test_without_a_process_group_it_says_how_to_get_one() -> None:
+def test_the_error_without_a_process_group_names_the_remedy() -> None:
     with pytest.raises(rs.InputError, match="LocalWorld"):
         rs.ContextParallel(None, rs.causal(4))

@@ -339,7 +339,7 @@ def test_returns_what_flex_attention_returns() -> None:
     assert world.flex_attention(q, k, v, None, made, return_aux=AuxRequest())[1].lse is None
 
 
-def test_a_tensor_that_changed_since_the_mask_was_made() -> None:
+def test_a_captured_tensor_changed_since_planning_is_refused() -> None:
     ids = torch.randint(3, (2, 40))
     mask = rs.mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k], 40, batch=2)
     rs.LocalWorld(2).attention(*small(), mask=mask)
@@ -348,7 +348,7 @@ def test_a_tensor_that_changed_since_the_mask_was_made() -> None:
         rs.LocalWorld(2).attention(*small(), mask=mask)
 
 
-def test_a_tensor_that_changes_between_forward_and_backward() -> None:
+def test_a_captured_tensor_changed_before_backward_raises() -> None:
     q, k, v = (x.requires_grad_() for x in small())
     slope = torch.ones(2, dtype=torch.float64)
     out = rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(40), score_mod=lambda score, b, h, q, k: score * slope[h])
@@ -358,7 +358,7 @@ def test_a_tensor_that_changes_between_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize(("what", "count"), [("batch", 3), ("heads", 5)])
-def test_a_mask_for_other_tensors(what: str, count: int) -> None:
+def test_a_mask_for_other_sizes_is_refused(what: str, count: int) -> None:
     mask = rs.mask_mod(lambda b, h, q, k: (q + k + b + 2 * h) % 3 == 0, 40, **{"batch": 2, "heads": 2, what: count})
     with pytest.raises(rs.InputError, match=f"is for {what}={count}, but q has 2: make it for these tensors"):
         rs.LocalWorld(2).attention(*small(), mask=mask)
@@ -370,7 +370,7 @@ def test_two_masks_at_once() -> None:
 
 
 def test_empty_blocks_of_rows_are_not_exchanged() -> None:
-    """Four blocks on the diagonal, one for each rank: nobody needs anything of anybody."""
+    """Four blocks on the diagonal, one for each rank: no rank needs rows of another."""
     world = rs.LocalWorld(4)
     made = create_block_mask(
         lambda b, h, q, k: (q // 16 == k // 16) & ((q + k) % 3 > 0), None, None, 64, 64, device="cpu", BLOCK_SIZE=16

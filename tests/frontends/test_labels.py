@@ -34,7 +34,7 @@ def test_labels_stay_within_their_document(lengths: list[int], dim: int) -> None
     assert torch.equal(whole, tokens.unsqueeze(1 if dim == 0 else 0).expand_as(whole)), "changed in place"
 
 
-def test_one_document_unless_told_otherwise() -> None:
+def test_the_default_is_one_document() -> None:
     assert rs.shift_labels(torch.arange(4)).tolist() == [1, 2, 3, -100]
 
 
@@ -55,6 +55,6 @@ def test_positions_start_again_with_every_document(lengths: list[int]) -> None:
         (lambda: positions_in([3], 5), "3 tokens together, but the sequence has 5"),
     ],
 )
-def test_lengths_that_are_not_the_sequences(call: Callable[[], Any], message: str) -> None:
+def test_lengths_that_do_not_add_up_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(rs.RingspanError, match=message):
         call()

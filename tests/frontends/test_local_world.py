@@ -98,7 +98,7 @@ def test_a_scale_that_is_not_positive(scale: float) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_layout_of_your_own() -> None:
+def test_a_custom_layout() -> None:
     def halves(mask: rs.Mask, world: int) -> list[list[tuple[int, int]]]:
         return [[(0, 10)], [(10, mask.lengths[0])]]
 
@@ -152,12 +152,12 @@ GOOD = {"mask": rs.causal(N)}
         (qkv(), {"score_mod": rs.relative_bias(torch.ones(1, 3))}, rs.InputError, "made for 1 heads, but q has 4"),
     ],
 )
-def test_bad_input_says_what_came_and_what_to_do(tensors: Any, options: Any, kind: type[Exception], message: str) -> None:
+def test_errors_name_the_input_and_the_remedy(tensors: Any, options: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         rs.LocalWorld(2).attention(*tensors, **{**GOOD, **options})
 
 
-def test_an_error_of_a_score_mods_own_is_left_alone() -> None:
+def test_an_error_raised_by_a_score_mod_is_not_replaced() -> None:
     def broken(score: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
         return score + "nothing"  # type: ignore[operator]
 
@@ -171,7 +171,7 @@ def test_a_world_has_at_least_one_rank(world: Any) -> None:
         rs.LocalWorld(world)
 
 
-def test_compiled_code_calls_it_as_it_is() -> None:
+def test_compiled_code_breaks_the_graph_at_local_world() -> None:
     mask, (q, k, v) = rs.causal(101), torch.randn(3, 1, 4, 101, 16).unbind()
 
     def doubled(q: torch.Tensor) -> torch.Tensor:

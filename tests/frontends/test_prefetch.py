@@ -36,7 +36,7 @@ def steps_with_prefetch(rank: int, strategy: str, layout: str) -> list[tuple[str
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(("strategy", "layout"), [("auto", "auto"), ("ring", "zigzag"), ("ulysses", "balanced")])
-def test_every_step_has_the_plan_it_would_have_had(pools: Pools, strategy: str, layout: str, world: int) -> None:
+def test_prefetched_plans_equal_plans_made_in_place(pools: Pools, strategy: str, layout: str, world: int) -> None:
     ranks = pools(world).run(steps_with_prefetch, strategy, layout)
     assert all(digest == planned and error < 1e-13 for rank in ranks for digest, planned, error in rank)
     assert len({tuple(digest for digest, *_ in rank) for rank in ranks}) == 1
@@ -61,7 +61,7 @@ def planned_for_a_machine(rank: int) -> list[tuple[tuple[str, ...], tuple[str, .
     ]
 
 
-def test_plans_that_follow_are_for_the_same_machine(pools: Pools) -> None:
+def test_prefetch_keeps_hardware_and_shape(pools: Pools) -> None:
     for rank in pools(3).run(planned_for_a_machine):
         assert all(notes == directly and "on h200, nodes of 1" in " ".join(notes) for notes, directly in rank)
 
@@ -75,5 +75,5 @@ def a_mask_without_length(rank: int) -> str:
     return "nothing was raised"
 
 
-def test_what_is_wrong_is_said_where_the_plan_is_used(pools: Pools) -> None:
+def test_errors_of_planning_are_raised_by_result(pools: Pools) -> None:
     assert all(said.startswith("window(left=2) holds at any length") for said in pools(2).run(a_mask_without_length))

@@ -71,7 +71,7 @@ def attended(rank: int, beside: str, how: str, axes: tuple[str, str]) -> list[Te
         ("heads", "compiled", ("cp", "tp")),
     ],
 )
-def test_whole_tensors_come_back(pools: Pools, beside: str, how: str, axes: tuple[str, str]) -> None:
+def test_dtensors_give_the_results_of_whole_tensors(pools: Pools, beside: str, how: str, axes: tuple[str, str]) -> None:
     want = truth()
     for found in pools(4).run(attended, beside, how, axes):
         for got, true in zip(found, want, strict=True):
@@ -115,7 +115,7 @@ def with_functions(rank: int, placements: list[Placement], how: str) -> list[Ten
 
 @pytest.mark.parametrize("how", ["score_mod", "mask_mod", "compiled"])
 @pytest.mark.parametrize("beside", BESIDE)
-def test_functions_see_the_indices_of_the_whole(pools: Pools, beside: str, how: str) -> None:
+def test_functions_are_called_with_indices_of_the_whole_tensors(pools: Pools, beside: str, how: str) -> None:
     q, k, v = data()
     learned = bias()
     out = dense_flex(q, k, v, by_member, biased(learned) if how == "score_mod" else None).out
@@ -139,7 +139,7 @@ def test_extents_of_uneven_dims(pools: Pools) -> None:
     assert pools(4).run(uneven) == [(batch[r // 2], heads[r % 2]) for r in range(4)]
 
 
-def test_a_score_mod_is_for_all_heads() -> None:
+def test_a_score_mod_is_checked_against_all_heads() -> None:
     extents = ((0, BATCH, BATCH), (2, 2, HEADS))
     shard_score_mod(extents, rs.alibi(torch.ones(HEADS)))
     with pytest.raises(rs.InputError, match="made for 2 heads, but q has 4"):
@@ -165,7 +165,7 @@ def shards_of_a_layout(rank: int) -> list[tuple[str, bool]]:
     ]
 
 
-def test_shards_that_a_layout_made(pools: Pools) -> None:
+def test_shards_of_any_layout(pools: Pools) -> None:
     for claims in pools(2).run(shards_of_a_layout):
         assert [what for what, so in claims if not so] == []
 

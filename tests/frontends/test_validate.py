@@ -25,12 +25,12 @@ from ringspan.frontends.validate import check_scale
         (torch.tensor(0.5), 16, 0.5),
     ],
 )
-def test_the_scale_that_is_meant(scale: Any, head_dim: int, meant: float) -> None:
+def test_check_scale_returns_the_factor(scale: Any, head_dim: int, meant: float) -> None:
     found = check_scale(scale, head_dim)
     assert (type(found), found) == (float, meant)
 
 
 @pytest.mark.parametrize("scale", ["x", [1.0], torch.ones(2)])
-def test_what_is_no_scale(scale: Any) -> None:
+def test_check_scale_refuses_other_values(scale: Any) -> None:
     with pytest.raises(rs.InputError, match=r"scale must be a number, or None for 1 / √\(head dim\); got"):
         check_scale(scale, 16)
