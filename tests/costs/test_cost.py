@@ -36,7 +36,8 @@ def test_a_diagonal_has_a_speed_of_its_own_and_costs_half_a_tile_a_row() -> None
 
 
 def test_two_ranks_of_a_node_by_hand() -> None:
-    """4 keys of 8 bytes each travel while 4 × 4 pairs are computed, and hide behind them; the other 4 × 4 come then."""
+    """4 keys of 8 bytes each are sent while 4 × 4 pairs are computed, which hides them; then the other 4 × 4 are
+    computed."""
     found = cost(plans(rs.full(8), 2, "gather"), SLOW, TINY).forward
     assert found.computed.tolist() == [[pytest.approx(16.25), pytest.approx(32.5)]] * 2
     assert found.exposed.tolist() == [0, 0]
@@ -44,14 +45,15 @@ def test_two_ranks_of_a_node_by_hand() -> None:
 
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
 def test_computing_and_sending_may_slow_each_other_down(overlap: float) -> None:
-    """The same again, where a share of the 0.82 s on the wire is not hidden behind the 16.25 s of computing."""
+    """The same, where a share of the 0.82 s of communication is not hidden behind the 16.25 s of computing."""
     found = cost(plans(rs.full(8), 2, "gather"), replace(SLOW, overlap=overlap), TINY).forward
     assert found.exposed.tolist() == [pytest.approx((1 - overlap) * 0.82)] * 2
     assert found.seconds == pytest.approx(32.5 + (1 - overlap) * 0.82)
 
 
 def test_messages_that_are_not_contiguous_are_copied() -> None:
-    """Results go home as 2 rows of out and lse, 8 bytes each, packed and unpacked; queries and keys travel as they lie."""
+    """Results are sent back as 2 rows of out and lse, 8 bytes each, packed and unpacked; queries and keys are sent in
+    place."""
     plan = plans(rs.full(4), 2, "pass_q(stages=1)")
     found, free = (cost(plan, replace(SLOW, copy_bytes_per_s=rate), TINY).forward.seconds for rate in (16.0, float("inf")))
     assert found - free == pytest.approx(2 * 2 * 8 / 16)
@@ -66,7 +68,7 @@ def test_tiles_are_no_wider_than_the_band() -> None:
 
 @pytest.mark.parametrize(("per_node", "wire"), [(2, 0.5 + 32 / 100), (1, 2.0 + 32 / 10)])
 def test_communication_that_is_not_hidden_is_exposed(per_node: int, wire: float) -> None:
-    """Two documents, each on the rank that does not own its keys: nothing can be computed while they travel."""
+    """Two documents, each on the rank that does not own its keys: nothing can be computed until they arrive."""
     mask = rs.documents([4, 4], causal=False)
     layouts = {"layout": [[(0, 4)], [(4, 8)]], "kv_layout": [[(4, 8)], [(0, 4)]]}
     both = [rs.plan(mask, world=2, rank=rank, strategy="exchange(stages=1)", **layouts) for rank in range(2)]  # type: ignore[arg-type]
@@ -92,7 +94,8 @@ def test_a_message_waits_for_the_slower_side() -> None:
     "strategy", ["ring", "gather", "exchange", "pass_q", "ulysses", "hierarchical(per_node=4)", "hybrid(per_node=4)"]
 )
 def test_computing_does_not_depend_on_what_is_sent(strategy: str) -> None:
-    """Without launches, tiles and wire all pairs of all heads are computed once, and nobody is done before an even share."""
+    """Without launches, tiles and communication all pairs of all heads are computed once, and no rank ends before an
+    even share."""
     free = replace(
         SLOW,
         launch_s=0.0,
@@ -117,8 +120,8 @@ def test_plan_cost_method() -> None:
 
 def test_the_cost_of_a_sample_is_marked_as_one() -> None:
     """Ranks of a zigzag causal mask do alike, so that half of them cost what all of them cost."""
-    everybody = plans(rs.causal(64), 8, "gather", "zigzag")
-    whole, some = cost(everybody, SLOW, TINY), cost(everybody[::3], SLOW, TINY)
+    all_ranks = plans(rs.causal(64), 8, "gather", "zigzag")
+    whole, some = cost(all_ranks, SLOW, TINY), cost(all_ranks[::3], SLOW, TINY)
     assert (whole.is_exact, whole.ranks) == (True, tuple(range(8)))
     assert (some.is_exact, some.ranks, some.world) == (False, (0, 3, 6), 8)
     assert some.forward.end.shape[0] == 3

@@ -83,7 +83,7 @@ def test_tiny_masks(mask: rs.Mask, world: int) -> None:
     rs.plan(mask, world=world).verify()
 
 
-def test_all_ranks_choose_alike_whatever_they_planned_before() -> None:
+def test_all_ranks_choose_alike_with_any_caches() -> None:
     rng = np.random.default_rng(0)
     for _ in range(10):
         mask = rs.documents(rng.integers(1, 400, size=12).tolist())

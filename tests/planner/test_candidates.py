@@ -1,4 +1,4 @@
-"""What is looked at, and what is not."""
+"""Which layouts and strategies are compared."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SHAPE = SHAPES[0]
 
 
 def by_hand(mask: rs.Mask, world: int, machine: Hardware, shape: rs.Shape, strategies: list[str]) -> tuple[float, str]:
-    """The fastest of all layouts with all of these strategies, every rank of it planned and walked."""
+    """The fastest of all layouts with all of these strategies, with every rank planned and simulated."""
     plans = {
         f"{strategy} on {layout}": rs.plan(mask, world=world, strategy=strategy, layout=layout)
         for layout, strategy in product(LAYOUTS, [*strategies, f"hierarchical(per_node={machine.per_node})"])
@@ -101,7 +101,7 @@ EQUALS = {
     # with one rank to fetch from, one stage and two are the same
     "stages": (rs.documents([64, 64], causal=False), "h200x8", "contiguous", "exchange(stages=1)"),
     # what takes the same is planned in another order than that of the candidates
-    "the wire is hidden": (rs.causal(131072), MERGES_AT_ONCE, "zigzag", "exchange(stages=1)"),
+    "communication is hidden": (rs.causal(131072), MERGES_AT_ONCE, "zigzag", "exchange(stages=1)"),
     "nodes of one": (rs.full(2048), "h200x1", "contiguous", "ring"),
 }
 
@@ -116,7 +116,7 @@ def test_of_those_that_cost_the_same_the_simpler_one_is_taken(
 
 @pytest.mark.parametrize("last_bit", [-1e-12, 0.0, 1e-12])
 def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever takes a second and could take 0.98 is just worth planning, on every processor."""
+    """A candidate that could take 0.98 s where the best takes 1 s is just worth planning, on every processor."""
     taken = SimpleNamespace(is_exact=True, seconds=1 + last_bit, memory_bytes=0)
     monkeypatch.setattr(choosing, "cost", lambda *_: taken)
     monkeypatch.setattr(Strategy, "least_seconds", lambda *_: 0.98)

@@ -48,7 +48,7 @@ STRATEGIES = {
     "ring": 0.001,
     "ulysses(heads=128, kv_heads=8)": 0.001,
 }
-# A block waits at whoever is slow in a step, and that is somebody else in each.
+# A block waits for the slowest rank of a step, which is another one in each step.
 FURTHER = {("documents", "ring"): 0.08, ("window", "hierarchical(per_node=8)"): 0.04}
 
 

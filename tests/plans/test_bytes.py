@@ -120,7 +120,8 @@ def test_a_ring_in_which_every_rank_sees_all_keys_moves_as_much_as_gather(layout
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_exchange_is_three_quarters_of_gather_for_causal_zigzag(world: int) -> None:
-    """Rank r owns the chunks r and 2·world-1-r, so it sees all chunks but r of them: 2·world-2-r to fetch. Of all, 3/4."""
+    """Rank r owns the chunks r and 2·world-1-r, so it sees all chunks but r of them: 2·world-2-r to fetch. Of all,
+    3/4."""
     gather, exchange = (received(all_plans(rs.causal(64), world, strategy, "zigzag")) for strategy in ("gather", "exchange"))
     assert exchange / gather == 0.75
 
@@ -128,7 +129,8 @@ def test_exchange_is_three_quarters_of_gather_for_causal_zigzag(world: int) -> N
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("layout", "share"), [("zigzag", 3 / 4), ("contiguous", 1 / 2)])
 def test_pass_q_moves_as_many_queries_as_exchange_moves_keys_for_causal(layout: str, share: float, world: int) -> None:
-    """Zigzag: rank r's late chunk sees keys of every rank, its early one those of r ranks: 3W(W-1)/2 chunks of N/2W tokens."""
+    """Zigzag: rank r's late chunk sees keys of every rank, its early one those of r ranks: 3W(W-1)/2 chunks of N/2W
+    tokens."""
     plans = all_plans(rs.causal(64), world, "pass_q", layout)
     queries = share * 64 * (world - 1)
     assert received(plans) == queries * (Q_ROW + OUT_ROW)
@@ -144,8 +146,9 @@ def test_pass_q_is_for_few_queries() -> None:
 
 @pytest.mark.parametrize(("world", "key_heads"), [(2, 2), (4, 4), (8, 8), (3, 4), (16, 8)])
 def test_ulysses_is_every_token_once_but_for_the_share_that_stays(world: int, key_heads: int) -> None:
-    """Every head of every token goes to one rank, and 1/world of them are there already. A key head goes to as many ranks as
-    work on its queries: 2 key heads on 4 ranks are 4 that travel; 8 query heads on 3 ranks are 3 3 2, and tear both groups."""
+    """Every head of every token goes to one rank, and 1/world of them are there already. A key head goes to as many
+    ranks as work on its queries: 2 key heads on 4 ranks are 4 that are sent; 8 query heads on 3 ranks are 3 3 2, and
+    split both groups."""
     plans = all_plans(rs.causal(48), world, "ulysses", "zigzag")
     moved = 48 * (world - 1) / world
     assert received(plans) == moved * (Q_ROW + OUT_ROW + key_heads / 2 * KV_ROW)
@@ -166,7 +169,7 @@ def test_hierarchical_crosses_as_if_nodes_were_ranks(layout: str, share: float, 
     assert rows_between_nodes(once, per_node, "kv") == share * 64 * (nodes - 1)
     assert rows_between_nodes(once, per_node, "dkv", "backward") == share * 64 * (nodes - 1)
     assert rows_between_nodes(each, per_node, "kv") == share * 64 * (nodes - 1) * per_node
-    assert received(once) == received(each)  # what crosses once travels on within the node
+    assert received(once) == received(each)  # what is sent to a node once is forwarded within it
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_a_ring_stops_early_for_a_window_on_a_contiguous_layout() -> None:
     """8 ranks with 128 tokens each: a window of 128 needs one hop of seven."""
     mask = rs.causal(1024) & rs.window(left=128)
     windowed, everything = (received(all_plans(m, 8, "ring", "contiguous")) for m in (mask, rs.full(1024)))
-    assert windowed == 7 * 128 * KV_ROW  # the last rank's block is seen by nobody behind it
+    assert windowed == 7 * 128 * KV_ROW  # no rank after the last sees its block
     assert everything == 7 * 8 * 128 * KV_ROW
 
 

@@ -143,7 +143,7 @@ def test_text_that_is_no_strategy_is_refused(text: str, message: str) -> None:
 
 @dataclass(frozen=True)
 class Slow:
-    """Gather in as many stages as there are: a strategy of somebody's own."""
+    """Gather in as many stages as there are: a strategy of a user's own."""
 
     stages: int = 7
 

@@ -1,4 +1,4 @@
-"""``verify`` finds whatever is wrong with a plan: a table of good plans with one thing changed, and random changes."""
+"""``verify`` finds every error in a plan: a table of good plans with one thing changed, and random changes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,11 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     "a send is missing": (a_full_ring, edit(F, 0, 0, sends=drop), "waits for kv from rank 0, which sends none"),
     "a receive is missing": (a_full_ring, edit(F, 1, 1, recvs=drop), "rank 0 sends kv to rank 1, which does not receive it"),
     "sent to another": (a_full_ring, edit(F, 0, 0, sends=to(peer=2)), "step 0 on rank 1: waits for kv from rank 0"),
-    "sent to nobody": (a_full_ring, edit(F, 0, 0, sends=to(peer=9)), "step 0 on rank 1: waits for kv from rank 0"),
+    "sent to a rank that does not exist": (
+        a_full_ring,
+        edit(F, 0, 0, sends=to(peer=9)),
+        "step 0 on rank 1: waits for kv from rank 0",
+    ),
     "received from another": (a_full_ring, edit(F, 0, 0, recvs=to(peer=1)), "step 0 on rank 0: waits for kv from rank 1"),
     "fewer rows are sent": (a_full_ring, edit(F, 0, 0, sends=shorter), "expects 4 rows of kv from rank 0, which sends 3 rows"),
     "fewer rows are expected": (a_full_ring, edit(F, 1, 0, recvs=shorter), "expects 3 rows of kv from rank 0, which sends 4"),
@@ -257,7 +261,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         both(*(heads(rank, None) for rank in range(2))),
         "the plan names heads, but its program does not say how many there are",
     ),
-    "heads that nobody can share": (
+    "heads that cannot be shared evenly": (
         some_heads,
         both(*(heads(rank, (6, 4)) for rank in range(2))),
         "the program is for 6 query heads and 4 key heads: they cannot be shared evenly",

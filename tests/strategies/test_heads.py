@@ -30,7 +30,7 @@ def test_every_query_head_once_with_its_key_head(heads: int, kv_heads: int, rank
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), FEW)
 def test_no_other_assignment_is_better(heads: int, kv_heads: int, ranks: int) -> None:
-    """The least work of the busiest rank; then the fewest key heads that travel."""
+    """The least work of the busiest rank; then the fewest key heads that are sent."""
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int]:
         parts = [{head * kv_heads // heads for head in range(a, b)} for a, b in pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""``ringspan.plan``: the plan of one rank, with whatever was not given chosen for the machine."""
+"""``ringspan.plan``: the plan of one rank. What is not given is chosen for the machine."""
 
 from __future__ import annotations
 
