@@ -28,7 +28,7 @@ ROOT = Path(ringspan.__file__).parent
 PACKAGES = ("torch", "flash_attn")
 
 # Underscored names of the standard library.
-STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_exit"}
+STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_exit", "_Hash"}
 
 # Where a private name that is given as a string may come from.
 OWNERS = (torch.Tensor, torch, torch._C, torch.ops.aten, torch.nn.functional, torch.nn.Module())
