@@ -55,7 +55,7 @@ ON_A_GPU = {
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("found", "summary"),
     [
         (
             ON_A_CPU,
@@ -93,13 +93,13 @@ ON_A_GPU = {
     ],
     ids=["cpu", "gpu", "gpu without nccl", "gpu with everything"],
 )
-def test_people_get_the_verdict_first(
-    found: dict[str, Any], verdict: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_summary_comes_first(
+    found: dict[str, Any], summary: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda *_: found)
     assert main(["doctor"]) == 0
     first, _, rest = capsys.readouterr().out.partition("\n\n")
-    assert first.splitlines() == verdict
+    assert first.splitlines() == summary
     assert rest.startswith("ringspan 1, torch 2, Python 3\n")
 
 

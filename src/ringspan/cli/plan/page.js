@@ -36,7 +36,7 @@ function summary() {
   byId("basis").textContent = "Figures are " + data.basis + ".";
   const facts = [
     ["forward and backward", seconds(chosen.seconds)],
-    ["of it waiting for the wire", seconds(chosen.exposed_s)],
+    ["of it waiting for communication", seconds(chosen.exposed_s)],
     ["buffers, fullest rank", bytes(chosen.peak_bytes)],
     ["balance, busiest ÷ mean", chosen.balance.toFixed(3)],
     ["ranks", `${whole(data.world)} × ${hardware.name}, ${hardware.per_node} a node`, "words"],
@@ -68,7 +68,7 @@ function tables() {
   table("candidates", [
     ["strategy", (c) => c.strategy, "words"], ["layout", (c) => c.layout, "words"],
     ["forward", known(seconds, "forward_s")], ["backward", known(seconds, "backward_s")],
-    ["wire shows", known(seconds, "exposed_s")], ["buffers", known(bytes, "peak_bytes")],
+    ["waiting", known(seconds, "exposed_s")], ["buffers", known(bytes, "peak_bytes")],
     ["figures", (c) => (c.exact === null ? "–" : c.exact ? "exact" : "sampled")],
     ["why not", (c) => c.rejected || "", "words reason"],
   ], data.candidates, (c) => (c === data.candidates[0] ? "chosen" : c.rejected ? "rejected" : ""));
@@ -268,7 +268,7 @@ function drawLoad() {
   hover(element, (x, y) => {
     const rank = chosen[Math.floor(y / tall)];
     return rank ? `rank ${rank.rank}\ncomputing ${seconds(rank.forward_computing_s)} forward, ` +
-      `${seconds(rank.backward_computing_s)} backward\nwaiting for the wire ${seconds(rank.exposed_s)}\n` +
+      `${seconds(rank.backward_computing_s)} backward\nwaiting for communication ${seconds(rank.exposed_s)}\n` +
       `sent ${bytes(rank.sent_bytes)}, received ${bytes(rank.received_bytes)}` : null;
   });
   return chosen.length;
@@ -307,14 +307,14 @@ function drawTimeline() {
       if (step < 0) continue;
       const [begin, computed, end] = rows[n][step];
       return `rank ${chosen[n].rank}, ${name}, part ${step + 1} of ${rows[n].length}\nfrom ${seconds(from + begin)}: computing ` +
-        `${seconds(computed - begin)}, then waiting for the wire ${seconds(end - computed)}`;
+        `${seconds(computed - begin)}, then waiting for communication ${seconds(end - computed)}`;
     }
     return `rank ${chosen[n].rank} is done`;
   });
   return steps;
 }
 
-// What was drawn is written where tests, and people who wonder, can read it.
+// The drawn data is stored where tests can read it.
 function drawAll() {
   const drawn = { mask: drawMask(), traffic: drawTraffic(), load: drawLoad(), timeline: drawTimeline() };
   for (const [name, count] of Object.entries(drawn)) byId(name).dataset.drawn = count;
