@@ -33,7 +33,7 @@ class FakeDevice:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     fake = FakeDevice()
-    monkeypatch.setattr(streams, "_stream", lambda device: streams.CAPTURING if fake.capturing else fake.stream)
+    monkeypatch.setattr(streams, "_stream_key", lambda device: streams.CAPTURING if fake.capturing else fake.stream)
     ones.cache_clear()  # type: ignore[attr-defined]
     return fake
 
@@ -74,7 +74,7 @@ def test_clearing_releases_what_captures_kept(gpu: FakeDevice, clear: Callable[[
     assert ones(3, GPU) is made()
     clear()
     assert made() is None
-    with pytest.raises(KernelError, match="run the same step once"):
+    with pytest.raises(KernelError, match="run the same call once"):
         ones(3, GPU)
 
 
@@ -90,15 +90,15 @@ def test_entries_of_captures_survive_where_asked(gpu: FakeDevice) -> None:
 
 def test_nothing_is_made_during_capture(gpu: FakeDevice) -> None:
     gpu.capturing = True
-    with pytest.raises(KernelError, match="run the same step once, just before it is captured"):
+    with pytest.raises(KernelError, match="run the same call once before capture"):
         ones(11, GPU)
-    with pytest.raises(KernelError, match="this kernel makes a new mask in every call"):
-        streams.on_device(np.arange(3), GPU)
+    with pytest.raises(KernelError, match="this kernel copies a mask from the host in every call"):
+        streams.copy_to_device(np.arange(3), GPU)
 
 
 def test_nothing_is_made_during_capture_under_a_dispatch_mode(gpu: FakeDevice) -> None:
     gpu.capturing = True
-    with FakeTensorMode(), pytest.raises(KernelError, match="run the same step once"):
+    with FakeTensorMode(), pytest.raises(KernelError, match="run the same call once"):
         ones(11, GPU)
 
 
@@ -109,9 +109,9 @@ def test_a_fake_tensor_is_not_cached(gpu: FakeDevice) -> None:
     assert not isinstance(ones(5, GPU), FakeTensor)
 
 
-def test_on_device_ignores_the_default_device() -> None:
+def test_copy_to_device_ignores_the_default_device() -> None:
     with torch.device("meta"):
-        assert streams.on_device(np.arange(3), CPU).tolist() == [0, 1, 2]
+        assert streams.copy_to_device(np.arange(3), CPU).tolist() == [0, 1, 2]
 
 
 def test_a_cpu_has_one_entry_for_all_streams() -> None:

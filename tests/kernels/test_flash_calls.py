@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from ringspan.kernels.flash_calls import FlashCall, Window, group_bands, make_flash_calls, window
+from ringspan.kernels.flash_calls import FlashCall, Window, group_bands, make_flash_calls, window_of_band
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from tests.hypothesis_strategies import Drawn, masks
@@ -35,9 +35,9 @@ def as_flash_2(shape: Window, longest: int) -> Window:
 def sequences(call: FlashCall) -> list[tuple[slice, slice]]:
     """The queries and keys of each sequence of a call, counted from the first of the call."""
     if call.q_sequences is None or call.k_sequences is None:
-        return [(slice(0, call.rows.stop - call.rows.start), slice(0, call.keys.stop - call.keys.start))]
+        return [(slice(0, call.queries.stop - call.queries.start), slice(0, call.keys.stop - call.keys.start))]
     q, k = call.q_sequences.cu_seqlens.tolist(), call.k_sequences.cu_seqlens.tolist()
-    assert (q[0], q[-1], k[0], k[-1]) == (0, call.rows.stop - call.rows.start, 0, call.keys.stop - call.keys.start)
+    assert (q[0], q[-1], k[0], k[-1]) == (0, call.queries.stop - call.queries.start, 0, call.keys.stop - call.keys.start)
     assert (call.q_sequences.max_seqlen, call.k_sequences.max_seqlen) == (max(np.diff(q)), max(np.diff(k)))
     return [(slice(*x), slice(*y)) for x, y in zip(pairwise(q), pairwise(k), strict=True)]
 
@@ -45,7 +45,7 @@ def sequences(call: FlashCall) -> list[tuple[slice, slice]]:
 @given(masks())
 def test_every_tight_band_is_one_window(drawn: Drawn) -> None:
     for band in drawn.mask:
-        shape = window(band)
+        shape = window_of_band(band)
         local = band.shifted(-band.q0, -band.k0)
         assert np.array_equal(
             seen_through(shape, band.rows, band.cols), tables.dense(tables.table(local), band.rows, band.cols)
@@ -62,7 +62,7 @@ def test_the_calls_of_a_mask_compute_every_pair_once(drawn: Drawn) -> None:
         for q, k in sequences(call):
             shown = seen_through(call.window, q.stop - q.start, k.stop - k.start)
             assert np.array_equal(shown, seen_through(as_flash_2(call.window, longest), *shown.shape))
-            times[call.rows, call.keys][q, k] += shown
+            times[call.queries, call.keys][q, k] += shown
     assert np.array_equal(times, drawn.truth.astype(int))
 
 

@@ -1,12 +1,12 @@
-"""A bounded cache of tensors on a device, one entry per CUDA stream.
+"""A bounded cache of tensors on a device, keyed by CUDA stream as well as by arguments.
 
 A copy to a GPU runs asynchronously: later work on the same stream finds it complete, work on another stream may not. The
-caching allocator also reuses freed memory in the order of the stream that allocated it. So a tensor cached on one stream is
-never handed to another.
+caching allocator also reuses freed memory in the order of the stream that allocated it. Therefore a tensor cached on one
+stream is never handed to another.
 
-A CUDA graph is the exception. It is captured on a stream of its own after the device was synchronized, and a tensor that is
-made during capture holds nothing until the graph is replayed. So a capture receives what any stream has cached before. These
-entries are then kept until ``ringspan.clear_caches()``, because the graph reads their memory at every replay.
+A CUDA graph is the exception. ``torch.cuda.graph`` synchronizes the device and then captures on a stream of its own. A tensor
+that is made during capture is uninitialized until the first replay. Therefore a capture receives what any stream has cached
+before. These entries are then kept until ``ringspan.clear_caches()``, because the graph reads their memory at every replay.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ringspan.torch_private.dispatch_modes import dispatch_mode_depth
 F = TypeVar("F", bound=Callable[..., Any])
 
 # The index of a device and the address of a stream; None for a CPU, which has no streams.
-Stream = tuple[int, int] | None
-CAPTURING: Stream = (-1, -1)
+StreamKey = tuple[int, int] | None
+CAPTURING: StreamKey = (-1, -1)
 
 NOT_PREPARED = (
-    "attention is being captured in a CUDA graph, but something has to be copied to the device for it first: run the same step "
-    "once, just before it is captured"
+    "attention is being captured in a CUDA graph, but index tensors of this call are not cached on the device yet: run the "
+    "same call once before capture (warm-up)"
 )
 NOT_CAPTURABLE = (
-    "attention is being captured in a CUDA graph, but this kernel makes a new mask in every call, which no graph can repeat: "
-    'use backend="fa4", "flash" or "flex"'
+    "attention is being captured in a CUDA graph, but this kernel copies a mask from the host in every call, which cannot be "
+    'captured: use backend="fa4", "flash" or "flex"'
 )
 
 
@@ -49,31 +49,31 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
     ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs read.
     """
 
-    def decorate(make: F) -> F:
-        by_stream = OrderedDict[tuple[Stream, tuple[Any, ...]], Any]()
+    def decorate(make_tensors: F) -> F:
+        by_stream = OrderedDict[tuple[StreamKey, tuple[Any, ...]], Any]()
         in_graphs = dict[tuple[Any, ...], Any]()
         lock = threading.Lock()
 
-        @wraps(make)
-        def find(*args: Any) -> Any:
-            stream = _stream(args[-1])
+        @wraps(make_tensors)
+        def cached(*args: Any) -> Any:
+            stream = _stream_key(args[-1])
             if stream == CAPTURING:
-                return find_for_graph(args)
+                return cached_for_graph(args)
             if dispatch_mode_depth():  # under a dispatch mode a new tensor may be a FakeTensor: do not keep it
-                return make(*args)
+                return make_tensors(*args)
             key = (stream, args)
             with lock:
                 if key in by_stream:
                     by_stream.move_to_end(key)
                     return by_stream[key]
-            value = make(*args)
+            value = make_tensors(*args)
             with lock:
                 by_stream[key] = value
                 if len(by_stream) > maxsize:
                     by_stream.popitem(last=False)
             return value
 
-        def find_for_graph(args: tuple[Any, ...]) -> Any:
+        def cached_for_graph(args: tuple[Any, ...]) -> Any:
             with lock:
                 if args not in in_graphs:
                     in_graphs.update((others, value) for (_, others), value in by_stream.items() if others == args)
@@ -87,9 +87,9 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
                 if not keep_graphs:
                     in_graphs.clear()
 
-        find.cache_clear = cache_clear  # type: ignore[attr-defined]
-        _caches.add(find)
-        return find  # type: ignore[return-value]
+        cached.cache_clear = cache_clear  # type: ignore[attr-defined]
+        _caches.add(cached)
+        return cached  # type: ignore[return-value]
 
     return decorate
 
@@ -103,20 +103,23 @@ _caches: WeakSet[Any] = WeakSet()
 on_clear_caches(clear_stream_caches)
 
 
-def on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy an array of the host to a device, without making the host wait."""
+def copy_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Copy an array from the host to a device without blocking the host."""
     # Cached tensors are used again in other calls: one made in inference mode could not take part in a backward pass.
     with torch.inference_mode(False):
-        x = torch.tensor(numbers, device="cpu")
+        x = torch.tensor(array, device="cpu")
         if device.type != "cuda":
             return x.to(device)
-        if _stream(device) == CAPTURING:  # what is cached was made before the capture
+        if _stream_key(device) == CAPTURING:  # what is cached was made before the capture
             raise KernelError(NOT_CAPTURABLE)
         return x.pin_memory().to(device, non_blocking=True)
 
 
-def _stream(device: torch.device) -> Stream:
-    """The current stream of a device, by its address: creating a stream object takes as long as a kernel launch."""
+def _stream_key(device: torch.device) -> StreamKey:
+    """Return the key of the current stream of a device.
+
+    It has the address of the stream, because creating a stream object takes as long as a kernel launch.
+    """
     if device.type != "cuda":
         return None
     if torch.cuda.is_current_stream_capturing():

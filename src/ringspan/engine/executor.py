@@ -103,7 +103,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     outputs: list[OutputAccumulator] = []
     for x_SBHD in q_rows:
         queries.append(x_SBHD.movedim(0, 2))
-        outputs.append(OutputAccumulator((*x_SBHD.shape[:3], value_dim), like=like, keeps=not outputs))
+        outputs.append(OutputAccumulator((*x_SBHD.shape[:3], value_dim), like=like, reuse_kernel_output=not outputs))
     for x_TBGF in kv_rows:
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
@@ -150,7 +150,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
     kv_rows = _slot_buffers(kv_TBGF, program.kv_slots)
     like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=kv_TBGF.device)
     queries = [_heads_first(q, dout, out, lse, dlse)]
-    dq = [GradientAccumulator(q.shape[:3], (head_dim,), like=like, keeps=True)]
+    dq = [GradientAccumulator(q.shape[:3], (head_dim,), like=like, reuse_kernel_output=True)]
     for rows in q_rows[1:]:
         queries.append(_heads_first(*unpack_saved(rows, head_dim, value_dim)))
         dq.append(GradientAccumulator(rows.shape[:3], (head_dim,), like=like))
@@ -159,7 +159,7 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
     for x_TBGF in kv_rows:
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
-        dkv.append(GradientAccumulator(x_TBGF.shape[:3], (head_dim, value_dim), like=like, keeps=not dkv))
+        dkv.append(GradientAccumulator(x_TBGF.shape[:3], (head_dim, value_dim), like=like, reuse_kernel_output=not dkv))
     dlearned = [] if mods is None else [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in mods.learned]
     slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv})
     options: dict[str, Any] = {"scale": config.scale}

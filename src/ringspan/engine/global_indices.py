@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import cache_by_stream, on_device
+from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.kernels import IndexedMods, Mods
 from ringspan.planner import Plan
 from ringspan.plans import Task
@@ -25,4 +25,4 @@ def indexed_mods(mods: Mods, plan: Plan, task: Task, device: torch.device) -> In
 
 @cache_by_stream(1024)
 def _tokens(tokens: SlotTokens, rows: int, device: torch.device) -> Tensor:
-    return on_device(tokens.expand(rows), device)
+    return copy_to_device(tokens.expand(rows), device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import cache_by_stream, on_device
+from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine.messages import StepMessages
 from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial
 from ringspan.plans import Transfer
@@ -83,7 +83,7 @@ class Slots:
         payload = self._new_buffer(t)
         at = 0
         for start, stop in t.rows:
-            out, lse = self.outputs[t.slot].wide(start, stop)
+            out, lse = self.outputs[t.slot].accumulated(start, stop)
             part = payload[at : at + stop - start]
             part[..., :-1], part[..., -1] = _heads(out, t), _heads(lse, t)
             at += stop - start
@@ -125,7 +125,7 @@ class Slots:
         start, stop = t.rows[0] if len(t.rows) == 1 else _extent(t.rows)
         if t.what in self.rows:
             return self.rows[t.what][t.slot][start:stop]
-        return self.gradients[t.what][t.slot].wide(start, stop)
+        return self.gradients[t.what][t.slot].accumulated(start, stop)
 
 
 def _heads(x: Tensor, t: Transfer) -> Tensor:
@@ -140,4 +140,4 @@ def _extent(rows: Rows) -> tuple[int, int]:
 def _index(rows: Rows, device: torch.device) -> Tensor:
     """The rows of a transfer, counted from the first of its extent."""
     first, _ = _extent(rows)
-    return on_device(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]), device)
+    return copy_to_device(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]), device)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import cache_by_stream, on_device
+from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine import attend_ranks, config_for, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
@@ -186,10 +186,10 @@ MAX_LAYOUTS = 16
 @cache_by_stream(MAX_LAYOUTS)
 def _tokens(layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
     """The tokens of each rank, in its order."""
-    return tuple(on_device(layout.positions(rank), device) for rank in range(layout.world))
+    return tuple(copy_to_device(layout.positions(rank), device) for rank in range(layout.world))
 
 
 @cache_by_stream(MAX_LAYOUTS)
 def _inverse_order(layout: Layout, device: torch.device) -> Tensor:
     """The row of each token in the concatenation of all ranks."""
-    return on_device(layout.order().argsort(), device)
+    return copy_to_device(layout.order().argsort(), device)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import on_device
+from ringspan.caching.by_stream import copy_to_device
 from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved, accumulation_dtype
 from ringspan.kernels.mods import IndexedMods
 from ringspan.kernels.partial import EMPTY_LSE, Partial
@@ -118,7 +118,7 @@ def _seen(block: RowBlock, device: torch.device) -> Tensor:
     rows, keys = block.rows, block.keys
     turn = keys.start - rows.start
     corner = np.array([rows.start, rows.start, keys.start, keys.start, turn, turn])
-    return on_device(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start), device)
+    return copy_to_device(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start), device)
 
 
 def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:

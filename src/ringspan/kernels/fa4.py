@@ -1,4 +1,4 @@
-"""FlashAttention-4 (``flash_attn.cute``, the package flash-attn-4): the fastest on Hopper and Blackwell.
+"""The kernel fa4: FlashAttention-4 (``flash_attn.cute``, the package flash-attn-4), the fastest on Hopper and Blackwell.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.kernels import flash_loop
+from ringspan.kernels.fa4_launch_cache import LaunchCache
 from ringspan.kernels.flash_calls import FlashCall
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, PartialRows, Saved
-from ringspan.kernels.relaunch import Relauncher
 from ringspan.masks import Band
 from ringspan.torch_private.flash_attention_4 import backward_of, forward_of
 
@@ -81,25 +81,25 @@ def attend_backward(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One call: (out, lse). ``into``, if given, is the tensor that out is written to."""
+    """Make one call and return (out, lse). ``into``, if given, is the tensor that out is written to."""
     options = {**_options(call), "softmax_scale": scale, "return_lse": True}
     if into is None:
         shared = [x.cu_seqlens for x in (call.q_sequences, call.k_sequences) if x is not None]
-        return _relauncher(forward_of(load()))(q, k, v, shared=shared, **options)
+        return _launch_cache(forward_of(load()))(q, k, v, shared=shared, **options)
     # The number of values it returns has changed from release to release; the first two have not.
     out, lse, *_ = forward_of(load())(q, k, v, **options, out=into)
     return out, lse
 
 
 @cache_by_digest(1, plain=True)
-def _relauncher(package: Callable[..., Any]) -> Relauncher:
-    return Relauncher(package)
+def _launch_cache(forward_function: Callable[..., Any]) -> LaunchCache:
+    return LaunchCache(forward_function)
 
 
 def backward(
     saved: Saved, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One call: (dq, dk, dv). ``into``, if given, are the tensors that they are written to."""
+    """Make one call and return (dq, dk, dv). ``into``, if given, are the tensors that they are written to."""
     q, dout, out, lse, dlse = saved
     d, e = q.shape[-1], v.shape[-1]
     if d != e and q.shape[-2] != k.shape[-2]:  # its backward pass supports grouped queries only if D = E

@@ -1,9 +1,14 @@
-"""From bands to calls of flash attention: a tight band is exactly one window, and many small bands are one call.
+"""Convert bands to calls of flash attention: a tight band is one window, and many small bands are one call.
 
-Flash attention counts its window from the bottom right corner: query ``i`` of S sees key ``j`` of T iff
-``-left <= j - i - (T - S) <= right``. In a tight band both corners of the diagonal lie inside the rectangle. So left
-and right are never negative, and any band is one call: rectangle, triangle, window or trapezoid. Bands of one window
-that share neither queries nor keys are the *sequences* of one variable-length call, and so are the gaps between them::
+Bands, and what makes one tight, are defined in :mod:`ringspan.masks.band`. Flash attention counts its window from the bottom
+right corner: query ``i`` of S attends to key ``j`` of T iff ``-left <= j - i - (T - S) <= right``. The diagonals of a tight
+band pass through its rectangle, so left and right are never negative. A band with no more queries than keys is one call,
+whatever its shape: rectangle, triangle, window or trapezoid. A band with more queries than keys may be up to three calls
+(:func:`_split_tall_band`).
+
+Bands of one window that share neither queries nor keys are the *sequences* of one variable-length call, and so are the gaps
+between them. For queries without keys the kernel returns out 0 and lse -inf (FlashAttention-2 returns lse
++inf, which :mod:`ringspan.kernels.flash` replaces)::
 
     x . . . . .
     x x . . . .        queries  0 1 | 2 |     | 3 4      four sequences: 2, 1, 0, 2 queries
@@ -22,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_stream import cache_by_stream, on_device
+from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 
 
 class Window(NamedTuple):
-    """A band in the terms of flash attention. None: no limit on that side."""
+    """The window of a call. None means no limit on that side."""
 
     left: int | None
     right: int | None
@@ -38,11 +43,13 @@ class Window(NamedTuple):
         return self.left is None and self.right == 0
 
 
-def window(band: Band) -> Window:
-    """The window of a tight band.
+def window_of_band(band: Band) -> Window:
+    """Return the window of a tight band.
 
-    >>> window(Band(0, 4, 0, 4, -3, 0)), window(Band(0, 2, 0, 4, -1, 3)), window(Band(0, 3, 2, 6, 1, 3))
-    (Window(left=None, right=0), Window(left=None, right=None), Window(left=2, right=0))
+    >>> window_of_band(Band(0, 4, 0, 4, -3, 0)), window_of_band(Band(0, 2, 0, 4, -1, 3))
+    (Window(left=None, right=0), Window(left=None, right=None))
+    >>> window_of_band(Band(0, 3, 2, 6, 1, 3))
+    Window(left=2, right=0)
     """
     corner = (band.k1 - band.q1) if band.rows and band.cols else 0
     left = corner - band.lo if band.cut_below else None
@@ -58,9 +65,9 @@ class Sequences(NamedTuple):
 
 
 class FlashCall(NamedTuple):
-    """One call: these queries and keys through this window, as one sequence or as several."""
+    """One call of flash attention: a range of queries and of keys, and a window, as one sequence or as several."""
 
-    rows: slice
+    queries: slice
     keys: slice
     window: Window
     q_sequences: Sequences | None = None
@@ -69,61 +76,68 @@ class FlashCall(NamedTuple):
 
 @cache_by_stream(1024)
 def make_flash_calls(bands: tuple[Band, ...], device: torch.device) -> tuple[FlashCall, ...]:
-    """The calls that together compute each pair of the bands once."""
+    """Return the calls that together compute each pair of the bands once."""
     return tuple(_make_call(group, device) for group in group_bands(bands))
 
 
 def group_bands(bands: Sequence[Band]) -> Iterator[list[Band]]:
-    """As few groups as possible of bands that have one window and whose queries and keys increase from band to band.
+    """Yield as few groups as possible of bands that have one window and whose queries and keys increase from band to band.
 
     >>> bands = [Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)]
     >>> [len(group) for group in group_bands(bands)]
     [2, 1]
     """
-    of_window: dict[Window, list[list[Band]]] = {}
-    for band in sorted(part for whole in bands for part in _split_tall_band(whole)):
-        groups = of_window.setdefault(window(band), [])
+    groups_by_window: dict[Window, list[list[Band]]] = {}
+    for band in sorted(piece for whole in bands for piece in _split_tall_band(whole)):
+        groups = groups_by_window.setdefault(window_of_band(band), [])
         fitting = [group for group in groups if group[-1].q1 <= band.q0 and group[-1].k1 <= band.k0]
         if fitting:
             max(fitting, key=lambda group: group[-1].k1).append(band)  # the tightest fit leaves the most groups open
         else:
             groups.append([band])
-    for groups in of_window.values():
+    for groups in groups_by_window.values():
         yield from groups
 
 
 def _split_tall_band(band: Band) -> list[Band]:
-    """The band or, if it has more queries than keys, its rows cut into bands whose windows are no longer than the keys.
+    """Return the band or, if it has more queries than keys (S > T), bands of fewer queries whose windows are at most T long.
 
-    FlashAttention-2 treats a side of a window that is at least as long as the keys as unlimited, and an unlimited side
-    as one of the length of the keys. Both are wrong if there are more queries than keys. So the rows are cut where
-    either diagonal enters or leaves the range of keys.
+    FlashAttention-2 replaces a side of the window >= T by -1 (unlimited). If the other side is limited, it then replaces -1
+    by T. If S > T, a side of T does not cover all keys. Therefore the queries are cut at the first that attends to the last
+    key and at the first that does not attend to the first key.
 
-    >>> [tuple(part) for part in _split_tall_band(Band(0, 6, 0, 2, -4, 0))]
+    >>> [tuple(piece) for piece in _split_tall_band(Band(0, 6, 0, 2, -4, 0))]
     [(0, 1, 0, 1, 0, 0), (1, 5, 0, 2, -4, 0), (5, 6, 1, 2, -4, -4)]
     """
     if band.rows <= band.cols or band.is_full:
         return [band]
-    sees_last, misses_first = band.k1 - 1 - band.hi, band.k0 - band.lo + 1
-    cuts = sorted({band.q0, band.q1, *(row for row in (sees_last, misses_first) if band.q0 < row < band.q1)})
+    attends_to_last, misses_first = band.k1 - 1 - band.hi, band.k0 - band.lo + 1
+    cuts = sorted({band.q0, band.q1, *(q for q in (attends_to_last, misses_first) if band.q0 < q < band.q1)})
     return [Band(*row) for q0, q1 in pairwise(cuts) for row in tables.table((q0, q1, *band[2:])).tolist()]
 
 
 def _make_call(group: Sequence[Band], device: torch.device) -> FlashCall:
-    rows, keys = slice(group[0].q0, group[-1].q1), slice(group[0].k0, group[-1].k1)
+    queries, keys = slice(group[0].q0, group[-1].q1), slice(group[0].k0, group[-1].k1)
     if len(group) == 1:
-        return FlashCall(rows, keys, window(group[0]))
-    q, k = [0], [0]
+        return FlashCall(queries, keys, window_of_band(group[0]))
+    q_cuts, k_cuts = [0], [0]
+
+    def end_sequence(q: int, k: int) -> None:
+        q_cuts.append(q)
+        k_cuts.append(k)
+
     for band in group:
-        q0, q1, k0, k1 = (band.q0 - rows.start, band.q1 - rows.start, band.k0 - keys.start, band.k1 - keys.start)
+        q0, k0 = band.q0 - queries.start, band.k0 - keys.start
         # Between two bands: a sequence of queries without keys, and one of keys without queries.
-        if q[-1] < q0:
-            q, k = [*q, q0], [*k, k[-1]]
-        if k[-1] < k0:
-            q, k = [*q, q[-1]], [*k, k0]
-        q, k = [*q, q1], [*k, k1]
-    return FlashCall(rows, keys, window(group[0]), _make_sequences(q, device), _make_sequences(k, device))
+        if q_cuts[-1] < q0:
+            end_sequence(q0, k_cuts[-1])
+        if k_cuts[-1] < k0:
+            end_sequence(q0, k0)
+        end_sequence(band.q1 - queries.start, band.k1 - keys.start)
+    return FlashCall(queries, keys, window_of_band(group[0]), _make_sequences(q_cuts, device), _make_sequences(k_cuts, device))
 
 
 def _make_sequences(cuts: list[int], device: torch.device) -> Sequences:
-    return Sequences(on_device(np.array(cuts, dtype=np.int32), device), max(b - a for a, b in pairwise(cuts)))
+    return Sequences(
+        copy_to_device(np.array(cuts, dtype=np.int32), device), max(stop - start for start, stop in pairwise(cuts))
+    )

@@ -27,13 +27,13 @@ def attend(
 ) -> Iterator[PartialRows]:
     for call in make_flash_calls(tuple(bands), q_BHSD.device):
         q, k, v = (
-            _slice_rows(q_BHSD, call.rows, call),
+            _slice_rows(q_BHSD, call.queries, call),
             _slice_rows(k_BGTD, call.keys, call),
             _slice_rows(v_BGTE, call.keys, call),
         )
         out, lse = forward(q, k, v, call, scale)
         shape = q_BHSD.shape[:2]
-        yield PartialRows(call.rows.start, call.rows.stop, Partial(_heads_first(out, shape), lse.view(*shape, -1)))
+        yield PartialRows(call.queries.start, call.queries.stop, Partial(_heads_first(out, shape), lse.view(*shape, -1)))
 
 
 def attend_backward(
@@ -47,14 +47,16 @@ def attend_backward(
 ) -> Iterator[Gradients]:
     lse_BHS = finite_lse(saved.lse_BHS)
     for call in make_flash_calls(tuple(bands), k_BGTD.device):
-        q, dout, out = (_slice_rows(x, call.rows, call).to(k_BGTD.dtype) for x in saved[:3])
+        q, dout, out = (_slice_rows(x, call.queries, call).to(k_BGTD.dtype) for x in saved[:3])
         lse, dlse = (None if x is None else _slice_lse(x, call) for x in (lse_BHS, saved.dlse_BHS))
         assert lse is not None
         part = Saved(q, dout, out, lse, dlse)
         k, v = _slice_rows(k_BGTD, call.keys, call), _slice_rows(v_BGTE, call.keys, call)
         dq, dk, dv = backward(part, k, v, call, scale)
         heads, kv_heads = saved.q_BHSD.shape[:2], k_BGTD.shape[:2]
-        yield Gradients(call.rows, _heads_first(dq, heads), call.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads))
+        yield Gradients(
+            call.queries, _heads_first(dq, heads), call.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads)
+        )
 
 
 def _slice_rows(x_BHSD: Tensor, rows: slice, call: FlashCall) -> Tensor:
@@ -65,7 +67,7 @@ def _slice_rows(x_BHSD: Tensor, rows: slice, call: FlashCall) -> Tensor:
 
 
 def _slice_lse(x_BHS: Tensor, call: FlashCall) -> Tensor:
-    x_BHS = x_BHS[:, :, call.rows]
+    x_BHS = x_BHS[:, :, call.queries]
     return x_BHS if call.q_sequences is None else x_BHS.flatten(0, 1)
 
 

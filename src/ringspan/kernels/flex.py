@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ringspan.caching.by_digest import cache_by_digest
-from ringspan.caching.by_stream import cache_by_stream, on_device
+from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.errors import KernelError
 from ringspan.kernels.blocks import BLOCK, MIN_LENGTH, block_tables
 from ringspan.kernels.intervals import IntervalLayer, interval_layers
@@ -144,15 +144,15 @@ def make_flex_calls(
 
 
 def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device) -> LayerCall:
-    start_S, stop_S = (on_device(x.astype(np.int32), device) for x in (layer.start, layer.stop))
+    start_S, stop_S = (copy_to_device(x.astype(np.int32), device) for x in (layer.start, layer.stop))
     min_length = MIN_LENGTH if flex_backend == "TRITON" else 1  # FLASH requires tables of exactly the number of blocks
     found = block_tables(layer.start, layer.stop, layer.k1 - layer.k0, all_partial=has_mask_mod, min_length=min_length)
     lists = {}
     named = {"kv": found.partial, "full_kv": found.full, "q": found.partial_by_key, "full_q": found.full_by_key}
     for name, (counts, indices) in named.items():
         # The leading dims are batch and heads: one table for all.
-        lists[f"{name}_num_blocks"] = on_device(counts[None, None], device)
-        lists[f"{name}_indices"] = on_device(indices[None, None], device)
+        lists[f"{name}_num_blocks"] = copy_to_device(counts[None, None], device)
+        lists[f"{name}_indices"] = copy_to_device(indices[None, None], device)
     return LayerCall(layer, start_S, stop_S, lists)
 
 

@@ -1,4 +1,4 @@
-"""The bookkeeping of an accumulator: the state of each row, and the parts that wait to be combined.
+"""The bookkeeping of an accumulator: the state of each row, and the partial results that are not yet combined.
 
 For the meaning of the states, and a drawing of their transitions, see :mod:`ringspan.kernels.accumulators`.
 """
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 class RowState(IntEnum):
-    EMPTY = 0  # no part yet
-    KEPT = 1  # one part, in the tensor that the kernel wrote
-    WAITING = 2  # two parts: one kept, one waiting
-    WIDE = 3  # in the wide buffer
+    EMPTY = 0  # no partial result yet
+    BORROWED = 1  # one partial result, in the tensor that the kernel returned
+    PENDING = 2  # two partial results: one borrowed, one not yet combined with it
+    ACCUMULATED = 3  # in the buffer of the accumulation dtype
 
 
 class RowStates:
     """The state of every row, stored as runs of rows in the same state.
 
     >>> states = RowStates(8)
-    >>> states.set(2, 5, RowState.WIDE)
+    >>> states.set(2, 5, RowState.ACCUMULATED)
     >>> [(start, stop, state.name) for start, stop, state in states.between(0, 4)]
-    [(0, 2, 'EMPTY'), (2, 4, 'WIDE')]
+    [(0, 2, 'EMPTY'), (2, 4, 'ACCUMULATED')]
     """
 
     def __init__(self, rows: int) -> None:
@@ -31,14 +31,16 @@ class RowStates:
         self._runs = [(0, rows, RowState.EMPTY)] if rows else []
 
     def between(self, start: int, stop: int) -> list[tuple[int, int, RowState]]:
-        """The runs of the rows ``start:stop``."""
+        """Return the runs of the rows ``start:stop``."""
         if len(self._runs) == 1:  # the common case
-            ((a, b, state),) = self._runs
-            return [(max(a, start), min(b, stop), state)] if a < stop and start < b else []
-        return [(max(a, start), min(b, stop), state) for a, b, state in self._runs if a < stop and start < b]
+            ((first, last, state),) = self._runs
+            return [(max(first, start), min(last, stop), state)] if first < stop and start < last else []
+        return [
+            (max(first, start), min(last, stop), state) for first, last, state in self._runs if first < stop and start < last
+        ]
 
     def has(self, *states: RowState) -> bool:
-        """Whether any row is in one of these states."""
+        """Return whether any row is in one of these states."""
         return any(state in states for *_, state in self._runs)
 
     def set(self, start: int, stop: int, state: RowState) -> None:
@@ -48,40 +50,45 @@ class RowStates:
             self._runs = [(start, stop, state)]
             return
         runs: list[tuple[int, int, RowState]] = []
-        for a, b, s in self._runs:
-            for c, d, t in ((a, min(b, start), s), (max(a, start), min(b, stop), state), (max(a, stop), b, s)):
-                if c >= d:
+        for first, last, old in self._runs:
+            before = (first, min(last, start), old)
+            changed = (max(first, start), min(last, stop), state)
+            after = (max(first, stop), last, old)
+            for low, high, new in (before, changed, after):
+                if low >= high:
                     continue
-                if runs and runs[-1][2] == t:
-                    runs[-1] = (runs[-1][0], d, t)
+                if runs and runs[-1][2] == new:
+                    runs[-1] = (runs[-1][0], high, new)
                 else:
-                    runs.append((c, d, t))
+                    runs.append((low, high, new))
         self._runs = runs
 
 
-class WaitingParts:
-    """Parts that wait to be combined with a kept one: at most one for each row. Tensors have rows first."""
+class PendingPartials:
+    """Partial results that are not yet combined with a borrowed one, at most one for each row. Tensors have rows first."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, int, tuple[Tensor, ...]]] = []
+        self._partials: list[tuple[int, int, tuple[Tensor, ...]]] = []
 
-    def put(self, start: int, stop: int, part: tuple[Tensor, ...]) -> None:
-        self._parts.append((start, stop, part))
+    def put(self, start: int, stop: int, partial: tuple[Tensor, ...]) -> None:
+        self._partials.append((start, stop, partial))
 
     def pop(self, start: int, stop: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
-        """Remove and return the parts of the rows ``start:stop``, each with its rows."""
-        if not self._parts:
+        """Remove and return the partial results of the rows ``start:stop``, each with the first and the last row + 1."""
+        if not self._partials:
             return []
         popped, left = [], []
-        for a, b, part in self._parts:
-            low, high = max(a, start), min(b, stop)
+        for first, last, partial in self._partials:
+            low, high = max(first, start), min(last, stop)
             if low >= high:
-                left.append((a, b, part))
+                left.append((first, last, partial))
                 continue
-            if (low, high) == (a, b):
-                popped.append((a, b, part))
+            if (low, high) == (first, last):
+                popped.append((first, last, partial))
                 continue
-            popped.append((low, high, tuple(x[low - a : high - a] for x in part)))
-            left += [(c, d, tuple(x[c - a : d - a] for x in part)) for c, d in ((a, low), (high, b)) if c < d]
-        self._parts = left
+            popped.append((low, high, tuple(x[low - first : high - first] for x in partial)))
+            for begin, end in ((first, low), (high, last)):
+                if begin < end:
+                    left.append((begin, end, tuple(x[begin - first : end - first] for x in partial)))
+        self._partials = left
         return popped

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.caching.by_stream import on_device
+from ringspan.caching.by_stream import copy_to_device
 from ringspan.kernels.kernel import Gradients, PartialRows, Saved, with_dlse_column
 from ringspan.kernels.partial import EMPTY_LSE, Partial, finite_lse
 from ringspan.kernels.sdpa_calls import RectangleCall, make_sdpa_calls
@@ -86,7 +86,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 def _mask(call: RectangleCall, like: Tensor) -> Tensor:
     """The bands of the call as an additive mask of its rectangle. Rows are 16-byte aligned, as GPU kernels require."""
     shifted = tables.table(*(band.shifted(-call.q0, -call.k0) for band in call.bands))
-    seen = on_device(tables.dense(shifted, call.q1 - call.q0, call.k1 - call.k0), like.device)
+    seen = copy_to_device(tables.dense(shifted, call.q1 - call.q0, call.k1 - call.k0), like.device)
     rows, cols = seen.shape
     mask_ST = like.new_zeros((rows, cols + -cols % 16))[:, :cols].masked_fill_(~seen, EMPTY_LSE)
     return mask_ST.expand(*like.shape[:2], -1, -1)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (``flash_attn.cute.interface``): its entry points and where it keeps compiled programs.
+"""FlashAttention-4 (``flash_attn.cute.interface``): its entry points and where it keeps compiled kernels.
 
 Does not import PyTorch.
 """
@@ -12,5 +12,5 @@ forward_of = attrgetter("_flash_attn_fwd")
 # interface module -> function (q, k, v, out, dout, lse, **options) -> (dq, dk, dv, …).
 backward_of = attrgetter("_flash_attn_bwd")
 
-# The attribute of the forward function that holds its compiled programs.
-PROGRAMS = "compile_cache"
+# The attribute of the forward function that contains its compiled kernels.
+COMPILE_CACHE = "compile_cache"
