@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 import ringspan as rs
 from ringspan.compat import (
@@ -24,6 +23,7 @@ from ringspan.compat import (
 from tests.compat.jobs import assert_near, mesh_of_all, qkv, single_process
 from tests.compat.test_balancers import documents_mask
 from tests.conftest import Pools
+from tests.meshes import cpu_mesh
 
 sdpa = F.scaled_dot_product_attention
 N = 64
@@ -166,7 +166,7 @@ def reachable_through_a_cycle(rank: int) -> None:
 
 def one_axis_of_a_mesh(rank: int) -> None:
     """Two sequences over two ranks each. mesh["cp"] is a new object each time."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = cpu_mesh((2, 2), ("dp", "cp"))
     x = torch.arange(10) + 100 * mesh["dp"].get_local_rank()
     (mine,) = _context_parallel_shard(mesh["cp"], [x], [0], _HeadTailLoadBalancer(10, 2, "cpu"))
     assert torch.equal(context_parallel_unshard(mesh["cp"], [mine * 2], [0])[0], x * 2)

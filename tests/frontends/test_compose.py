@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import ringspan as rs
 from tests.conftest import Pools
 from tests.frontends.small_model import LENGTHS, Model, N, masks, model, rotation, sequences, token_losses, truth
+from tests.meshes import cpu_mesh
 
 Found = tuple[float, dict[str, Tensor], int]
 
@@ -175,7 +176,7 @@ WAYS: dict[str, tuple[tuple[str, str], Callable[[DeviceMesh], Found]]] = {
 
 def run(rank: int, way: str) -> Found:
     axes, train = WAYS[way]
-    return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=axes))
+    return train(cpu_mesh((2, 2), axes))
 
 
 @pytest.mark.parametrize("way", WAYS)

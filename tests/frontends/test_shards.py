@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -19,6 +18,7 @@ from ringspan.frontends.dtensor.offsets import ShardExtents, extents_of, shard_s
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 from tests.flex_truth import dense_flex
+from tests.meshes import cpu_mesh
 
 BATCH, HEADS, KV_HEADS, N, DIM, V_DIM = 2, 4, 2, 12, 8, 6
 MASK = rs.documents([5, 7])
@@ -42,7 +42,7 @@ BESIDE: dict[str, Placement] = {"batch": Shard(0), "heads": Shard(1), "nothing":
 
 def attended(rank: int, beside: str, how: str, axes: tuple[str, str]) -> list[Tensor]:
     """out, dq, dk and dv as whole tensors, from DTensors on a 2 × 2 mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    mesh = cpu_mesh((2, 2), axes)
     cp = rs.ContextParallel(mesh["cp"], MASK, layout="contiguous")
     placements = [Shard(2) if axis == "cp" else BESIDE[beside] for axis in axes]
     q, k, v = (distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in data())
@@ -96,7 +96,7 @@ def bias() -> Tensor:
 
 def with_functions(rank: int, placements: list[Placement], how: str) -> list[Tensor]:
     """out, dq, dk, dv and the gradient of the bias, where there is one, of DTensors on a 2 × 2 mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = cpu_mesh((2, 2), ("dp", "cp"))
     cp = rs.ContextParallel(mesh["cp"], rs.mask_mod(by_member, N, batch=BATCH, heads=HEADS), layout="contiguous")
     q, k, v = (distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in data())
     learned, plain = bias(), partial(F.scaled_dot_product_attention, enable_gqa=True)
@@ -128,7 +128,7 @@ def test_functions_are_called_with_indices_of_the_whole_tensors(pools: Pools, be
 
 def uneven(rank: int) -> ShardExtents:
     """Three members of a batch over two ranks, five heads over two."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = cpu_mesh((2, 2))
     shape, placements = torch.Size((3, 5, 1, 1)), [Shard(0), Shard(1)]
     q = DTensor.from_local(torch.zeros(0, 0, 1, 1), mesh, placements, run_check=False, shape=shape, stride=(5, 1, 1, 1))
     return extents_of(q)
@@ -149,7 +149,7 @@ def test_a_score_mod_is_checked_against_all_heads() -> None:
 def shards_of_a_layout(rank: int) -> list[tuple[str, bool]]:
     """Tokens as cp.shard gives them, in another order and not evenly, with lse."""
     mask = rs.documents([3, 8])
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = cpu_mesh((2,), ("cp",))
     cp = rs.ContextParallel(mesh, mask, layout=[[(0, 2), (9, 11)], [(2, 9)]])
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=torch.float64).unbind()
@@ -205,12 +205,12 @@ REFUSED: dict[str, tuple[Callable[[Any], list[Tensor]], str]] = {
     "tokens over another axis": (placed_as(Shard(2), Shard(2)), "on the axis 'tp' of their mesh"),
     "mixed": (mixed, "v is a Tensor: give q, k and v all as DTensors"),
     "apart": (apart, "they must have the same mesh and placements"),
-    "key heads": (three_key_heads, "3 key heads over the 2 ranks that share heads"),
+    "key heads": (three_key_heads, "3 key heads over the 2 ranks that split the heads"),
 }
 
 
 def refusals(rank: int) -> dict[str, str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = cpu_mesh((2, 2), ("cp", "tp"))
     cp = rs.ContextParallel(mesh["cp"], rs.causal(2 * N))
     said = dict.fromkeys(REFUSED, "nothing")
     for name, (make, _) in REFUSED.items():

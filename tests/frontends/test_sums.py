@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ringspan as rs
@@ -16,6 +16,7 @@ from ringspan.frontends import sums
 from ringspan.testing.assertions import assert_close
 from tests.conftest import Pools
 from tests.engine.test_memory import Ledger
+from tests.meshes import cpu_mesh
 
 N, REPLICAS, CP = 13, 2, 2
 
@@ -39,7 +40,7 @@ def replica_of(mesh: DeviceMesh) -> int:
 
 
 def mean_over_replicas(rank: int, over: str, grads: str) -> tuple[float, float]:
-    mesh = init_device_mesh("cpu", (REPLICAS, CP), mesh_dim_names=("dp", "cp"))
+    mesh = cpu_mesh((REPLICAS, CP), ("dp", "cp"))
     cp = rs.ContextParallel(mesh["cp"], rs.causal(N))
     x, weights, scale = data()
     mine, w = cp.shard(x[replica_of(mesh)], weights[replica_of(mesh)], dim=1)
@@ -85,7 +86,7 @@ def test_accumulated_sums_are_the_mean_over_all_batches(pools: Pools) -> None:
 
 
 def gradients_of_split_parameters(rank: int) -> tuple[list[float], list[float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = cpu_mesh((2, 2), ("cp", "tp"))
     cp = rs.ContextParallel(mesh["cp"], rs.causal(N))
 
     def split(x: Tensor) -> DTensor:

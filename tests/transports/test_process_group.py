@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
@@ -20,6 +20,7 @@ from ringspan.testing.assertions import largest_difference
 from ringspan.testing.workers import Pool, send_message
 from ringspan.transports import PostExchange, ProcessGroupTransport, WaitExchange
 from tests.conftest import Pools
+from tests.meshes import cpu_mesh
 
 N = 23
 
@@ -58,7 +59,7 @@ def sub_groups(rank: int) -> tuple[int, float]:
 
 
 def mesh_axis(rank: int) -> tuple[int, float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = cpu_mesh((2, 2), ("dp", "cp"))
     return error_on(mesh["cp"])
 
 
@@ -85,7 +86,7 @@ def test_kinds_of_groups(pools: Pools, job: Callable[..., Any], ranks: list[int]
 
 def try_invalid_groups(rank: int) -> list[str]:
     messages = []
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    whole = cpu_mesh((2, 2), ("dp", "cp"))
     not_mine = dist.new_group([0, 1])
     groups = [whole, not_mine] if rank >= 2 else [whole]
     for group in groups:
