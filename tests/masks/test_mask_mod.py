@@ -217,7 +217,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.mask_mod(odd, 5, 2.5), "kv_len must be a whole number"),
     (lambda: rs.mask_mod(odd, 5, block=0), "block must be a number of tokens"),
     (lambda: rs.mask_mod(odd, 5, block=(1, 2, 3)), "block must be a number of tokens"),
-    (lambda: rs.plan(rs.mask_mod(odd, 40), world=2).to_json(), "functions are not put into files"),
+    (lambda: rs.plan(rs.mask_mod(odd, 40), world=2).to_json(), "functions are not saved in files"),
 ]
 
 

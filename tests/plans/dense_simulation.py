@@ -1,4 +1,4 @@
-"""Plans simulated pair by pair, as simply as possible: what ``verify`` proves with symbols and formulas, counted.
+"""Plans simulated pair by pair, as simply as possible: what ``verify`` checks with ids and formulas, counted.
 
 Every slot holds global tokens, one number for each head and row: ``head * length + token``. Beside a query slot lie counts
 (heads × rows × all keys of all heads): how often each key has been taken into the row's result. Beside a key slot lie counts

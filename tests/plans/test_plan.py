@@ -177,9 +177,7 @@ class Nothing:
 
 def test_a_strategy_that_makes_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "nothing", Nothing)
-    with pytest.raises(
-        rs.PlanError, match=r"strategy nothing must make a ringspan.plans.Program of a Problem, and returned None"
-    ):
+    with pytest.raises(rs.PlanError, match=r"strategy nothing must return a ringspan.plans.Program, but returned None"):
         rs.plan(CAUSAL, world=2, strategy="nothing")
 
 

@@ -106,7 +106,7 @@ def earlier(phase: Phase, rank: int, n: int, name: str, *, by: int = 1) -> Chang
 
 
 def a_ring() -> list[Plan]:
-    """3 ranks with 4 tokens each; forward, rank r computes home in step 0, then the keys of r - 1, then those of r - 2."""
+    """3 ranks with 4 tokens each; forward, rank r computes its own keys in step 0, then those of r - 1, then of r - 2."""
     return all_plans(rs.causal(12), 3, "ring", "zigzag")
 
 
@@ -142,46 +142,62 @@ F, B = PHASES
 
 CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     # what is computed
-    "a task is missing": (a_ring, edit(F, 1, 1, tasks=drop), "8 pairs that the mask shows are not computed"),
-    "backward too": (a_ring, edit(B, 1, 1, tasks=drop), "backward: 8 pairs that the mask shows are not computed"),
+    "a task is missing": (a_ring, edit(F, 1, 1, tasks=drop), "8 visible (query, key) pairs are not computed"),
+    "backward too": (a_ring, edit(B, 1, 1, tasks=drop), "backward: 8 visible (query, key) pairs are not computed"),
     "a task is there twice": (a_ring, edit(F, 2, 0, tasks=twice), "is computed twice"),
     "a band is there twice": (a_ring, edit(F, 0, 0, tasks=bands(twice)), "query 0 × key 0 is computed twice"),
     "a band is wider": (
         some_documents,
         edit(F, 1, 0, tasks=bands(lambda of: [of[0]._replace(hi=of[0].hi + 1)])),
-        "5 pairs are computed that the mask does not show",
+        "5 masked (query, key) pairs are computed",
     ),
     "a band is looser than its rectangle": (
         a_ring,
         edit(F, 0, 0, tasks=bands(lambda of: [of[0]._replace(hi=99), *of[1:]])),
-        "forward step 0 on rank 0: a band lies outside its slots, or is not tight",
+        "forward step 0 on rank 0: the bounds of a band are not minimal",
     ),
     "a band is outside its slot": (
         a_full_ring,
         edit(F, 2, 1, tasks=bands(lambda of: [of[0].shifted(0, 1)])),
-        "forward step 1 on rank 2: a band lies outside its slots",
+        "forward step 1 on rank 2: a band lies outside the rows of its slots",
     ),
     "a band is elsewhere in its slot": (
         some_documents,
         edit(F, 0, 0, tasks=bands(lambda of: [Band(0, 5, 1, 6, -3, 1)])),
-        "5 pairs are computed that the mask does not show",
+        "5 masked (query, key) pairs are computed",
     ),
     "a task is too early": (a_full_ring, earlier(F, 1, 2, "tasks", by=2), "a task reads rows that hold nothing yet"),
     "a task has no such slot": (a_ring, edit(F, 0, 1, tasks=to(kv_slot=7)), "slots 0 and 7, which the plan does not have"),
     "a task has no such queries": (a_ring, edit(F, 0, 1, tasks=to(q_slot=1)), "slots 1 and 1, which the plan does not have"),
     # who sends what to whom
-    "a send is missing": (a_full_ring, edit(F, 0, 0, sends=drop), "waits for kv from rank 0, which sends none"),
+    "a send is missing": (
+        a_full_ring,
+        edit(F, 0, 0, sends=drop),
+        "receives kv from rank 0, which has no further send to it in this step",
+    ),
     "a receive is missing": (a_full_ring, edit(F, 1, 1, recvs=drop), "rank 0 sends kv to rank 1, which does not receive it"),
-    "sent to another": (a_full_ring, edit(F, 0, 0, sends=to(peer=2)), "step 0 on rank 1: waits for kv from rank 0"),
+    "sent to another": (a_full_ring, edit(F, 0, 0, sends=to(peer=2)), "step 0 on rank 1: receives kv from rank 0"),
     "sent to a rank that does not exist": (
         a_full_ring,
         edit(F, 0, 0, sends=to(peer=9)),
-        "step 0 on rank 1: waits for kv from rank 0",
+        "step 0 on rank 1: receives kv from rank 0",
     ),
-    "received from another": (a_full_ring, edit(F, 0, 0, recvs=to(peer=1)), "step 0 on rank 0: waits for kv from rank 1"),
-    "fewer rows are sent": (a_full_ring, edit(F, 0, 0, sends=shorter), "expects 4 rows of kv from rank 0, which sends 3 rows"),
-    "fewer rows are expected": (a_full_ring, edit(F, 1, 0, recvs=shorter), "expects 3 rows of kv from rank 0, which sends 4"),
-    "other rows are sent": (an_exchange, edit(F, 0, 0, sends=to(rows=((1, 2), (3, 4)))), "4 pairs are computed"),
+    "received from another": (a_full_ring, edit(F, 0, 0, recvs=to(peer=1)), "step 0 on rank 0: receives kv from rank 1"),
+    "fewer rows are sent": (
+        a_full_ring,
+        edit(F, 0, 0, sends=shorter),
+        "expects 4 rows of kv next from rank 0, which sends 3 rows",
+    ),
+    "fewer rows are expected": (
+        a_full_ring,
+        edit(F, 1, 0, recvs=shorter),
+        "expects 3 rows of kv next from rank 0, which sends 4",
+    ),
+    "other rows are sent": (
+        an_exchange,
+        edit(F, 0, 0, sends=to(rows=((1, 2), (3, 4)))),
+        "4 masked (query, key) pairs are computed",
+    ),
     "something else is sent": (a_full_ring, edit(F, 0, 0, sends=to(what="q")), "from rank 0, which sends 4 rows of q"),
     "rows that are not there": (a_full_ring, edit(F, 0, 0, sends=to(rows=((2, 6),))), "kv rows ((2, 6),) do not lie in slot 0"),
     "no rows at all": (a_full_ring, edit(F, 0, 0, sends=to(rows=())), "kv rows () do not lie in slot 0"),
@@ -198,11 +214,11 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         edit(F, 1, 1, recvs=to(slot=1)),
         "forward step 1 on rank 1: receives kv into slot 1, which is in use in the same step",
     ),
-    "overwrites home": (a_full_ring, edit(F, 1, 1, recvs=to(slot=0)), "receives kv into slot 0, which is home"),
+    "overwrites local rows": (a_full_ring, edit(F, 1, 1, recvs=to(slot=0)), "receives kv into slot 0, which is reserved"),
     "two into the same rows": (
         an_exchange,
         both(edit(F, 0, 0, sends=twice), edit(F, 1, 0, recvs=twice)),
-        "forward step 0 on rank 1: receives two kv into the same rows of slot 1",
+        "forward step 0 on rank 1: two receives of kv overlap in slot 1",
     ),
     "sends a gradient too early": (
         a_full_ring,
@@ -214,42 +230,46 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         edit(B, 1, 2, recvs=lambda of: [replace(t, slot=1) if t.what == "dkv" else t for t in of]),
         "backward step 2 on rank 1: adds dkv to slot 1 while it is being sent",
     ),
-    # what gets home
-    "a gradient is not sent home": (
+    # what reaches its owner
+    "a gradient is not returned": (
         an_exchange,
         both(*(edit(B, rank, 2, sends=drop_dkv, recvs=drop_dkv) for rank in range(3))),
-        "backward: not all dkv of row 0 gets home to rank 0, or some of it twice",
+        "backward: the dkv of local row 0 on rank 0 is incomplete or counted twice",
     ),
-    "a gradient gets home twice": (
+    "a gradient is returned twice": (
         an_exchange,
         both(*(edit(B, rank, 2, sends=twice_dkv, recvs=twice_dkv) for rank in range(3))),
-        "backward: not all dkv of row 0 gets home to rank 0, or some of it twice",
+        "backward: the dkv of local row 0 on rank 0 is incomplete or counted twice",
     ),
     # heads
     "other query heads are sent": (
         some_heads,
         edit(F, 1, 0, sends=to(heads=(2, 4))),
-        "not all out of row 0 gets home to rank 1",
+        "the out of local row 0 on rank 1 is incomplete or counted twice",
     ),
     "another key head is sent": (
         some_heads,
         edit(F, 1, 0, sends=lambda of: [replace(t, heads=(2, 3)) if t.what == "kv" else t for t in of]),
-        "meets key head 2, not",
+        "is computed with key head 2 instead of",
     ),
     "fewer heads are sent": (
         some_heads,
         edit(F, 1, 0, sends=to(heads=(0, 1))),
-        "expects 4 rows × 2 heads of q from rank 1, which sends 4 rows × 1 heads of q",
+        "expects 4 rows × 2 heads of q next from rank 1, which sends 4 rows × 1 heads of q",
     ),
     "heads that are not there": (some_heads, edit(F, 1, 0, sends=to(heads=(5, 7))), "q heads (5, 7) do not lie in slot 0"),
     "results of other heads": (
         some_heads,
         edit(F, 1, 2, recvs=to(heads=(1, 3))),
-        "forward: not all out of row 0 gets home to rank 1, or some of it twice",
+        "forward: the out of local row 0 on rank 1 is incomplete or counted twice",
     ),
-    "a run is not computed": (some_heads, edit(F, 0, 1, tasks=drop), "72 pairs that the mask shows are not computed"),
+    "a run is not computed": (some_heads, edit(F, 0, 1, tasks=drop), "72 visible (query, key) pairs are not computed"),
     "a run is computed twice": (some_heads, edit(F, 0, 1, tasks=twice), "query 0 × key 0 of head 0 is computed twice"),
-    "runs that do not go together": (some_heads, edit(F, 0, 1, tasks=to(kv_slot=2)), "query head 0 meets key head 1, not 0"),
+    "runs that do not go together": (
+        some_heads,
+        edit(F, 0, 1, tasks=to(kv_slot=2)),
+        "query head 0 is computed with key head 1 instead of 0",
+    ),
     "heads that do not go together": (
         some_heads,
         edit(F, 0, 1, tasks=to(kv_slot=0)),
@@ -303,9 +323,17 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         "forward step 1 on rank 1: row 0 of q slot 1 does not hold what the task records: token 0 of head 1",
     ),
     # slots
-    "home is too small": (a_ring, slots(1, kv_slots=(Slot(rows=3), Slot(rows=4), Slot(rows=4))), "rank 1: kv slot 0 must hold"),
-    "there is no home": (a_ring, slots(0, q_slots=()), "rank 0: q slot 0 must hold the rank's own 4 rows"),
-    "home has some heads": (a_ring, slots(2, q_slots=(Slot(rows=4, heads=1),)), "rank 2: q slot 0 must hold the rank's own 4"),
+    "slot 0 is too small": (
+        a_ring,
+        slots(1, kv_slots=(Slot(rows=3), Slot(rows=4), Slot(rows=4))),
+        "rank 1: kv slot 0 must hold",
+    ),
+    "there is no slot 0": (a_ring, slots(0, q_slots=()), "rank 0: q slot 0 must hold the rank's own 4 rows"),
+    "slot 0 has some heads": (
+        a_ring,
+        slots(2, q_slots=(Slot(rows=4, heads=1),)),
+        "rank 2: q slot 0 must hold the rank's own 4",
+    ),
     "a slot is too small": (a_ring, slots(1, kv_slots=(Slot(rows=4), Slot(rows=3), Slot(rows=4))), "do not lie in slot 1"),
 }
 
@@ -325,7 +353,7 @@ def test_a_loaded_plan_is_verified_with_newly_made_plans_of_the_other_ranks() ->
     plans = a_ring()
     edit(F, 1, 1, tasks=drop)(plans)
     assert Plan.from_json(plans[0].to_json()).verify()
-    with pytest.raises(rs.PlanError, match="8 pairs that the mask shows are not computed"):
+    with pytest.raises(rs.PlanError, match=r"8 visible \(query, key\) pairs are not computed"):
         Plan.from_json(plans[1].to_json()).verify()
 
 
@@ -337,8 +365,8 @@ def test_a_loaded_plan_is_verified_with_newly_made_plans_of_the_other_ranks() ->
         lambda plans: [plans[0], *all_plans(rs.causal(12), 3, "gather", "zigzag")[1:]],
     ],
 )
-def test_verify_needs_all_ranks_in_order_and_of_one_digest(given: Callable[[list[Plan]], list[Plan]]) -> None:
-    with pytest.raises(rs.PlanError, match="verify needs the plans of all 3 ranks, in order and of one digest"):
+def test_verify_needs_all_ranks_in_order_and_with_equal_digests(given: Callable[[list[Plan]], list[Plan]]) -> None:
+    with pytest.raises(rs.PlanError, match="verify needs the plans of all 3 ranks, in rank order and with equal digests"):
         verify(given(a_ring()))
 
 

@@ -1,4 +1,4 @@
-"""Every strategy on every layout: proved by ``verify`` and counted cell by cell, which checks the proof as well."""
+"""Every strategy on every layout: checked by ``verify`` and counted pair by pair, which checks ``verify`` as well."""
 
 from __future__ import annotations
 

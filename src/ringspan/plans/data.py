@@ -1,22 +1,22 @@
 """The plan: everything one rank sends, receives and computes, as data.
 
-A rank works on *slots*, arrays of rows (tokens). A query slot holds queries, their partial results and their gradients.
+A rank works on *slots*, arrays of rows (tokens). A query slot holds queries, their partial outputs and their gradients.
 A key slot holds keys and values and their gradients. Slot 0 holds the rank's own tokens. A *step* posts its transfers,
 computes its tasks while the messages are under way, and ends when they have arrived. What arrives in one step can be
-used in the next. Five things are sent, and each has one effect on arrival:
+used in the next. There are five kinds of payload. Each is applied in one way on arrival:
 
-====== =================================== =========================
+====== =================================== ==============================================
 what   rows of                             on arrival
-====== =================================== =========================
-kv     a key slot                          overwrites
-q      a query slot                        overwrites
-out    a query slot's partial result       is merged into the slot's
-dq     a query slot's gradient             is added to the slot's
-dkv    a key slot's gradient               is added to the slot's
-====== =================================== =========================
+====== =================================== ==============================================
+kv     a key slot                          overwrites the rows
+q      a query slot                        overwrites the rows
+out    a query slot's partial output       is merged into the slot's output by lse
+dq     a query slot's gradient             is added to the slot's gradient
+dkv    a key slot's gradient               is added to the slot's gradient
+====== =================================== ==============================================
 
-Rows that are overwritten start with an empty result and a zero gradient. Every strategy is written in these terms:
-those that move keys, move queries, move some heads of either, or forward rows that came from another rank.
+Overwriting a row resets its partial output (out 0, lse -inf) and its gradients to zero. Every strategy is written in
+these terms: those that move keys, move queries, move some heads of either, or forward rows that came from another rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 VERSION = 3
-FEW = 4  # bands
-MOST_DERIVED = 256
+MAX_BANDS_NOT_RAGGED = 4
+DERIVED_CACHE_SIZE = 256
 
 What = Literal["kv", "q", "out", "dq", "dkv"]
 WHATS: tuple[What, ...] = ("kv", "q", "out", "dq", "dkv")
@@ -69,10 +69,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Attend from a query slot to a key slot, through bands in the slots' rows.
+    """Attention between a query slot and a key slot.
 
-    ``q_tokens`` and ``kv_tokens`` say which tokens and heads the slots hold at this step. They are None for slot 0,
-    which always holds the rank's own tokens.
+    ``bands`` are the visible (query row, key row) regions: rectangles, each bounded by up to two diagonals,
+    ``lo <= k - q <= hi``. Rows are those of the slots. ``q_tokens`` and ``kv_tokens`` say which tokens and heads the
+    slots hold at this step. They are None for slot 0, which always holds the rank's own tokens.
     """
 
     q_slot: int = 0
@@ -109,10 +110,10 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a strategy makes: the steps of both directions and the slots they use.
+    """What a strategy returns: the steps of the forward and the backward pass, and the slots they use.
 
-    ``heads`` are the numbers of query and key heads that the program is for. None: it names no heads and fits any
-    number.
+    ``heads`` are the numbers of query and key heads that the program is for. None: no transfer or slot selects heads,
+    so the program works for any number of heads.
     """
 
     forward: tuple[Step, ...]
@@ -125,7 +126,7 @@ class Program:
         return self.forward if phase == "forward" else self.backward
 
     def moves_queries(self, phase: Phase) -> bool:
-        """Whether queries are sent or received. If not, the rank's own need not be copied into row-major order."""
+        """Whether queries are sent or received. If not, the local queries can be read in place, without a copy."""
         return phase in self._moving
 
     @cached_property
@@ -137,8 +138,8 @@ class Program:
 class RankPlan:
     """One rank's program, and the mask, layouts and strategy it was made from: data only.
 
-    The methods that make and check plans are those of :class:`ringspan.Plan`, which is built on the layers above this
-    one.
+    :class:`ringspan.Plan` (planner/user_plan.py) adds the methods that make and verify plans. ``notes`` are the lines
+    that ``Plan.explain`` prints about the automatic choice.
     """
 
     mask: Mask
@@ -152,8 +153,8 @@ class RankPlan:
     def __post_init__(self) -> None:
         if not isinstance(self.program, Program):  # a user's own strategy may return anything
             raise PlanError(
-                f"strategy {self.strategy} must make a ringspan.plans.Program of a Problem, and returned {self.program!r}: see "
-                "strategies/gather.py for one that does"
+                f"strategy {self.strategy} must return a ringspan.plans.Program, but returned {self.program!r}; "
+                "see strategies/gather.py for an example"
             )
 
     @property
@@ -172,8 +173,11 @@ class RankPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits of mask, layouts and strategy: equal on all ranks. The program is not part of it, since it
-        follows from these; :meth:`ringspan.Plan.verify` proves that it does."""
+        """Sixteen hex digits of mask, layouts and strategy: equal on all ranks.
+
+        The program is not hashed: mask, layouts and strategy determine it. :meth:`ringspan.Plan.verify` checks that the
+        program is correct for this mask, not that it is the one that the strategy makes.
+        """
         parts = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -181,28 +185,34 @@ class RankPlan:
     def _derived(self) -> dict[Hashable, Any]:
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:  # a plan may be sent to another process; what was derived from it stays here
+    def __getstate__(self) -> dict[str, Any]:  # the cache of `derived` is not pickled
         return {name: value for name, value in vars(self).items() if name != "_derived"}
 
     def derived(self, maker: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """``maker(plan, *args, **kwargs)``, computed once and kept as long as the plan."""
-        known, key = self._derived, (maker, args, *kwargs.items())
+        """``maker(plan, *args, **kwargs)``, cached on the plan.
+
+        The cache is cleared when it reaches ``DERIVED_CACHE_SIZE`` entries.
+        """
+        cached, key = self._derived, (maker, args, *kwargs.items())
         try:
-            result: T = known[key]
+            result: T = cached[key]
         except KeyError:
-            if len(known) >= MOST_DERIVED:
-                known.clear()
-            result = known[key] = maker(self, *args, **kwargs)
+            if len(cached) >= DERIVED_CACHE_SIZE:
+                cached.clear()
+            result = cached[key] = maker(self, *args, **kwargs)
         return result
 
     @cached_property
     def area(self) -> int:
-        """How many (query, key) pairs this rank computes in the forward pass, for all heads or for some."""
+        """The number of (query, key) pairs in this rank's forward tasks.
+
+        A pair counts once for each task that computes it, whether for all heads or for a range of them.
+        """
         return sum(step.area for step in self.program.forward)
 
     @cached_property
     def work(self) -> float:
-        """What this rank computes in the forward pass, divided by the mean of all ranks."""
+        """This rank's forward work (pairs × fraction of the heads) relative to the mean over ranks: 1.0 is balanced."""
         mean = self.mask.area / self.world
         heads, _ = self.program.heads or (1, 1)
         tasks = [task for step in self.program.forward for task in step.tasks]
@@ -211,8 +221,11 @@ class RankPlan:
 
     @cached_property
     def is_ragged(self) -> bool:
-        """Whether the mask has windows or more than a few bands: some kernels serve these in one call, some in many."""
-        return len(self.mask) > FEW or any(band.cut_below for band in self.mask)
+        """Whether the mask has windows or more than ``MAX_BANDS_NOT_RAGGED`` bands.
+
+        Some kernels compute such a mask in one call, others launch once per band.
+        """
+        return len(self.mask) > MAX_BANDS_NOT_RAGGED or any(band.cut_below for band in self.mask)
 
     @dynamo_constant
     def given_to(self, taker: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -26,7 +26,7 @@ def to_json(plan: RankPlan) -> str:
     """The plan of one rank, with its mask and layouts."""
     if plan.mask.predicate is not None:
         raise PlanError(
-            f"{plan.mask.name} is settled by a function, and functions are not put into files: "
+            f"{plan.mask.name} is defined by a function, and functions are not saved in files: "
             "save the plan of a mask of bands, or plan anew from the function"
         )
     return json.dumps(
@@ -54,8 +54,7 @@ def to_json(plan: RankPlan) -> str:
 
 
 def from_json(text: str, kind: type[P]) -> P:
-    """The plan back, as an instance of ``kind``. Every field is checked here; ``plan.verify()`` proves the program
-    right."""
+    """The plan back, as an instance of ``kind``. Every field is checked here; ``plan.verify()`` checks the program."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:

@@ -8,7 +8,7 @@ records what its slots hold when it runs::
       1   slot 1: tokens 4 5        from rank 2
       2   slot 2: tokens 2 3        from rank 1, forwarded by rank 2
 
-``ringspan.plans.verify`` proves that the transfers of all ranks deliver exactly these tokens.
+``ringspan.plans.verify`` checks that the transfers of all ranks deliver exactly these tokens.
 """
 
 from __future__ import annotations

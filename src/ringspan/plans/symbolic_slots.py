@@ -1,7 +1,7 @@
-"""A rank's slots with symbols in place of tensors: the state that :mod:`ringspan.plans.verify` simulates.
+"""A rank's slots with integer ids in place of tensors: the state that :mod:`ringspan.plans.verify` simulates.
 
-Every head of every row has the *name* of what it holds, ``place << 32 | row``, where a place is one head of one owner.
-Random weights stand for the results and gradients.
+Every (row, head) of a slot holds the id of its content, ``(rank * heads + head) << 32 | row``: rank, head and local row
+of the owner. Random weights stand for the outputs and gradients.
 
 Legend: H heads, S rows of a slot.
 """
@@ -26,7 +26,7 @@ ROW_BITS = 32
 
 
 class Heads(NamedTuple):
-    """How many heads the proof distinguishes. ``unit`` query heads that share a key head and always move together count
+    """How many heads the check distinguishes. ``unit`` query heads that share a key head and always move together count
     as one."""
 
     q: int
@@ -81,15 +81,15 @@ class SymbolicSlots:
 
     def __init__(self, plan: RankPlan, heads: Heads) -> None:
         self.plan, self.heads = plan, heads
-        self.names = {
+        self.ids = {
             "q": [self._empty(slot, heads.q, heads.unit) for slot in plan.program.q_slots],
             "kv": [self._empty(slot, heads.kv, 1) for slot in plan.program.kv_slots],
         }
         for of, count, rows in (("q", heads.q, plan.q_rows), ("kv", heads.kv, plan.kv_rows)):
-            places_H1 = plan.rank * count + np.arange(count)[:, None]
-            self.names[of][0][:] = (places_H1 << ROW_BITS) + np.arange(rows)
+            owner_heads_H1 = plan.rank * count + np.arange(count)[:, None]
+            self.ids[of][0][:] = (owner_heads_H1 << ROW_BITS) + np.arange(rows)
         self.weights = {
-            what: [np.zeros(names.shape, dtype=np.uint64) for names in self.names[side(what)]] for what in ("out", "dq", "dkv")
+            what: [np.zeros(ids.shape, dtype=np.uint64) for ids in self.ids[side(what)]] for what in ("out", "dq", "dkv")
         }
 
     @staticmethod
@@ -104,11 +104,11 @@ class SymbolicSlots:
     def span(self, t: Transfer) -> tuple[int, int]:
         """The range of the slot's heads that the message holds."""
         unit = self.heads.unit if side(t.what) == "q" else 1
-        return (0, len(self.names[side(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
+        return (0, len(self.ids[side(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
 
     def check(self, t: Transfer, where: str) -> None:
         """Raise unless the slot has these rows and heads."""
-        slots = self.names[side(t.what)]
+        slots = self.ids[side(t.what)]
         rows = slots[t.slot].shape[1] if 0 <= t.slot < len(slots) else 0
         if not t.rows or any(not 0 <= a < b <= rows for a, b in t.rows):
             raise PlanError(f"{where}: {t.what} rows {t.rows} do not lie in slot {t.slot}")
@@ -118,7 +118,7 @@ class SymbolicSlots:
     def read(self, t: Transfer, where: str) -> NDArray[np.generic]:
         array_HS = self._array(t)[slice(*self.span(t))]
         message_HS = np.concatenate([array_HS[:, a:b] for a, b in t.rows], axis=1)
-        if t.what in self.names and (message_HS == NOTHING).any():
+        if t.what in self.ids and (message_HS == NOTHING).any():
             raise PlanError(f"{where}: sends {t.what} rows of slot {t.slot} that hold nothing yet")
         return message_HS
 
@@ -128,7 +128,7 @@ class SymbolicSlots:
         for a, b in t.rows:
             part_HS = message_HS[:, at : at + b - a]
             at += b - a
-            if t.what in self.names:
+            if t.what in self.ids:
                 array_HS[:, a:b] = part_HS
                 for result in ("out", "dq") if t.what == "q" else ("dkv",):
                     self.weights[result][t.slot][:, a:b] = 0
@@ -136,28 +136,28 @@ class SymbolicSlots:
                 array_HS[:, a:b] += part_HS  # type: ignore[misc]
 
     def _array(self, t: Transfer) -> NDArray[np.generic]:
-        group = self.names if t.what in self.names else self.weights
+        group = self.ids if t.what in self.ids else self.weights
         slots: Sequence[NDArray[np.generic]] = group[t.what]
         return slots[t.slot]
 
-    def met(self, task: Task, where: str) -> tuple[Ints, Ints]:
-        """The names of a task's queries and keys, head by head: each query head with the key head it shares."""
-        if not 0 <= task.q_slot < len(self.names["q"]) or not 0 <= task.kv_slot < len(self.names["kv"]):
+    def ids_of(self, task: Task, where: str) -> tuple[Ints, Ints]:
+        """The ids of a task's queries and keys, head by head: each query head with the key head it shares."""
+        if not 0 <= task.q_slot < len(self.ids["q"]) or not 0 <= task.kv_slot < len(self.ids["kv"]):
             raise PlanError(f"{where}: a task uses slots {task.q_slot} and {task.kv_slot}, which the plan does not have")
-        q_HS, k_HS = self.names["q"][task.q_slot], self.names["kv"][task.kv_slot]
+        q_HS, k_HS = self.ids["q"][task.q_slot], self.ids["kv"][task.kv_slot]
         if not len(k_HS) or len(q_HS) * self.heads.unit % len(k_HS):
             raise PlanError(f"{where}: {len(q_HS) * self.heads.unit} query heads cannot share {len(k_HS)} key heads evenly")
         return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
 
     def wrong_tokens(self, task: Task, first_heads: Mapping[Side, Ints]) -> Iterator[str]:
-        """Where the task records other tokens or heads than its slots hold. ``first_heads`` are the names of all
+        """Where the task records other tokens or heads than its slots hold. ``first_heads`` are the ids of all
         tokens."""
         sides: tuple[tuple[Side, int, SlotTokens | None, int], ...] = (
             ("q", task.q_slot, task.q_tokens, max((band.q1 for band in task.bands), default=0)),
             ("kv", task.kv_slot, task.kv_tokens, max((band.k1 for band in task.bands), default=0)),
         )
         for of, slot, recorded, rows in sides:
-            held_HS = self.names[of][slot]
+            held_HS = self.ids[of][slot]
             if recorded is None:
                 if slot != 0:
                     yield f"the task reads {of} slot {slot} and does not record which tokens it holds ({of}_tokens)"
@@ -181,11 +181,11 @@ class SymbolicSlots:
                 yield f"row {row} of {of} slot {slot} does not hold what the task records: {recorded_row}"
 
 
-def first_head_names(layout: Layout, heads: int) -> Ints:
-    """For each token, the name of its first head in the slot of its owner."""
+def first_head_ids(layout: Layout, heads: int) -> Ints:
+    """For each token, the id of its first head in slot 0 of its owner."""
     counts = np.array(layout.counts)
     owner = np.repeat(np.arange(layout.world), counts)
     row = np.arange(layout.length) - np.repeat(np.cumsum(counts) - counts, counts)
-    names = np.empty(layout.length, dtype=np.int64)
-    names[layout.order()] = ((owner * heads) << ROW_BITS) + row
-    return names
+    ids = np.empty(layout.length, dtype=np.int64)
+    ids[layout.order()] = ((owner * heads) << ROW_BITS) + row
+    return ids

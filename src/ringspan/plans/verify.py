@@ -1,18 +1,25 @@
-"""Prove a plan right from its data, by simulating the programs of all ranks with symbols in place of tensors.
+"""Check a plan from its data, by simulating the programs of all ranks in lock-step with integer ids in place of tensors.
 
-There are four proofs.
+There are five checks.
 
-*Contents*: every head of every row of every slot has the name of what it holds, and transfers copy names. So a task's
-bands can be written in the owners' rows and compared with the mask. Every visible pair must be computed exactly once
-for every query head, with the key head that it shares.
+*Messages*: in every step the sends from rank a to rank b match the receives of b from a, in order, kind and shape. No
+send is left over, and the rows and heads of every transfer lie in its slot.
 
-*Flow*: every task adds a random weight to each row it touches, and transfers of results and gradients add weights. In
-the end each owner must hold the sum of all weights that were added to its rows: nothing lost, nothing counted twice.
+*Contents*: every (row, head) of a slot holds the id of its content: owner rank, head and row. Transfers copy ids. So
+the bands of a task can be converted to the owners' rows and compared with the mask. Every visible pair must be computed
+exactly once for every query head, with the key head that it shares.
 
-*Races*: no slot is overwritten while a task or a message of the same step reads it, and no result is sent while a task
-still adds to it.
+*Flow*: every task adds a random 64-bit weight to all rows of each of its bands, per head, and transfers of outputs and
+gradients add weights. In the end each owner must hold the sum of all weights that were added to its rows: nothing is
+lost or counted twice. This check is randomised, with a fixed seed: an error passes with negligible probability.
+
+*Races*: within a step, no rows are overwritten that a task or a send reads, and no two receives overwrite the same
+rows. Nothing is received over the local rows of slot 0. No output or gradient is sent while a task or a receive adds to
+it.
 
 *Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
+
+Legend: H heads, S rows of a slot.
 """
 
 from __future__ import annotations
@@ -29,34 +36,37 @@ from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 from ringspan.plans.data import PHASES, Phase, RankPlan, Side, Step, Task, side
-from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_names, heads_of
+from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
 
 
-class Cells(NamedTuple):
-    """Bands that were computed, in the owners' rows, each for one query head and one key head."""
+class ComputedBands(NamedTuple):
+    """Bands that were computed, in the owners' rows, each for one query head and one key head.
 
-    q_place: Ints
-    k_place: Ints
+    ``q_owner_head`` is ``rank * heads + head`` of the owner, and ``k_owner_head`` likewise.
+    """
+
+    q_owner_head: Ints
+    k_owner_head: Ints
     bands: Table
 
 
 def verify(plans: Sequence[RankPlan]) -> None:
-    """Verify the plans of all ranks of a world, given in order. Raises :class:`PlanError` for the first proof that
+    """Verify the plans of all ranks of a world, given in order. Raises :class:`PlanError` for the first check that
     fails."""
     first = plans[0]
     if [p.rank for p in plans] != list(range(first.world)) or len({p.digest for p in plans}) != 1:
-        raise PlanError(f"verify needs the plans of all {first.world} ranks, in order and of one digest")
+        raise PlanError(f"verify needs the plans of all {first.world} ranks, in rank order and with equal digests")
     for p in plans:
-        _check_home(p)
+        _check_slot_0(p)
     heads = heads_of(plans)
     for phase in PHASES:
-        cells, wrong_tokens = _simulate(plans, heads, phase)
-        _check_cells(first, heads, cells, phase)
+        computed, wrong_tokens = _simulate(plans, heads, phase)
+        _check_computed(first, heads, computed, phase)
         if wrong_tokens:
             raise PlanError(wrong_tokens[0])
 
 
-def _check_home(plan: RankPlan) -> None:
+def _check_slot_0(plan: RankPlan) -> None:
     """Slot 0 must hold the rank's own tokens, with all heads."""
     for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
         if not slots or slots[0].rows != rows or slots[0].heads is not None:
@@ -71,31 +81,35 @@ class _ExpectedWeights:
         self.start = np.concatenate([[0], np.cumsum(np.repeat(rows, heads))])
         self.total = np.zeros(self.start[-1], dtype=np.uint64)
 
-    def add(self, names: Ints, weight: np.uint64) -> None:
-        self.total[self.start[names >> ROW_BITS] + (names & ((1 << ROW_BITS) - 1))] += weight
+    def add(self, ids: Ints, weight: np.uint64) -> None:
+        self.total[self.start[ids >> ROW_BITS] + (ids & ((1 << ROW_BITS) - 1))] += weight
 
     def of(self, rank: int) -> NDArray[np.uint64]:
         first, last = self.start[rank * self.heads], self.start[(rank + 1) * self.heads]
         return self.total[first:last].reshape(self.heads, -1)
 
 
-def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[list[Cells], list[str]]:
-    """Run all ranks in step. Returns what they computed, and where a task records other tokens than its slots hold."""
+def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[list[ComputedBands], list[str]]:
+    """Run all ranks in lock-step.
+
+    Returns the bands they computed, and the errors of tasks whose recorded tokens differ from the content of their
+    slots.
+    """
     first_heads: dict[Side, Ints] = {
-        "q": first_head_names(plans[0].q_layout, heads.q),
-        "kv": first_head_names(plans[0].kv_layout, heads.kv),
+        "q": first_head_ids(plans[0].q_layout, heads.q),
+        "kv": first_head_ids(plans[0].kv_layout, heads.kv),
     }
     wrong_tokens: list[str] = []
     ranks = [SymbolicSlots(plan, heads) for plan in plans]
     rng = np.random.default_rng(0)
     results = ("out",) if phase == "forward" else ("dq", "dkv")
-    due = {
+    expected_weights = {
         "q": _ExpectedWeights([p.q_rows for p in plans], heads.q),
         "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv),
     }
-    cells: list[Cells] = []
+    computed: list[ComputedBands] = []
     for n in range(max(len(p.program.steps(phase)) for p in plans)):
-        mail: dict[tuple[int, int], list[tuple[str, NDArray[np.generic]]]] = {}
+        in_flight: dict[tuple[int, int], list[tuple[str, NDArray[np.generic]]]] = {}
         steps = [p.program.steps(phase)[n] if n < len(p.program.steps(phase)) else Step() for p in plans]
         for r, step in zip(ranks, steps, strict=True):
             where = f"{phase} step {n} on rank {r.plan.rank}"
@@ -103,36 +117,43 @@ def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[li
                 r.check(t, where)
             _check_races(r, step, where)
             for t in step.sends:
-                mail.setdefault((r.plan.rank, t.peer), []).append((t.what, r.read(t, where).copy()))
+                in_flight.setdefault((r.plan.rank, t.peer), []).append((t.what, r.read(t, where).copy()))
         for r, step in zip(ranks, steps, strict=True):
             for task in step.tasks:
                 where = f"{phase} step {n} on rank {r.plan.rank}"
-                cells += _compute(r, task, where)
-                _weigh(r, task, results, due, rng)
+                computed += _bands_at_owners(r, task, where)
+                _add_weights(r, task, results, expected_weights, rng)
                 wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, first_heads)]
         for r, step in zip(ranks, steps, strict=True):
             for t in step.recvs:
                 where = f"{phase} step {n} on rank {r.plan.rank}"
-                queue = mail.get((t.peer, r.plan.rank))
+                queue = in_flight.get((t.peer, r.plan.rank))
                 if not queue:
-                    raise PlanError(f"{where}: waits for {t.what} from rank {t.peer}, which sends none")
+                    raise PlanError(
+                        f"{where}: receives {t.what} from rank {t.peer}, which has no further send to it in this step"
+                    )
                 what, message = queue.pop(0)
                 if (what, message.shape) != (t.what, r.shape(t)):
                     expected, came = _size(r.shape(t), heads), _size(message.shape, heads)
-                    raise PlanError(f"{where}: expects {expected} of {t.what} from rank {t.peer}, which sends {came} of {what}")
+                    raise PlanError(
+                        f"{where}: expects {expected} of {t.what} next from rank {t.peer}, which sends {came} of {what}"
+                    )
                 r.write(t, message)
-        for (source, target), queue in mail.items():
+        for (source, target), queue in in_flight.items():
             if queue:
                 raise PlanError(
                     f"{phase} step {n}: rank {source} sends {queue[0][0]} to rank {target}, which does not receive it"
                 )
     for r in ranks:
         for what in results:
-            lacking = (r.weights[what][0] != due[side(what)].of(r.plan.rank)).any(axis=0)
-            if lacking.any():
-                row = int(np.flatnonzero(lacking)[0])
-                raise PlanError(f"{phase}: not all {what} of row {row} gets home to rank {r.plan.rank}, or some of it twice")
-    return cells, wrong_tokens
+            wrong_rows = (r.weights[what][0] != expected_weights[side(what)].of(r.plan.rank)).any(axis=0)
+            if wrong_rows.any():
+                row = int(np.flatnonzero(wrong_rows)[0])
+                raise PlanError(
+                    f"{phase}: the {what} of local row {row} on rank {r.plan.rank} is incomplete or counted twice after the "
+                    "last step"
+                )
+    return computed, wrong_tokens
 
 
 def _size(shape: tuple[int, ...], heads: Heads) -> str:
@@ -148,7 +169,7 @@ def _check_races(r: SymbolicSlots, step: Step, where: str) -> None:
     for t in step.recvs:
         if t.what in ("q", "kv"):
             if t.slot == 0:
-                raise PlanError(f"{where}: receives {t.what} into slot 0, which is home to the rank's own")
+                raise PlanError(f"{where}: receives {t.what} into slot 0, which is reserved for the rank's local rows")
             for head in range(*r.span(t)):
                 arriving.setdefault((t.what, t.slot, head), []).extend(t.rows)
         if t.what in ("q", "kv") and (t.what, t.slot) in busy | sent:
@@ -159,27 +180,29 @@ def _check_races(r: SymbolicSlots, step: Step, where: str) -> None:
         raise PlanError(f"{where}: sends {what} of slot {slot} while a task still writes it")
     for (of, slot, _), rows in arriving.items():
         if any(stop > start for (_, stop), (start, _) in pairwise(sorted(rows))):
-            raise PlanError(f"{where}: receives two {of} into the same rows of slot {slot}")
+            raise PlanError(f"{where}: two receives of {of} overlap in slot {slot}")
 
 
-def _compute(r: SymbolicSlots, task: Task, where: str) -> list[Cells]:
+def _bands_at_owners(r: SymbolicSlots, task: Task, where: str) -> list[ComputedBands]:
     """A task's bands in the owners' rows, head by head."""
-    q_HS, k_HS = r.met(task, where)
+    q_HS, k_HS = r.ids_of(task, where)
     bands = np.array(task.bands, dtype=np.int64).reshape(-1, 6)
     tight = tables.tighten(bands)
     outside = (bands[:, [Q0, K0]] < 0).any() or (bands[:, Q1] > q_HS.shape[1]).any() or (bands[:, K1] > k_HS.shape[1]).any()
-    if outside or not np.array_equal(tight, bands):
-        raise PlanError(f"{where}: a band lies outside its slots, or is not tight")
-    cells = [_cells(bands, q_names, k_names) for q_names, k_names in zip(q_HS, k_HS, strict=True)]
-    if any((c.q_place == NOTHING).any() or (c.k_place == NOTHING).any() for c in cells):
+    if outside:
+        raise PlanError(f"{where}: a band lies outside the rows of its slots")
+    if not np.array_equal(tight, bands):
+        raise PlanError(f"{where}: the bounds of a band are not minimal (see ringspan.masks.table.tighten)")
+    computed = [_split_at_owner_rows(bands, q_ids, k_ids) for q_ids, k_ids in zip(q_HS, k_HS, strict=True)]
+    if any((c.q_owner_head == NOTHING).any() or (c.k_owner_head == NOTHING).any() for c in computed):
         raise PlanError(f"{where}: a task reads rows that hold nothing yet")
-    return cells
+    return computed
 
 
-def _cells(bands: Table, q_names: Ints, k_names: Ints) -> Cells:
-    """The bands, cut where rows that are adjacent in a slot are not adjacent at their owner."""
-    q_at, q_end, q_place, q_row = _runs(q_names)
-    k_at, k_end, k_place, k_row = _runs(k_names)
+def _split_at_owner_rows(bands: Table, q_ids: Ints, k_ids: Ints) -> ComputedBands:
+    """The bands, split where rows that are adjacent in a slot are not adjacent at their owner."""
+    q_at, q_end, q_owner_head, q_row = _runs(q_ids)
+    k_at, k_end, k_owner_head, k_row = _runs(k_ids)
     i, q = tables.overlapping(bands[:, Q0], bands[:, Q1], q_at, q_end)
     band = bands[i]
     band[:, Q0], band[:, Q1] = np.maximum(band[:, Q0], q_at[q]), np.minimum(band[:, Q1], q_end[q])
@@ -189,53 +212,61 @@ def _cells(bands: Table, q_names: Ints, k_names: Ints) -> Cells:
     band, kept = tables.tighten_indexed(band)
     q, k = q[kept], k[kept]
     dq, dk = q_row[q] - q_at[q], k_row[k] - k_at[k]
-    return Cells(q_place[q], k_place[k], band + np.stack([dq, dq, dk, dk, dk - dq, dk - dq], axis=1))
+    at_owners = band + np.stack([dq, dq, dk, dk, dk - dq, dk - dq], axis=1)
+    return ComputedBands(q_owner_head[q], k_owner_head[k], at_owners)
 
 
-def _runs(names: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Runs of rows that are adjacent at their owner: first row and end in the slot, place, first row at the owner."""
-    if not len(names):
-        return names, names, names, names
-    first = np.flatnonzero(np.concatenate([[True], (np.diff(names) != 1) | (names[1:] == NOTHING) | (names[:-1] == NOTHING)]))
-    head = names[first]
-    place = np.where(head == NOTHING, NOTHING, head >> ROW_BITS)
-    return first, np.append(first[1:], len(names)), place, head & ((1 << ROW_BITS) - 1)
+def _runs(ids: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Runs of rows that are adjacent at their owner.
+
+    Returns for each run: start and stop in the slot, ``rank * heads + head`` of the owner, start at the owner.
+    """
+    if not len(ids):
+        return ids, ids, ids, ids
+    first = np.flatnonzero(np.concatenate([[True], (np.diff(ids) != 1) | (ids[1:] == NOTHING) | (ids[:-1] == NOTHING)]))
+    first_ids = ids[first]
+    owner_head = np.where(first_ids == NOTHING, NOTHING, first_ids >> ROW_BITS)
+    return first, np.append(first[1:], len(ids)), owner_head, first_ids & ((1 << ROW_BITS) - 1)
 
 
-def _weigh(
+def _add_weights(
     r: SymbolicSlots,
     task: Task,
     results: Sequence[str],
-    due: dict[str, _ExpectedWeights],
+    expected: dict[str, _ExpectedWeights],
     rng: np.random.Generator,
 ) -> None:
-    """Add a random weight to every head of every row that the task touches, and to what its owner must get."""
+    """Add a random weight to all rows of each band, per head, and the same weight to the owner's expected sum."""
     for result in results:
         of = side(result)
         slot = task.kv_slot if of == "kv" else task.q_slot
-        names_HS = r.names[of][slot]
+        ids_HS = r.ids[of][slot]
         for band in task.bands:
             a, b = (band.k0, band.k1) if of == "kv" else (band.q0, band.q1)
-            for head, names in enumerate(names_HS[:, a:b]):
+            for head, ids in enumerate(ids_HS[:, a:b]):
                 weight = rng.integers(1, 2**62, dtype=np.uint64)
                 r.weights[result][slot][head, a:b] += weight
-                due[of].add(names, weight)
+                expected[of].add(ids, weight)
 
 
-def _check_cells(plan: RankPlan, heads: Heads, computed: list[Cells], phase: Phase) -> None:
+def _check_computed(plan: RankPlan, heads: Heads, computed: list[ComputedBands], phase: Phase) -> None:
     """What was computed must be what is visible, for every query head: no pair twice, none that is masked, none
-    missing."""
+    missing. Pairs are counted once for each head that ``heads`` distinguishes."""
     world = plan.world
-    seen = cut(plan.mask, plan.q_layout.pieces, plan.kv_layout.pieces)
-    wanted = np.concatenate([_apart(seen.q_rank, seen.k_rank, head, seen.bands, world, heads) for head in range(heads.q)])
+    visible = cut(plan.mask, plan.q_layout.pieces, plan.kv_layout.pieces)
+    wanted = np.concatenate(
+        [_disjoint_table(visible.q_rank, visible.k_rank, head, visible.bands, world, heads) for head in range(heads.q)]
+    )
     parts = [tables.EMPTY]
-    for cells in computed:
-        (q_rank, q_head), (k_rank, k_head) = np.divmod(cells.q_place, heads.q), np.divmod(cells.k_place, heads.kv)
+    for part in computed:
+        (q_rank, q_head), (k_rank, k_head) = np.divmod(part.q_owner_head, heads.q), np.divmod(part.k_owner_head, heads.kv)
         mismatched = np.flatnonzero(q_head // heads.shared != k_head)
         if len(mismatched):
             q, k = int(q_head[mismatched[0]]), int(k_head[mismatched[0]])
-            raise PlanError(f"{phase}: query head {q * heads.unit} meets key head {k}, not {q // heads.shared}")
-        parts.append(_apart(q_rank, k_rank, q_head, cells.bands, world, heads))
+            raise PlanError(
+                f"{phase}: query head {q * heads.unit} is computed with key head {k} instead of {q // heads.shared}"
+            )
+        parts.append(_disjoint_table(q_rank, k_rank, q_head, part.bands, world, heads))
     done = np.concatenate(parts)
     i, j = tables.overlapping(done[:, Q0], done[:, Q1], done[:, Q0], done[:, Q1])
     i, j = i[i < j], j[i < j]
@@ -244,25 +275,26 @@ def _check_cells(plan: RankPlan, heads: Heads, computed: list[Cells], phase: Pha
         raise PlanError(f"{phase}: {_pair(plan, heads, twice[0])} is computed twice")
     extra = int(tables.area(done).sum() - tables.area(tables.intersect(done, wanted)).sum())
     if extra:
-        raise PlanError(f"{phase}: {extra} pairs are computed that the mask does not show")
+        raise PlanError(f"{phase}: {extra} masked (query, key) pairs are computed")
     missing = int(tables.area(wanted).sum() - tables.area(done).sum())
     if missing:
-        raise PlanError(f"{phase}: {missing} pairs that the mask shows are not computed")
+        raise PlanError(f"{phase}: {missing} visible (query, key) pairs are not computed")
 
 
-def _apart(q_rank: Ints, k_rank: Ints, q_head: Ints | int, bands: Table, world: int, heads: Heads) -> Table:
-    """One table for all pairs of ranks and all heads. Each has query rows of its own, so that they never overlap."""
-    far = ((q_rank * world + k_rank) * heads.q + q_head) << ROW_BITS
+def _disjoint_table(q_rank: Ints, k_rank: Ints, q_head: Ints | int, bands: Table, world: int, heads: Heads) -> Table:
+    """One table for all pairs of ranks and all heads. Each (query rank, key rank, head) gets a disjoint range of query
+    indices, so that bands of different ones cannot overlap."""
+    offset = ((q_rank * world + k_rank) * heads.q + q_head) << ROW_BITS
     out = bands.copy()
-    out[:, [Q0, Q1]] += far[:, None]
-    out[:, [LO, HI]] -= far[:, None]
+    out[:, [Q0, Q1]] += offset[:, None]
+    out[:, [LO, HI]] -= offset[:, None]
     return out
 
 
 def _pair(plan: RankPlan, heads: Heads, band: Ints) -> str:
-    apart, row = divmod(int(band[Q0]), 1 << ROW_BITS)
-    pair, head = divmod(apart, heads.q)
-    q_rank, k_rank = divmod(pair, plan.world)
+    index, row = divmod(int(band[Q0]), 1 << ROW_BITS)
+    rank_pair, head = divmod(index, heads.q)
+    q_rank, k_rank = divmod(rank_pair, plan.world)
     k = max(int(band[K0]), int(band[Q0] + band[LO]))
     of_head = "" if heads == (1, 1, 1) else f" of head {head * heads.unit}"
     return f"query {plan.q_layout.positions(q_rank)[row]} × key {plan.kv_layout.positions(k_rank)[k]}{of_head}"
