@@ -1,7 +1,8 @@
-"""Timings for every field of :class:`~ringspan.costs.Hardware`: jobs for workers, and the figures that follow from them.
+"""Measurements that :class:`~ringspan.costs.Hardware` is fitted to: kernels, copies and, with several processes, messages and
+overlap.
 
 A *round* times everything on all ranks at the same time, as in real work: processes on one machine share its caches and its
-memory. The fastest of several rounds counts: other processes can only make a round slower.
+memory. For each quantity the shortest time of all rounds counts: other processes can only make it longer.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ Seconds = NDArray[np.float64]
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
 # Bytes of the copied tensor, half of which are packed and unpacked. A GPU needs more of them than a CPU.
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
-# Replays in a row on a GPU. The least difference of two times: noise may make a smaller or negative one.
-AHEAD = 10
-LEAST = 1e-6
+GRAPH_REPLAYS = 10
+MIN_SECONDS = 1e-6  # noise can make the difference of two timings smaller or negative
 # Processor time leaves out other processes on a loaded machine. A worker computes in one thread.
 CLOCK = time.thread_time
 
@@ -78,11 +78,11 @@ def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], fl
 
 def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
     """Forward and backward of the engine, including its own work around the kernel."""
-    forward, backward = _step(probes, mask)
+    forward, backward = _forward_and_backward(probes, mask)
     backward(forward())  # warm-up: allocates memory and may compile
     if probes.device == "cuda":  # one graph holds forward, another forward and backward
-        ahead, both = (time_on_device(f) for f in (forward, lambda: backward(forward())))
-        return ahead, max(both - ahead, LEAST)
+        forward_s, both = (time_on_device(f) for f in (forward, lambda: backward(forward())))
+        return forward_s, max(both - forward_s, MIN_SECONDS)
     seconds, out = time_together(forward, CLOCK)
     return seconds, time_together(lambda: backward(out), CLOCK)[0]
 
@@ -106,7 +106,7 @@ def time_message(size: int) -> float:
 
 def time_both(probes: Probes, size: int) -> list[float]:
     """Computing alone, a message alone, and both at once."""
-    forward, _ = _step(probes, rs.full(probes.tokens[-1]))
+    forward, _ = _forward_and_backward(probes, rs.full(probes.tokens[-1]))
     send, wait = _exchange(size)
 
     def both() -> None:
@@ -117,7 +117,7 @@ def time_both(probes: Probes, size: int) -> list[float]:
     return [time_together(f)[0] for f in (forward, lambda: wait(send()), both)]
 
 
-def _step(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
+def _forward_and_backward(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
     shape = probes.shape
     options: dict[str, Any] = {"device": probes.device, "dtype": getattr(torch, shape.dtype)}
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -153,7 +153,7 @@ def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]],
 
 
 def time_together(f: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
-    """Seconds when all ranks begin at the same time, and the result."""
+    """Run ``f`` after a barrier. Returns seconds and the result."""
     if dist.is_initialized():
         dist.barrier()
     start = clock()
@@ -167,11 +167,11 @@ def time_on_device(f: Callable[[], Any]) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
     start.record()
-    for _ in range(AHEAD):
+    for _ in range(GRAPH_REPLAYS):
         replay()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / AHEAD * 1e-3
+    return start.elapsed_time(stop) / GRAPH_REPLAYS * 1e-3
 
 
 def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:
@@ -189,7 +189,10 @@ def kernel_of(rounds: Sequence[Round], probes: Probes) -> FittedKernel:
 
 
 def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardware:
-    """The kernels of this GPU. Links and overlap, which one GPU cannot measure, are those of ``like``."""
+    """Hardware with this GPU's kernel speed, copy speed and memory.
+
+    Links and overlap, which one GPU cannot measure, are those of ``like``.
+    """
     kernel = kernel_of(rounds, probes)
     device, shape = torch.cuda.get_device_properties(probes.device), probes.shape
     return replace(
@@ -234,6 +237,6 @@ def _copy_rate(rounds: Sequence[Round], probes: Probes) -> float:
 
 
 def fastest(rounds: Sequence[Seconds]) -> Seconds:
-    """The slowest rank of each round (ranks are the first dim), and of these times the shortest."""
+    """Maximum over ranks (axis 0), then minimum over rounds, for each quantity."""
     least: Seconds = np.min([seconds.max(axis=0) for seconds in rounds], axis=0)
     return least

@@ -41,7 +41,7 @@ class Cost:
 
     @property
     def exposed_s(self) -> float:
-        """How long the slowest rank waits for messages, or copies and merges what they brought."""
+        """The largest time that a rank spends beyond computing: waiting, copying, merging, being slowed down by messages."""
         return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
 
 

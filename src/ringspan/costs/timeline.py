@@ -1,17 +1,18 @@
 """The timeline of all ranks: when each begins and ends each step, computing while messages are under way.
 
-A step of a rank begins when its previous step has ended. A message starts when both sides have posted it. All messages
-that a rank sends over a link share that link, and so do all that it receives. The step ends when its tasks are computed
-and its messages have arrived::
+A step of a rank begins when its previous step has ended. The messages of a rank in a step start together, when the rank
+and all its peers of that step have begun the step. All messages that a rank sends over a link share that link, and so do
+all that it receives. The step ends after its tasks and its own wire time (latency and transfer), and then packing,
+unpacking and merging. Congestion at a peer is not modelled::
 
     rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
-             |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  the dots are exposed
+             |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  dots: exposed time
 
-This is a machine with an ``overlap`` of 1. Where it is less, computing and sending slow each other down, and the step
-is longer by the share ``1 - overlap`` of the shorter of the two. Packing, unpacking and merging overlap with nothing.
+The drawing assumes an ``overlap`` of 1. For a smaller overlap, computing and sending slow each other down, and the step
+is extended by ``(1 - overlap) * min(compute, wire)``. Packing, unpacking and merging overlap with nothing.
 
-Where there are too many ranks, a sample of them is simulated. A peer outside the sample keeps pace with the nearest
-rank in it.
+The caller may pass a sample of the ranks (planner/samples.py). A peer outside the sample is assumed to have the timeline
+of the sampled rank with the nearest number.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Timeline(NamedTuple):
 
 def simulate(loads: Loads, overlap: float) -> Timeline:
     """The timeline of all ranks through all steps."""
-    longer = (1 - overlap) * np.minimum(loads.computing, loads.wire) + loads.copying
+    extra = (1 - overlap) * np.minimum(loads.computing, loads.wire) + loads.copying
     begin, computed, end = (np.zeros_like(loads.computing) for _ in range(3))
     now = np.zeros(len(loads.computing))
     for n in range(loads.computing.shape[1]):
@@ -72,7 +73,7 @@ def simulate(loads: Loads, overlap: float) -> Timeline:
         np.maximum.at(posted, row, now[peer])
         begin[:, n] = now
         computed[:, n] = now + loads.computing[:, n]
-        now = np.maximum(computed[:, n], np.where(loads.wire[:, n] > 0, posted + loads.wire[:, n], 0.0)) + longer[:, n]
+        now = np.maximum(computed[:, n], np.where(loads.wire[:, n] > 0, posted + loads.wire[:, n], 0.0)) + extra[:, n]
         end[:, n] = now
     return Timeline(begin, computed, end)
 

@@ -1,12 +1,14 @@
 """The executor: a generator for the forward pass of one rank, and one for its backward pass.
 
-They run the steps of a plan and yield the exchanges they need to a transport. In every step messages travel while the kernel
-computes::
+They run the steps of a plan. Each yields its exchanges, and the transport that drives the generator performs them. The
+messages of a step overlap with its kernel calls. A step without remote messages yields nothing::
 
     yield PostExchange ──► kernel, accumulate ──► yield WaitExchange ──► apply what has arrived
 
-Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim, F = D + E: the
-key and the value of a token are one row, which is sent without packing.
+Slots and messages are rows first (S, B, H, D). Kernels get (B, H, S, D) views. Key and value of a token are stored in one
+row, so a contiguous range of rows with all heads is sent without a copy.
+
+Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim, F = D + E.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The slots of a rank while it executes a plan: buffers of rows, and how transfers read and write them.
 
-Legend: rows first everywhere. S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim.
+Slots and messages are rows first, (rows, batch, heads, dim).
+
+Legend: S rows, B batch, H heads, E value dim.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Slots:
         return PostExchange(label, tuple(sends), tuple(recvs))
 
     def apply_arrivals(self) -> None:
-        """Write what has arrived into the slots, and release its buffers."""
+        """Copy, merge or add the messages that were not received in place, reset the accumulators of overwritten rows, and
+        release the temporary buffers."""
         arrived, self._arriving = self._arriving, []
         for t, message in arrived:
             if t.what in self.rows:

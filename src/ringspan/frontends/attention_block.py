@@ -158,9 +158,9 @@ class AttentionMode(AttentionCatcher):
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
-        self._mask, self._mask_name, self._is_settled = mask, mask.name, mask.predicate is not None
+        self._mask, self._mask_name, self._mask_has_predicate = mask, mask.name, mask.predicate is not None
         # Whether a mask_mod is causal is computed when a call first asks: it evaluates every pair.
-        self._mask_is_causal = None if self._is_settled else mask.is_causal
+        self._mask_is_causal = None if self._mask_has_predicate else mask.is_causal
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:

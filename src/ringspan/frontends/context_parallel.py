@@ -1,4 +1,4 @@
-"""ContextParallel: shard a sequence over a group, attend over all of it, and unshard it."""
+"""ContextParallel: shard a sequence over a group, attend over all of it, and gather it again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Of = Literal["q", "kv"]
 
 
 class ContextParallel(AttentionMode):
-    """A sequence split over the ranks of a group, and the mask of its attention.
+    """A sequence split over the ranks of a group, and its attention mask.
 
     ::
 
@@ -52,11 +52,13 @@ class ContextParallel(AttentionMode):
         loss.backward()
         cp.sum_gradients(model.parameters())
 
-    Every attention call in the block has the mask given here; a call with arguments that contradict it raises. The block holds
-    for the thread that entered it. Blocks nest, and the innermost one applies. Leaving a block undoes all that it changed.
+    ``F.scaled_dot_product_attention`` calls in the block use this mask; a call whose arguments contradict it raises. A
+    ``flex_attention`` call with a ``block_mask`` uses that mask, on this layout. The mode is thread-local. Blocks nest, and the
+    innermost one applies. On exit the mode is removed. (The wrapper around ``flex_attention`` stays installed. It does nothing
+    outside a block.)
 
-    Strategy and layout are chosen before there are tensors: ``hardware`` and ``shape`` say what to choose them for, as in
-    :func:`ringspan.plan`.
+    Strategy and layout are chosen by the constructor, before there are tensors. Pass ``hardware`` and ``shape`` to choose for
+    your machine and model, as in :func:`ringspan.plan`.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ContextParallel(AttentionMode):
             shape=shape,
         )
         super().__init__(mask)
-        self._strategy, self._layout_asked, self._kv_layout_asked = strategy, layout, kv_layout
+        self._strategy, self._requested_layout, self._requested_kv_layout = strategy, layout, kv_layout
         self._hardware, self._shape = hardware, shape
         self._handle = registered_handle(self.plan, self.group, backend)
         self._handle_name = f"{self._handle.id}"
@@ -131,7 +133,7 @@ class ContextParallel(AttentionMode):
                 cp = upcoming.result()
 
         Strategy and layout are those given to this object; ``"auto"`` chooses again, for the new mask. Planning needs no
-        communication and depends on the mask alone, so the ranks make plans that fit together whenever their threads run. An
+        communication: it is deterministic in the mask and the arguments of this object, which must be equal on all ranks. An
         error in the mask is raised by ``result()``.
         """
         planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringspan-plan")
@@ -141,8 +143,8 @@ class ContextParallel(AttentionMode):
                 self.group,
                 mask,
                 strategy=self._strategy,
-                layout=self._layout_asked,
-                kv_layout=self._kv_layout_asked,
+                layout=self._requested_layout,
+                kv_layout=self._requested_kv_layout,
                 hardware=self._hardware,
                 shape=self._shape,
                 backend=self.backend,
@@ -153,9 +155,10 @@ class ContextParallel(AttentionMode):
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
 
     def shard(self, *trees: Any, dim: int, of: Of = "q") -> Any:
-        """This rank's tokens of whole sequences, as new tensors. Takes tensors, and nested lists, tuples and dicts of them.
+        """Select this rank's tokens from whole sequences, as new tensors.
 
-        ``dim`` is the sequence dim of each tensor; ``of="kv"`` shards keys of a sequence of their own (cross-attention).
+        ``dim`` is the sequence dim of each tensor; ``of="kv"`` uses the layout of the keys (cross-attention).
+        Takes tensors, and nested lists, tuples and dicts of them.
         Leaves that are not tensors are left as they are. One argument gives one result, several give a tuple.
         """
         layout = self._layout(of)
@@ -221,11 +224,11 @@ class ContextParallel(AttentionMode):
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-        """What ``F.scaled_dot_product_attention`` does inside the block; see :func:`ringspan.attention`."""
+        """Called for ``F.scaled_dot_product_attention`` inside the block; see :func:`ringspan.attention`."""
         if scale is None and not any_dtensor(q, k, v):  # the common case
             return attend(self._handle, q, k, v).out
         handle = self._handle
-        if self._is_settled and is_dtensor(q):
+        if self._mask_has_predicate and is_dtensor(q):
             from ringspan.frontends.dtensor.offsets import extents_of
 
             handle = self._shard_handle(extents_of(q), self._handle_name)
@@ -253,7 +256,7 @@ class ContextParallel(AttentionMode):
         *,
         return_aux: AuxRequest | None = None,
     ) -> FlexResult:
-        """What PyTorch's ``flex_attention`` does inside the block; see :func:`ringspan.flex_attention`.
+        """Called for PyTorch's ``flex_attention`` inside the block; see :func:`ringspan.flex_attention`.
 
         A BlockMask of the whole sequence is planned on this layout when it is first used; without one the mask is that of the
         block.
@@ -283,8 +286,10 @@ class ContextParallel(AttentionMode):
         For selective checkpointing, ``context_fn=partial(cp.checkpoint_context, policy)``: a policy that saves
         ``torch.ops.ringspan.attend.default`` saves computing and communicating attention a second time.
         """
-        first, again = (nullcontext(), nullcontext()) if policy is None else create_selective_checkpoint_contexts(policy)
-        return first, _both(self, again)
+        forward_context, recompute_context = (
+            (nullcontext(), nullcontext()) if policy is None else create_selective_checkpoint_contexts(policy)
+        )
+        return forward_context, _both(self, recompute_context)
 
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
@@ -297,9 +302,9 @@ class ContextParallel(AttentionMode):
         (:meth:`sum_gradients`, or any all-reduce with SUM), or give ``grads="averaged"`` if DDP or FSDP averages them over
         these ranks.
 
-        Several batches to one step of the optimiser: see :meth:`sum`.
+        For gradient accumulation over several batches see :meth:`sum`.
         """
-        x = _wide(x)
+        x = _at_least_float32(x)
         weights = torch.ones_like(x) if weights is None else check_weights(weights, x)
         groups = self._ranks(over)
         return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
@@ -310,7 +315,7 @@ class ContextParallel(AttentionMode):
         The mean over several batches is not the mean of their means if they have different numbers of tokens. Accumulate
         ``cp.sum(losses) / total`` instead, with ``total`` the number of tokens with a weight in all of them.
         """
-        return sum_of_shares(_wide(x).sum(), self._ranks(over), grads)
+        return sum_of_shares(_at_least_float32(x).sum(), self._ranks(over), grads)
 
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
         """Sum the gradients of parameters that all ranks share, in at least float32. A gradient that is missing on this rank is
@@ -321,7 +326,7 @@ class ContextParallel(AttentionMode):
         return [self.group] if over is None else groups_of(over)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """The object itself: a copy of a model runs on the same ranks."""
+        """Returns self: copies of a model share the ContextParallel object."""
         return self
 
     def __reduce__(self) -> Any:
@@ -339,19 +344,19 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroupTransport, layout: Layout, dim: int, grad: str) -> Tensor:
         ctx.group, ctx.layout, ctx.dim, ctx.grad = group, layout, dim, grad
         parts = group.all_gather_rows(x.movedim(dim, 0).contiguous(), layout.counts, label="unshard")
-        back = torch.from_numpy(layout.order()).to(x.device).argsort()
-        return torch.cat(parts).index_select(0, back).movedim(0, dim)
+        inverse_order = torch.from_numpy(layout.order()).to(x.device).argsort()
+        return torch.cat(parts).index_select(0, inverse_order).movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, whole: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         if ctx.grad == "partial":
-            whole = ctx.group.all_reduce_sum(whole.contiguous())
-        mine = torch.from_numpy(ctx.layout.positions(ctx.group.rank)).to(whole.device)
-        return whole.index_select(ctx.dim, mine), None, None, None, None
+            grad_output = ctx.group.all_reduce_sum(grad_output.contiguous())
+        mine = torch.from_numpy(ctx.layout.positions(ctx.group.rank)).to(grad_output.device)
+        return grad_output.index_select(ctx.dim, mine), None, None, None, None
 
 
-def _wide(x: Tensor) -> Tensor:
-    """At least float32: float16 cannot count past 2048, bfloat16 not past 256."""
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Validate x and cast it to at least float32: float16 and bfloat16 represent integers exactly only up to 2048 and 256."""
     if not isinstance(x, Tensor):
         raise InputError(f"the values must be a tensor, of this rank's tokens; got {type(x).__name__}")
     if is_dtensor(x):

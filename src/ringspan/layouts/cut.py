@@ -1,6 +1,8 @@
-"""Cut a mask along layouts: the bands between the queries of some spans and the keys of others, in local rows of the ranks.
+"""Intersect a mask with a query layout and a key layout. The result is bands in local rows of the ranks.
 
-This is the only place where global tokens become local rows. It costs O(bands that overlap), never O(tokens).
+Bands are converted from global tokens to local rows only here. The cost is proportional to the number of overlapping
+(span, band, span) triples. Exception: if query and key spans have different steps, strided spans are split into single
+tokens, which costs O(tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 
 
 class Tiles(NamedTuple):
-    """Bands in local rows: those of rank ``q_rank`` for queries, of rank ``k_rank`` for keys."""
+    """Band i relates local query rows of rank ``q_rank[i]`` to local key rows of rank ``k_rank[i]``."""
 
     q_rank: Ints
     k_rank: Ints
@@ -31,19 +33,19 @@ class Tiles(NamedTuple):
 def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
     """The bands between the given pieces of queries and the given pieces of keys."""
     queries, keys = _same_step(queries, keys)
-    # queries × bands that overlap them, then × keys that overlap the keys of these
+    # Join query spans with bands, then the clipped bands with key spans.
     q, b = tables.overlapping(*queries.extent, mask.table[:, Q0], mask.table[:, Q1])
-    band, kept = tables.tighten_indexed(_rows_within(mask.table[b], queries, q))
+    band, kept = tables.tighten_indexed(_clip_queries(mask.table[b], queries, q))
     q = q[kept]
     i, k = tables.overlapping(band[:, K0], band[:, K1], *keys.extent)
     q, band = q[i], band[i]
-    local, kept = tables.tighten_indexed(_localise(band, queries, q, keys, k))
+    local, kept = tables.tighten_indexed(_to_local_rows(band, queries, q, keys, k))
     return Tiles(queries.owner[q[kept]], keys.owner[k[kept]], local)
 
 
 @cache_by_digest(64)
 def areas(mask: Mask, layout: Layout) -> Ints:
-    """How many pairs each rank computes when it owns the queries of its spans."""
+    """Visible pairs per rank, if each rank computes the rows of its own queries."""
     everything = Pieces(*(np.array([x], dtype=np.int64) for x in (0, 0, mask.lengths[1], 1, 0)))
     tiles = cut(mask, layout.pieces, everything)
     total = np.zeros(layout.world, dtype=np.int64)
@@ -53,12 +55,12 @@ def areas(mask: Mask, layout: Layout) -> Ints:
 
 
 def balance(mask: Mask, layout: Layout) -> float:
-    """The largest rank's share of the work over the mean share: 1.0 is perfect, ``world`` is one rank with all the work."""
+    """Maximum over mean of the pairs per rank: 1.0 is balanced, ``world`` is one rank with all the work."""
     per_rank = areas(mask, layout)
     return float(per_rank.max() * layout.world / per_rank.sum()) if per_rank.sum() else 1.0
 
 
-def _rows_within(band: Table, queries: Pieces, q: Ints) -> Table:
+def _clip_queries(band: Table, queries: Pieces, q: Ints) -> Table:
     start, stop = queries.extent
     band = band.copy()
     band[:, Q0] = np.maximum(band[:, Q0], start[q])
@@ -66,11 +68,11 @@ def _rows_within(band: Table, queries: Pieces, q: Ints) -> Table:
     return band
 
 
-def _localise(band: Table, queries: Pieces, q: Ints, keys: Pieces, k: Ints) -> Table:
-    """Rewrite global bands in local rows: query ``start + i * step`` is row ``at + i``.
+def _to_local_rows(band: Table, queries: Pieces, q: Ints, keys: Pieces, k: Ints) -> Table:
+    """Rewrite global bands in local rows: token ``start + i * step`` of a span is row ``at + i``.
 
-    With ``lo <= k - q <= hi`` and equal steps, ``(lo - shift) / step <= j - i <= (hi - shift) / step``, where shift is the
-    distance of the two starts.
+    For query ``q_start + i * step`` and key ``k_start + j * step``, ``lo <= k - q <= hi`` becomes
+    ``ceil((lo - shift) / step) <= j - i <= floor((hi - shift) / step)`` with ``shift = k_start - q_start``.
     """
     q_start, k_start, step = queries.start[q], keys.start[k], queries.step[q]
     shift = k_start - q_start
@@ -90,7 +92,7 @@ def _ceil(a: Ints, step: Ints) -> Ints:
 
 
 def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
-    """Give all pieces the same step: spans with steps cut bands into bands only if all steps are equal.
+    """Give all pieces the same step: a band intersected with strided spans is again a band only if all steps are equal.
 
     Where they differ (a striped layout for the queries, a contiguous one for the keys) spans with steps are split into single
     tokens. This is exact, but costs O(tokens).
@@ -99,10 +101,10 @@ def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
     if len(steps) <= 1:
         step = steps[0] if len(steps) else 1
         return queries._replace(step=np.full_like(queries.step, step)), keys._replace(step=np.full_like(keys.step, step))
-    return _single_tokens(queries), _single_tokens(keys)
+    return _split_strided(queries), _split_strided(keys)
 
 
-def _single_tokens(p: Pieces) -> Pieces:
+def _split_strided(p: Pieces) -> Pieces:
     n = np.where(p.step > 1, p.size, 1)
     i = np.repeat(np.arange(len(n)), n)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(n) - n, n)

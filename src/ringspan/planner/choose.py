@@ -1,5 +1,8 @@
-"""Choose layout and strategy for a mask, a model and a machine: cost the candidates, reject what does not fit, take the
-fastest."""
+"""Choose layout and strategy for a mask, a model and a machine.
+
+A best-first search with lower bounds over all (layout, strategy) candidates. It finds the fastest candidate that fits in
+memory, to within ``WORTH_PLANNING``.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from ringspan.plans.data import RankPlan
 from ringspan.strategies.protocol import described
 from ringspan.strategies.registry import parse_strategy
 
-# A candidate that could save less than this share is not planned: the model of a machine is not more exact.
+# Relative saving below which a candidate is not planned: the cost model is not more accurate than this.
 WORTH_PLANNING = 0.02
-# Up to so many ranks, all are planned before a candidate is chosen; of more, a sample.
+# Up to this many ranks, a candidate is costed on all ranks before it is accepted; above, on a sample.
 FEW_RANKS = 256
-COLUMNS = ("strategy", "layout", "ms", "wire shows, ms", "buffers, GiB", "rejected")
+COLUMNS = ("strategy", "layout", "ms", "exposed, ms", "buffers, GiB", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +40,10 @@ class Candidate:
     rejected: str | None = None
 
     def __str__(self) -> str:
-        said = [f"rejected: {self.rejected}"] if self.rejected else []
+        parts = [f"rejected: {self.rejected}"] if self.rejected else []
         if self.cost is not None:
-            said.insert(0, f"{_ms(self.cost.seconds)} ms, of which the wire shows {_ms(self.cost.exposed_s)} ms")
-        return f"{self.strategy} on {self.layout.name}: {', '.join(said)}"
+            parts.insert(0, f"{_ms(self.cost.seconds)} ms, largest exposed time of a rank {_ms(self.cost.exposed_s)} ms")
+        return f"{self.strategy} on {self.layout.name}: {', '.join(parts)}"
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -53,7 +56,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Choice:
-    """All candidates: from the fastest, which is chosen, to the slowest, and then those that were rejected."""
+    """All candidates, the chosen one first: those that fit, from the fastest to the slowest; then those that are too
+    large, from the smallest; then those that were not planned."""
 
     candidates: tuple[Candidate, ...]
 
@@ -92,12 +96,13 @@ def choose(
     """Cost every candidate that could be faster than the best so far by more than ``WORTH_PLANNING``. All ranks choose
     alike.
 
-    There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Where
-    nothing fits into memory it raises; if nothing has to fit, the candidate that takes the least memory comes first.
+    There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Raises
+    :class:`PlanError` if ``must_fit`` and no candidate fits in memory. Without ``must_fit`` the candidate that takes the
+    least memory then comes first.
 
     The candidate with the lowest estimate is always estimated next, more closely: first by how long the busiest rank
-    computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all. So most
-    candidates are never planned.
+    computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all (up to ``FEW_RANKS``).
+    So most candidates are never planned.
     """
     found: list[_Decided] = []
     fastest = float("inf")
@@ -126,7 +131,8 @@ def choose(
                 on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
             figures = cost(plans_of(workload, strategy), workload.machine, workload.shape)
             if not figures.is_exact and workload.world <= FEW_RANKS:
-                # Ranks outside the sample can only make it slower.
+                # The time of a sample is used as a lower bound. It is approximate: a peer outside the sample takes the
+                # timeline of a sampled rank.
                 heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))
                 continue
             too_large = _too_large(figures, workload)

@@ -2,13 +2,16 @@
 
 ::
 
-    8 ranks, 2 stages       step 0               step 1               step 2
-    communication           stage 0 (from the    stage 1 (from the    –
-                            4 ranks before me)   3 ranks beyond)
-    computing               home                 stage 0              stage 1
+    8 ranks, 2 stages    step 0                 step 1                  step 2     step 3
+    receive              stage 0 (from the 4    stage 1 (from the 3     –          –
+                         preceding ranks)       ranks before those)
+    compute              own rows               stage 0                 stage 1    –
+    return results       –                      –                       stage 0    stage 1
 
-The rows of a stage are in the order of the whole sequence. Stages use two slots in turn. Results that belong to the
-owners (the gradient of keys, the result or gradient of queries) are sent back while the next stage is computed.
+The rows of a stage are in the order of the whole sequence, so that bands which the layout split join again. Stages use
+two slots in turn. The last line and step 3 exist only if results belong to the owners: the gradient of keys, the output
+or gradient of queries. Those of a stage are returned while the next stage is computed, those of the last stage in an
+extra step that computes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def staged(
 ) -> Program:
     """The program of a rank that receives the incoming rows from their owners and sends the outgoing ones, in stages.
 
-    ``tiles`` are what this rank computes, in the owners' rows.
+    ``tiles`` are the visible bands that this rank computes, in the owners' rows.
     """
     world, rank = problem.world, problem.rank
     stages = min(stages, world - 1)
@@ -50,12 +53,12 @@ def staged(
         distances[stage].append(distance)
 
     def of_others(what: What, stage: int) -> tuple[Transfer, ...]:
-        """Transfers of the rows of other ranks (or of their results) that this rank holds in a stage."""
+        """Transfers with the owners of a stage's rows: receives of the inputs, or sends of the results."""
         owners = ((rank - d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in from_owner.get(p, ()))
 
     def own(what: What, stage: int) -> tuple[Transfer, ...]:
-        """Transfers of the rank's own rows (or of their results) that other ranks hold in a stage."""
+        """Transfers with the ranks that use this rank's rows in a stage: sends of the inputs, or receives of the results."""
         receivers = ((rank + d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in receivers for rows in to_receiver.get(p, ()))
 
