@@ -3,8 +3,8 @@
     python benchmarks/scaling.py            the whole page, some minutes
     python benchmarks/scaling.py --most 64  only up to so many GPUs
 
-Where there are many ranks some of them are planned and walked: those with the most work, those that wait longest for keys,
-and others evenly spread. The rest is taken to keep pace with them.
+If there are many ranks, a sample is planned and simulated: those with the most work, those that wait longest for keys, and
+others evenly spread. The others are assumed to have the timeline of the nearest sampled rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS_PER_RANK = 1 << 14
 
 
 class Study(NamedTuple):
-    """Masks for a growing world. Up to ``exact`` ranks all are planned and walked, of more ranks a sample of ``FEW``."""
+    """Masks for a growing world. Up to ``exact`` ranks all are planned and simulated, of more ranks a sample of ``FEW``."""
 
     text: str
     layout: str
@@ -67,7 +67,7 @@ STUDIES = {
         lambda world: documents(TOKENS_PER_RANK * world),
     ),
 }
-# They move everything, whatever the mask: to walk a few ranks is enough.
+# They move everything, whatever the mask: a few ranks are enough to simulate.
 MOVE_EVERYTHING = ("ring", "gather")
 
 

@@ -54,12 +54,12 @@ def mask_mods(q_len: int, k_len: int) -> st.SearchStrategy[Drawn]:
             "of each head": lambda b, h, q, k: (q - k).abs() <= reach + 2 * h,
             "ragged": lambda b, h, q, k: (q * 3 + k * k + reach) % 5 < 3,
             "of each head and member": lambda b, h, q, k: (other[h, q + k] != b) | (q == k),
-            "nobody": lambda b, h, q, k: q < 0,
+            "empty": lambda b, h, q, k: q < 0,
         }
         return Drawn(functions[kind], (), f"{kind} ({seed}, {reach})")
 
     kinds = ["causal", "window", "documents", "documents of each member", "of each head", "ragged", "of each head and member"]
-    return st.builds(drawn, st.sampled_from([*kinds, "nobody"]), st.integers(0, 99), st.integers(0, 9))
+    return st.builds(drawn, st.sampled_from([*kinds, "empty"]), st.integers(0, 99), st.integers(0, 9))
 
 
 def score_mods(q_len: int, k_len: int) -> st.SearchStrategy[Drawn]:

@@ -112,7 +112,7 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = 
 
 
 @pytest.fixture(autouse=True)
-def scene(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_merging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accumulators, "merge_", lambda into, other, old=None: None)  # its scratch space is the kernels' own
 
 

@@ -51,7 +51,7 @@ class AttentionConfig:
 def forward_pass(
     plans: Sequence[Plan], config: AttentionConfig, run: Run, queries: Sequence[Tensor], key_values: Sequence[Tensor]
 ) -> list[Partial]:
-    """Out and lse of each rank of this process. Eager code and the custom operator both end here."""
+    """Out and lse of each rank of this process. Called by eager code and by the custom operator."""
     generators = []
     for i, plan in enumerate(plans):
         generators.append(forward(plan, queries[i], key_values[i], config))
@@ -69,8 +69,8 @@ def backward_pass(
 ) -> list[tuple[Tensor, ...]]:
     """dq, dk, dv and the gradients of learned tensors of each rank.
 
-    ``outputs`` are out and lse of each rank, ``grads`` their gradients; None is zero. All gradients are computed on every rank,
-    needed or not: a rank that skipped its part would leave others waiting.
+    ``outputs`` is flat, out and lse of each rank in turn, and ``grads`` are their gradients; None is zero. All gradients are
+    computed on every rank, needed or not: a rank that skipped its part would leave its peers with unmatched receives.
     """
     generators = []
     for i, plan in enumerate(plans):
@@ -90,7 +90,7 @@ def backward_pass(
 def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[Partial]:
     """Run the forward steps.
 
-    Returns this rank's result: out (S, B, H, E), wide or as the kernel wrote it, and lse (S, B, H).
+    Returns this rank's result: out (S, B, H, E), in the accumulation dtype or the kernel's, and lse (S, B, H).
     """
     program, kernel, head_dim = plan.program, config.kernel, config.head_dim
     # Queries that move are sent from a contiguous copy; otherwise the kernel reads them in place.

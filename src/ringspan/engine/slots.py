@@ -45,7 +45,7 @@ class Slots:
         self._arriving: list[tuple[Transfer, Tensor | None]] = []
 
     def begin(self, messages: StepMessages, label: str) -> PostExchange:
-        """The exchange of a step: payloads to send and buffers to receive into."""
+        """The exchange of a step: payloads to send and buffers to receive into. Records its arrivals for `apply_arrivals`."""
         payloads: list[Tensor] = []
         for t, packed in messages.payloads:
             payloads.append(self._pack(t) if packed else self._rows_of(t))
@@ -79,7 +79,7 @@ class Slots:
                 self._merge(t, message) if t.what == "out" else self._add(t, message)
 
     def _pack(self, t: Transfer) -> Tensor:
-        """The rows, copied into one payload."""
+        """Gather the rows (and heads) of the transfer into one contiguous tensor. An output is sent as [out | lse]."""
         if t.what != "out":
             rows = self._rows_of(t)
             return _heads(rows, t).index_select(0, _index(t.rows, rows.device))
@@ -124,7 +124,7 @@ class Slots:
                 accumulator.clear(start, stop)
 
     def _rows_of(self, t: Transfer) -> Tensor:
-        """The rows from the first that the transfer names to the last, with those between them."""
+        """A view of the contiguous row range that covers the transfer's rows, with any rows between them."""
         start, stop = t.rows[0] if len(t.rows) == 1 else _extent(t.rows)
         if t.what in self.rows:
             return self.rows[t.what][t.slot][start:stop]
@@ -141,6 +141,6 @@ def _extent(rows: Rows) -> tuple[int, int]:
 
 @cache_by_stream(256)
 def _index(rows: Rows, device: torch.device) -> Tensor:
-    """The rows of a transfer, counted from the first of its extent."""
+    """Row indices of a transfer, relative to the start of the range that `_rows_of` returns."""
     first, _ = _extent(rows)
     return copy_to_device(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]), device)

@@ -210,7 +210,7 @@ def _layout(d: _Dice, length: int, world: int, *, square: bool) -> str | Spans:
 
 
 def _spans(d: _Dice, length: int, world: int) -> Spans:
-    """The sequence split at points and by strides, and the pieces dealt out in any order."""
+    """The sequence split at points and by strides, and the pieces assigned to random ranks in random order."""
     pieces = [range(length)]
     for _ in range(d.between(0, 2 * world)):
         piece = pieces.pop(d.between(0, len(pieces) - 1))
@@ -228,8 +228,8 @@ def _spans(d: _Dice, length: int, world: int) -> Spans:
 
 
 def _strategy(d: _Dice, world: int) -> str:
-    """A registered strategy with options of its own choice, or auto. The number of heads is left to the tensors, as users
-    leave it."""
+    """A registered strategy with values from its ``example_options``, or auto. The number of heads is left to the
+    tensors."""
     name = str(d.one_of([*STRATEGIES, "auto"]))
     kind = STRATEGIES.get(name)
     options = kind.example_options(world) if kind is not None and issubclass(kind, Strategy) else {}
