@@ -28,7 +28,7 @@ def test_a_thread_can_record_shards_while_another_looks_for_layouts(switch_at: i
     """The second thread records at the n-th hash in ``in_use``. The first thread must not see half of its change."""
     registry, shards = ShardRegistry(), [torch.zeros(1) for _ in range(3)]
     other_layouts = (zigzag(full(12), 2),)
-    recorder = threading.Thread(target=registry.record, args=([(shards[2], other_layouts)],))
+    recorder = threading.Thread(target=registry.register_shards, args=([(shards[2], other_layouts)],))
     hashes = 0
 
     def record_in_another_thread() -> None:
@@ -40,7 +40,7 @@ def test_a_thread_can_record_shards_while_another_looks_for_layouts(switch_at: i
 
     layouts = CallsWhenHashed((contiguous(full(8), 2),))
     layouts.call = record_in_another_thread
-    registry.record([(shards[0], layouts), (shards[1], layouts)])
+    registry.register_shards([(shards[0], layouts), (shards[1], layouts)])
     hashes = 0
     assert set(registry.in_use()) == {8}
     recorder.join()

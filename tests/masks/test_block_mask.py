@@ -102,7 +102,7 @@ def made_of(kinds_BHQK: np.ndarray, mask_mod: Any, block: int | tuple[int, int],
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
 
 
-@pytest.mark.parametrize("budget", [survey.MOST_PARTIAL_CELLS, 0])
+@pytest.mark.parametrize("budget", [survey.MAX_PARTIAL_CELLS, 0])
 @given(
     sizes(24, 1),
     st.integers(1, 7),
@@ -126,7 +126,7 @@ def test_any_blocks_and_any_function(
         kinds_BHQK, lambda b, h, q, k: table[b if reads_batch else 0, h if reads_heads else 0, q, k], (q_block, k_block), size
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survey, "MOST_PARTIAL_CELLS", budget)
+        patch.setattr(survey, "MAX_PARTIAL_CELLS", budget)
         mask = rs.block_mask(made)
     q, k = np.ogrid[: size[0], : size[1]]
     later = False

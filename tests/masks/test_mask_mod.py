@@ -74,19 +74,19 @@ def test_a_thousand_documents_are_a_thousand_bands() -> None:
     assert found == rs.documents(ids=ids)
 
 
-def test_rows_are_evaluated_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_evaluated_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rs.mask_mod(lambda b, h, q, k: (q * k) % 7 < 3, 37, block=4)
-    monkeypatch.setattr(cells, "MOST_CELLS", 100)
+    monkeypatch.setattr(cells, "MAX_CELLS", 100)
     seen: list[int] = []
 
     def watched(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q * k) % 7 < 3
 
-    in_strips = rs.mask_mod(watched, 37, block=4)
-    seen += [cells_RT.size for _, cells_RT in cells.strips(watched, (37, 37), 0, 0, 4, torch.device("cpu"))]
+    in_chunks = rs.mask_mod(watched, 37, block=4)
+    seen += [cells_RT.size for _, cells_RT in cells.row_chunks(watched, (37, 37), 0, 0, 4, torch.device("cpu"))]
     assert max(seen) <= 4 * 37
-    assert in_strips.digest == whole.digest
-    assert (in_strips.dense() == whole.dense()).all()
+    assert in_chunks.digest == whole.digest
+    assert (in_chunks.dense() == whole.dense()).all()
 
 
 # -- per batch, per head -----------------------------------------------------------------------------------------------

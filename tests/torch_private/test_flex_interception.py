@@ -228,9 +228,9 @@ def test_a_function_whose_code_cannot_be_replaced_is_refused_when_it_is_called(
     monkeypatch: pytest.MonkeyPatch, other: Any, why: str
 ) -> None:
     monkeypatch.setattr(flex_original, "flex_function", other)
-    for state in ("_is_replaced", "_is_ready"):
+    for state in ("_is_replaced", "_install_attempted"):
         monkeypatch.setattr(flex_interception, state, False)
-    monkeypatch.setattr(flex_interception, "_obstacle", None)
+    monkeypatch.setattr(flex_interception, "_unsupported_reason", None)
     with rs.ContextParallel(None, rs.causal(8)) as cp:
         torch.testing.assert_close(F.scaled_dot_product_attention(x(), x(), x()), causal())
         torch.testing.assert_close(cp.flex_attention(x(), x(), x()), causal())

@@ -12,7 +12,7 @@ from ringspan.compat.attention_calls import AttentionCall, parse_call
 from ringspan.compat.balancers import Layouts
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shard_registry import registry_of, unambiguous
+from ringspan.compat.shard_registry import only_layouts_of_length, registry_of
 from ringspan.compat.sharding import contiguous_of_counts
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
@@ -81,14 +81,14 @@ class MaskFromCallMode(AttentionCatcher):
         known = self._own or self._registry.in_use()
         if len(known) == 1:
             (length,) = known
-            return unambiguous(known, length), unambiguous(known, length)
+            return only_layouts_of_length(known, length), only_layouts_of_length(known, length)
         # The sum over ranks identifies the sequence. One rank's count may fit several whose lengths differ by little.
         counts = self._contexts.group.all_gather_ints(
             [query.shape[-2], key.shape[-2]], query.device, label="the all-gather of sequence lengths"
         )
         q_counts, kv_counts = zip(*counts, strict=True)
         if known:
-            return unambiguous(known, sum(q_counts)), unambiguous(known, sum(kv_counts))
+            return only_layouts_of_length(known, sum(q_counts)), only_layouts_of_length(known, sum(kv_counts))
         found = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)
-        self._registry.retire({layouts[0].length: layouts for layouts in found})
+        self._registry.keep_for_unshard_only({layouts[0].length: layouts for layouts in found})
         return found

@@ -45,11 +45,11 @@ def context_parallel(
         for buffer, dim in dims.values():
             before = registry.layouts_of_shard(buffer)
             sharded = shard_in_place(buffer, dim, layouts[buffer.shape[dim]][0], rank)
-            registry.mark(buffer, (sharded.layout,))
+            registry.set_layouts_of_buffer(buffer, (sharded.layout,))
             if id(buffer) not in kept:
-                on_exit.callback(registry.mark, buffer, before)
+                on_exit.callback(registry.set_layouts_of_buffer, buffer, before)
                 on_exit.callback(restore_buffer, sharded, rank)
-        on_exit.callback(registry.retire, layouts)
+        on_exit.callback(registry.keep_for_unshard_only, layouts)
         with mode:
             yield
 

@@ -53,7 +53,7 @@ def _context_parallel_shard(
             recorded.append((shards[-1], layouts))
         else:
             raise InputError(f"buffers are tensors and BlockMasks, not {type(leaf).__name__}")
-    registry_of(mesh).record(recorded)
+    registry_of(mesh).register_shards(recorded)
     return tree_unflatten(shards, structure)
 
 

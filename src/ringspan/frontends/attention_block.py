@@ -24,7 +24,7 @@ from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.flex_interception import (
     FlexInterceptor,
     flex_attention,
-    flex_interception_obstacle,
+    flex_interception_unsupported_reason,
     install_flex_interception,
     replace_code_if_imported,
 )
@@ -178,7 +178,7 @@ class AttentionMode(AttentionCatcher):
             return self._sdpa(*args, **kwargs)
         name = _name(func)
         instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
-        obstacle = flex_interception_obstacle()
+        obstacle = flex_interception_unsupported_reason()
         if name == "flex_attention" and obstacle is not None:
             instead = f"this PyTorch's cannot be caught ({obstacle}): call cp.flex_attention, which takes the same"
         raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")

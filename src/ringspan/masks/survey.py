@@ -25,17 +25,17 @@ from ringspan.user_functions.captures import captured_tensors
 from ringspan.user_functions.digests import function_digest
 from ringspan.user_functions.index_reads import inputs_read
 
-# The most pairs that are evaluated together.
-MOST_CELLS = 2**24
-# The most runs of visible keys, per row on average, of a mask that is turned into bands.
-MOST_RUNS = 16
-# Partial blocks are all evaluated if together they have no more pairs than this; else only a sample of them.
-MOST_PARTIAL_CELLS = 2**27
+# The maximum number of pairs that are evaluated together.
+MAX_CELLS = 2**24
+# The maximum number of runs of visible keys, per row on average, of a mask that is converted to bands.
+MAX_RUNS = 16
+# Partial blocks are all evaluated if together they have no more pairs than this. Otherwise a sample of them is evaluated.
+MAX_PARTIAL_CELLS = 2**27
 SAMPLED_BLOCKS = 64
-# The most values of a captured tensor that enter a fingerprint.
+# The maximum number of values of a captured tensor that enter a fingerprint.
 SAMPLED_VALUES = 2**22
 
-# What a BlockMask says of a block: nothing visible, decided by the mask_mod, everything visible.
+# The kinds of blocks of a BlockMask: no pair visible, decided by the mask_mod, all pairs visible.
 HIDDEN, PARTIAL, FULL = range(3)
 
 Lengths = tuple[int, int]
@@ -48,7 +48,12 @@ class Survey(NamedTuple):
     """The result of evaluating a function.
 
     ``touched_QK`` are the blocks in which a pair is visible, or may be. ``runs`` are the visible keys of each row; None if they
-    are too many, not known, or not the same for the whole batch and all heads. ``fingerprint`` is equal for equal masks.
+    are too many, not known, or not the same for the whole batch and all heads.
+
+    ``fingerprint`` enters ``Mask.digest``, so it must be equal on all ranks that were given the same arguments. It may differ
+    between equal masks: that of :func:`survey_blocks` depends on the block sizes, and that of a sample on the code of the
+    function. After a sample, two masks that differ only in pairs outside of it can have equal fingerprints if the function
+    captures a tensor with more than SAMPLED_VALUES values.
     """
 
     touched_QK: Bools
@@ -65,35 +70,40 @@ def survey_pairs(
     """Evaluate the function for every pair of every member. The fingerprint follows from all results."""
     (q_len, k_len), (q_block, k_block) = lengths, block
     touched_QK = np.zeros((-(-q_len // q_block), -(-k_len // k_block)), dtype=np.bool_)
-    found = [RowRuns.empty()]
+    runs = [RowRuns.empty()]
     fingerprints: list[str] = []
     for b in range(batch):
         for h in range(heads):
             hashed = hashlib.sha256()
-            for start, cells_RT in strips(function, lengths, b, h, q_block, device):
+            for start, cells_RT in row_chunks(function, lengths, b, h, q_block, device):
                 hashed.update(np.packbits(cells_RT, axis=1).tobytes())
-                of_blocks = _any_in_blocks(cells_RT, block)
-                touched_QK[start // q_block : start // q_block + len(of_blocks)] |= of_blocks
-                if not fingerprints and _count(found) <= MOST_RUNS * q_len:
-                    found.append(_runs(cells_RT, start + np.arange(len(cells_RT))))
+                touched_chunk = _any_in_blocks(cells_RT, block)
+                touched_QK[start // q_block : start // q_block + len(touched_chunk)] |= touched_chunk
+                if not fingerprints and _count(runs) <= MAX_RUNS * q_len:
+                    runs.append(_runs(cells_RT, start + np.arange(len(cells_RT))))
             fingerprints.append(hashed.hexdigest())
-    are_few, are_alike = _count(found) <= MOST_RUNS * q_len, len(set(fingerprints)) == 1
+    are_few, are_alike = _count(runs) <= MAX_RUNS * q_len, len(set(fingerprints)) == 1
     fingerprint = hashlib.sha256(repr((lengths, fingerprints)).encode()).hexdigest()
-    return Survey(touched_QK, RowRuns.joined(found) if are_few and are_alike else None, fingerprint)
+    return Survey(touched_QK, RowRuns.joined(runs) if are_few and are_alike else None, fingerprint)
 
 
-def strips(
+def row_chunks(
     function: MaskMod, lengths: Lengths, b: int, h: int, multiple: int, device: torch.device
 ) -> Iterator[tuple[int, Bools]]:
-    """Evaluate all pairs of one member: a strip of rows at a time, a multiple of blocks high. Yields its first row, too."""
+    """Evaluate all pairs of one member in chunks of rows. Yields the first row of each chunk and its pairs.
+
+    The number of rows of a chunk is a multiple of ``multiple``.
+    """
     q_len, k_len = lengths
-    rows = max(1, MOST_CELLS // max(1, k_len) // multiple) * multiple
+    rows = max(1, MAX_CELLS // max(1, k_len) // multiple) * multiple
     for start in range(0, q_len if k_len else 0, rows):
-        yield start, rectangle(function, (b, h), (start, min(start + rows, q_len)), (0, k_len), device)
+        yield start, evaluate_rectangle(function, (b, h), (start, min(start + rows, q_len)), (0, k_len), device)
 
 
-def rectangle(function: MaskMod, member: Member, rows: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Bools:
-    """Evaluate the pairs of some rows and keys."""
+def evaluate_rectangle(
+    function: MaskMod, member: Member, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
+) -> Bools:
+    """Evaluate the pairs of a range of rows and a range of keys."""
     q_R, k_T = torch.arange(*rows, device=device), torch.arange(*keys, device=device)
     return _evaluate(function, member, q_R[None], k_T[None])[0]
 
@@ -111,16 +121,19 @@ def _evaluate(function: MaskMod, member: Member, q_NR: Tensor, k_NT: Tensor) -> 
 def evaluate(predicate: Predicate, lengths: Lengths, b: int, h: int) -> Bools:
     """Evaluate all pairs of one member of the batch and one head, with the present values of captured tensors."""
     device = inputs_read(predicate.mask_mod, lengths).device
-    rows = [cells_RT for _, cells_RT in strips(predicate.mask_mod, lengths, b, h, 1, device)]
+    rows = [cells_RT for _, cells_RT in row_chunks(predicate.mask_mod, lengths, b, h, 1, device)]
     return np.concatenate(rows) if rows else np.zeros(lengths, dtype=np.bool_)
 
 
 def any_visible(predicate: Predicate, bands: Table, lengths: Lengths) -> bool:
-    """Whether any member sees a pair within these bands. Evaluates no pair outside of them, and stops at the first."""
+    """Return whether a pair within these bands is visible for any member.
+
+    Evaluates no chunk of rows and keys that is outside of the bands, and stops after the first with a visible pair.
+    """
     device = inputs_read(predicate.mask_mod, lengths).device
     members = [(b, h) for b in range(predicate.batch or 1) for h in range(predicate.heads or 1)]
     for q0, q1, k0, k1, lo, hi in bands.tolist():
-        step = max(1, MOST_CELLS // 16 // (k1 - k0))
+        step = max(1, MAX_CELLS // 16 // (k1 - k0))
         for start in range(q0, q1, step):
             stop = min(start + step, q1)
             first, last = max(k0, start + lo), min(k1, stop + hi)
@@ -129,7 +142,7 @@ def any_visible(predicate: Predicate, bands: Table, lengths: Lengths) -> bool:
             distance_RT = np.arange(first, last)[None, :] - np.arange(start, stop)[:, None]
             in_band_RT = (lo <= distance_RT) & (distance_RT <= hi)
             for member in members:
-                if (in_band_RT & rectangle(predicate.mask_mod, member, (start, stop), (first, last), device)).any():
+                if (in_band_RT & evaluate_rectangle(predicate.mask_mod, member, (start, stop), (first, last), device)).any():
                     return True
     return False
 
@@ -142,8 +155,9 @@ def survey_blocks(
 ) -> Survey:
     """Evaluate the function inside the partial blocks of each member, ``kinds[member]`` being a (Q, K) table.
 
-    Where these have too many pairs, only a sample is evaluated and no runs are found. The fingerprint then follows from the
-    sample, from all block tables, from the code of the function, and from the values of the tensors that it captured.
+    If these have too many pairs, only a sample of the blocks is evaluated, and none if a single block has more than MAX_CELLS
+    pairs. No runs are returned then. The fingerprint then follows from the sample, from all block tables, from the code of the
+    function, and from the values of the tensors that it captured.
     """
     hashed = hashlib.sha256(repr((lengths, block, list(kinds))).encode())
     for kinds_QK in kinds.values():
@@ -151,40 +165,40 @@ def survey_blocks(
     touched_QK = np.any([kinds_QK != HIDDEN for kinds_QK in kinds.values()], axis=0)
     partial = {member: np.nonzero(kinds_QK == PARTIAL) for member, kinds_QK in kinds.items()}
     size = min(block[0], lengths[0]) * min(block[1], lengths[1])
-    if sum(len(q) for q, _ in partial.values()) * size > MOST_PARTIAL_CELLS:
+    if sum(len(q) for q, _ in partial.values()) * size > MAX_PARTIAL_CELLS:
         _hash_function(hashed, function, device)
-        most = max(1, min(SAMPLED_BLOCKS, MOST_CELLS // max(1, size)))
-        for member, (q, k) in partial.items() if size <= MOST_CELLS else ():
-            sampled = np.linspace(0, len(q) - 1, min(len(q), most)).astype(np.int64)
+        sample_size = max(1, min(SAMPLED_BLOCKS, MAX_CELLS // max(1, size)))
+        for member, (q, k) in partial.items() if size <= MAX_CELLS else ():
+            sampled = np.linspace(0, len(q) - 1, min(len(q), sample_size)).astype(np.int64)
             for cells_NRT, *_ in _in_blocks(function, member, q[sampled], k[sampled], lengths, block, device):
                 hashed.update(np.packbits(cells_NRT).tobytes())
         return Survey(touched_QK, None, hashed.hexdigest())
     first, *others = kinds
     touched_QK = np.any([kinds_QK == FULL for kinds_QK in kinds.values()], axis=0)
     full = _full_runs(kinds[first], lengths, block)
-    found = [RowRuns.empty() if full is None else full]
-    by_member = []
+    runs = [RowRuns.empty() if full is None else full]
+    member_digests = []
     for member, (q, k) in partial.items():
-        of_member = hashlib.sha256()
+        member_hash = hashlib.sha256()
         for cells_NRT, q_N, k_N in _in_blocks(function, member, q, k, lengths, block, device):
-            of_member.update(np.packbits(cells_NRT).tobytes())
+            member_hash.update(np.packbits(cells_NRT).tobytes())
             seen = cells_NRT.any(axis=(1, 2))
             touched_QK[q_N[seen], k_N[seen]] = True
-            if member == first and full is not None and _count(found) <= MOST_RUNS * lengths[0]:
+            if member == first and full is not None and _count(runs) <= MAX_RUNS * lengths[0]:
                 n, rows, _ = cells_NRT.shape
                 q_rows = (q_N[:, None] * block[0] + np.arange(rows)).ravel()
-                found.append(_runs(cells_NRT.reshape(n * rows, -1), q_rows, np.repeat(k_N * block[1], rows)))
-        by_member.append(of_member.hexdigest())
-    hashed.update(repr(by_member).encode())
-    are_few = full is not None and _count(found) <= MOST_RUNS * lengths[0]
-    are_alike = len(set(by_member)) == 1 and all(np.array_equal(kinds[first], kinds[other]) for other in others)
-    return Survey(touched_QK, RowRuns.joined(found) if are_few and are_alike else None, hashed.hexdigest())
+                runs.append(_runs(cells_NRT.reshape(n * rows, -1), q_rows, np.repeat(k_N * block[1], rows)))
+        member_digests.append(member_hash.hexdigest())
+    hashed.update(repr(member_digests).encode())
+    are_few = full is not None and _count(runs) <= MAX_RUNS * lengths[0]
+    are_alike = len(set(member_digests)) == 1 and all(np.array_equal(kinds[first], kinds[other]) for other in others)
+    return Survey(touched_QK, RowRuns.joined(runs) if are_few and are_alike else None, hashed.hexdigest())
 
 
 def _full_runs(kinds_QK: NDArray[np.int8], lengths: Lengths, block: tuple[int, int]) -> RowRuns | None:
     """The keys of full blocks, row by row, neighbouring blocks as one run. None if the runs are too many."""
     blocks, rows = _runs(kinds_QK == FULL, np.arange(len(kinds_QK))), min(block[0], lengths[0])
-    if len(blocks.q) * rows > MOST_RUNS * lengths[0]:
+    if len(blocks.q) * rows > MAX_RUNS * lengths[0]:
         return None
     q = (blocks.q[:, None] * block[0] + np.arange(rows)).ravel()
     start, stop = (np.repeat(np.minimum(x * block[1], lengths[1]), rows) for x in blocks[1:])
@@ -197,7 +211,7 @@ def _in_blocks(
 ) -> Iterator[tuple[Bools, Ints, Ints]]:
     """Evaluate these blocks, some at a time; yields their pairs and their numbers. Pairs beyond the lengths are not visible."""
     rows, keys = (min(size, n) for size, n in zip(block, lengths, strict=True))
-    together = max(1, MOST_CELLS // max(1, rows * keys))
+    together = max(1, MAX_CELLS // max(1, rows * keys))
     for start in range(0, len(q), together):
         q_N, k_N = q[start : start + together], k[start : start + together]
         q_NR, k_NT = q_N[:, None] * block[0] + np.arange(rows), k_N[:, None] * block[1] + np.arange(keys)
@@ -210,7 +224,7 @@ def _in_blocks(
 
 
 def _hash_function(hashed: hashlib._Hash, function: MaskMod, device: torch.device) -> None:
-    """Add the code of a function, the numbers it holds and the values of the tensors it captured."""
+    """Add the code of a function, the numbers it captured and the values of the tensors it captured."""
     hashed.update(function_digest(function).encode())
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for x in captured_tensors(function, zero, zero, zero, zero):
@@ -242,5 +256,5 @@ def _runs(cells_RT: Bools, q_R: Ints, first_R: Ints | None = None) -> RowRuns:
     return RowRuns(q_R[row], first_R[row] + start, first_R[row] + np.flatnonzero(ends) % width + 1)
 
 
-def _count(found: list[RowRuns]) -> int:
-    return sum(len(runs.q) for runs in found)
+def _count(runs: list[RowRuns]) -> int:
+    return sum(len(some.q) for some in runs)

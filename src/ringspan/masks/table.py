@@ -1,7 +1,9 @@
 """Tables of bands: the algebra of :class:`~ringspan.masks.band.Band`, vectorised over bands.
 
-A table is an int64 array with one band per row and the columns of ``Band``. All functions are pure and return tight tables
-(see :func:`tighten`). Their cost grows with the number of bands and of pairs of bands whose rows overlap, never with tokens.
+A table is an int64 array with one band per row and the columns of ``Band``. A band has all pairs of a query q and a key k
+with ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= k - q <= hi``. All functions are pure. They return tight bands (see
+:func:`tighten`), except :func:`intersect_pairwise`. Their cost grows with the number of bands and of pairs of bands whose
+rows overlap. It does not grow with the number of tokens, except for :func:`dense`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ EMPTY: Table = np.zeros((0, 6), dtype=np.int64)
 
 
 def table(*bands: tuple[int, int, int, int, int, int]) -> Table:
-    """A tight table of the given bands.
+    """Return a tight table of the given bands.
 
     >>> table((0, 4, 0, 4, -99, 0)).tolist()
     [[0, 4, 0, 4, -3, 0]]
@@ -48,23 +50,24 @@ def tighten_indexed(t: Table) -> tuple[Table, Ints]:
 
 
 def area(t: Table) -> Ints:
-    """The number of pairs in each band of a tight table."""
-    rows, cols, turn = t[:, Q1] - t[:, Q0], t[:, K1] - t[:, K0], t[:, K0] - t[:, Q0]
+    """Return the number of pairs in each band of a tight table."""
+    rows, cols, diagonal_offset = t[:, Q1] - t[:, Q0], t[:, K1] - t[:, K0], t[:, K0] - t[:, Q0]
 
     def below(diagonal: Ints) -> Ints:
-        edge = diagonal - turn
+        edge = diagonal - diagonal_offset
         return _staircase(rows + edge, cols) - _staircase(edge, cols)
 
     return below(t[:, HI]) - below(t[:, LO] - 1)
 
 
 def _staircase(x: Ints, width: Ints) -> Ints:
+    """Return the sum of ``min(i, width)`` for i from 1 to x: the area of a staircase of x steps that is cut off at a width."""
     t = np.minimum(np.maximum(x, 0), width)  # np.clip takes three times as long on tables of a few rows
     return t * (t + 1) // 2 + np.maximum(x - width, 0) * width
 
 
 def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
-    """All pairs (i, j) whose half-open intervals [a0, a1) and [b0, b1) share a point, ordered by i."""
+    """Return all pairs (i, j) whose half-open intervals [a0, a1) and [b0, b1) share a point, ordered by i."""
     order = np.argsort(b0, kind="stable")
     starts, stops = b0[order], b1[order]
     furthest = np.maximum.accumulate(stops) if len(stops) else stops
@@ -78,7 +81,7 @@ def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
 
 
 def count_overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> Ints:
-    """With how many of the non-empty intervals [b0, b1) each interval [a0, a1) shares a point.
+    """Count, for each interval [a0, a1), the intervals [b0, b1) that share a point with it. None of these may be empty.
 
     >>> count_overlapping(np.array([0, 5]), np.array([4, 9]), np.array([0, 3, 6]), np.array([3, 6, 8])).tolist()
     [2, 2]
@@ -94,13 +97,13 @@ def ranges(first: Ints, count: Ints) -> Ints:
 
 
 def intersect(a: Table, b: Table) -> Table:
-    """The pairs that are in both. Disjoint in, disjoint out."""
+    """Return the pairs that are in both tables. If the bands of each table are disjoint, so are those of the result."""
     i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1])
-    return tighten(meet(a[i], b[j]))
+    return tighten(intersect_pairwise(a[i], b[j]))
 
 
-def meet(a: Table, b: Table) -> Table:
-    """Row by row, the intersection of two bands (not yet tight: it may be empty)."""
+def intersect_pairwise(a: Table, b: Table) -> Table:
+    """Intersect each band of ``a`` with the band of ``b`` in the same row. The results are not tight, and may be empty."""
     lower, upper = np.maximum(a, b), np.minimum(a, b)
     out = np.empty_like(a)
     out[:, [Q0, K0, LO]] = lower[:, [Q0, K0, LO]]
@@ -109,19 +112,19 @@ def meet(a: Table, b: Table) -> Table:
 
 
 def subtract(a: Table, b: Table) -> Table:
-    """The pairs of ``a`` that are not in ``b``."""
+    """Return the pairs of ``a`` that are not in ``b``."""
     for band in b:
         a = _without(a, band)
     return a
 
 
 def _without(a: Table, band: Ints) -> Table:
-    """Cut one band out of each of ``a``. At most six bands are left of each::
+    """Remove one band from each band of ``a``. At most six bands are left of each::
 
-    a a a a a a      above
-    l l - \\ u r      left, under the lower diagonal, over the upper one, right
-    l l \\ u u r
-    b b b b b b      below
+    a a a a a a     a  rows before q0          b  rows from q1 on
+    l l . u u r     l  keys before k0          r  keys from k1 on
+    l l d . u r     d  k - q < lo              u  k - q > hi
+    b b b b b b     .  the removed band
     """
     q0, q1, k0, k1, lo, hi = band
     touched = (a[:, Q0] < q1) & (q0 < a[:, Q1]) & (a[:, K0] < k1) & (k0 < a[:, K1])
@@ -131,14 +134,15 @@ def _without(a: Table, band: Ints) -> Table:
     hit = a[touched]
     pieces = [a[~touched]]
 
-    def keep(column: int, value: int) -> Table:
-        """The part of ``hit`` on one side of a border."""
-        part = hit.copy()
-        bound = np.minimum if column in (Q1, K1, HI) else np.maximum
-        part[:, column] = bound(part[:, column], value)
-        return part
+    def clip(column: int, bound: int) -> Table:
+        """Clip all bands of ``hit`` at one of their six bounds."""
+        clipped = hit.copy()
+        tighter = np.minimum if column in (Q1, K1, HI) else np.maximum
+        clipped[:, column] = tighter(clipped[:, column], bound)
+        return clipped
 
-    for near, far, value, after in (
+    # At each bound of the removed band: what lies outside is a piece of the result, what lies inside is clipped further.
+    for outer_column, inner_column, outer_bound, inner_bound in (
         (Q1, Q0, q0, q0),
         (Q0, Q1, q1, q1),
         (K1, K0, k0, k0),
@@ -146,8 +150,8 @@ def _without(a: Table, band: Ints) -> Table:
         (HI, LO, lo - 1, lo),
         (LO, HI, hi + 1, hi),
     ):
-        pieces.append(keep(near, value))
-        hit = keep(far, after)
+        pieces.append(clip(outer_column, outer_bound))
+        hit = clip(inner_column, inner_bound)
     return tighten(np.concatenate(pieces))
 
 
@@ -200,9 +204,9 @@ def _join_neighbours(t: Table, group: Ints, keys: tuple[int, ...]) -> tuple[Tabl
 
 
 def dense(t: Table, rows: int, cols: int) -> NDArray[np.bool_]:
-    """The bands as a boolean array of ``rows × cols``."""
+    """Return the bands as a boolean array of ``rows × cols``."""
     out = np.zeros((rows, cols), dtype=np.bool_)
     for q0, q1, k0, k1, lo, hi in t.tolist():
-        turn = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
-        out[q0:q1, k0:k1] |= (lo <= turn) & (turn <= hi)
+        diagonal = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        out[q0:q1, k0:k1] |= (lo <= diagonal) & (diagonal <= hi)
     return out

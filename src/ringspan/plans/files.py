@@ -134,7 +134,7 @@ def _mask(field: _Field) -> Mask:
     except (MaskError, OverflowError) as error:
         raise PlanError(f"{field.name}: {error}") from None
     i, j = tables.overlapping(table[:, Q0], table[:, Q1], table[:, Q0], table[:, Q1])
-    twice = tables.tighten(tables.meet(table[i[i < j]], table[j[i < j]]))
+    twice = tables.tighten(tables.intersect_pairwise(table[i[i < j]], table[j[i < j]]))
     within = tables.intersect(table, whole.table)
     tight = tables.tighten(table)
     if len(twice) or not np.array_equal(tight, table) or tables.area(within).sum() != tables.area(table).sum():

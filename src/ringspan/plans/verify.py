@@ -270,7 +270,7 @@ def _check_computed(plan: RankPlan, heads: Heads, computed: list[ComputedBands],
     done = np.concatenate(parts)
     i, j = tables.overlapping(done[:, Q0], done[:, Q1], done[:, Q0], done[:, Q1])
     i, j = i[i < j], j[i < j]
-    twice = tables.tighten(tables.meet(done[i], done[j]))
+    twice = tables.tighten(tables.intersect_pairwise(done[i], done[j]))
     if len(twice):
         raise PlanError(f"{phase}: {_pair(plan, heads, twice[0])} is computed twice")
     extra = int(tables.area(done).sum() - tables.area(tables.intersect(done, wanted)).sum())

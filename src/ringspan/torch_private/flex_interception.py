@@ -1,21 +1,21 @@
-"""Intercept calls of PyTorch's ``flex_attention`` in threads that have a block open.
+"""Intercept calls of PyTorch's ``flex_attention`` in threads that are inside a ringspan context (``with cp:``).
 
 ``flex_attention`` is a Python function, not an operator. It compares the lengths of its tensors with those of its
 BlockMask before it calls anything that a torch function mode could intercept, and users import it by name. So ringspan
 replaces its code, once and for good, by a wrapper with the same parameters::
 
     def flex_attention(query, key, value, …):
-        if ringspan_intercepts():                             # this thread has a block open
+        if ringspan_intercepts():                             # this thread is inside a context
             return ringspan_intercepted(query, key, value, …)
         return ringspan_original(query, key, value, …)
 
-The condition depends on this thread's stack of torch function modes alone, and Dynamo guards every compiled program by
-that stack. So other threads call and compile ``flex_attention`` as ever while a block is open here, and a program
-compiled outside a block is not used inside one. Inside a block the intercepted call is a graph break.
+The condition depends only on this thread's stack of torch function modes, and Dynamo guards all compiled code by that
+stack. Therefore other threads call and compile ``flex_attention`` as before while this thread is inside a context, and code
+compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break.
 
-The code is never put back: a thread that compiles ``flex_attention`` reads it several times. Programs that were
-compiled before the wrapper is installed are compiled once more. So it is installed when ringspan is imported, if
-``flex_attention`` has been imported by then, and else when the first block is opened.
+The original code is never restored, because a thread that compiles ``flex_attention`` reads it several times. Code that was
+compiled before the wrapper is installed is compiled once more. To avoid that, the wrapper is installed when ringspan is
+imported, if ``flex_attention`` has been imported by then, and otherwise when the first context is entered.
 """
 
 from __future__ import annotations
@@ -32,39 +32,43 @@ from torch.overrides import TorchFunctionMode
 from ringspan.torch_private.function_modes import function_mode_at, function_mode_depth
 
 _lock = threading.Lock()
-# Whether the code has been replaced; whether, moreover, Dynamo has been told not to trace intercepted calls.
-_is_replaced, _is_ready = False, False
+_is_replaced = False  # whether the code has been replaced
+# Whether install_flex_interception has run. If the code was replaced, Dynamo then does not trace intercepted calls.
+_install_attempted = False
 # Why the code of this PyTorch's flex_attention cannot be replaced; None if it can.
-_obstacle: str | None = None
+_unsupported_reason: str | None = None
 
 
 class FlexInterceptor(TorchFunctionMode):
-    """A torch function mode that also intercepts calls of ``flex_attention``, those of its own thread."""
+    """A torch function mode that also intercepts the calls of ``flex_attention`` of its own thread."""
 
     @abstractmethod
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of ``flex_attention(*args, **kwargs)``. All modes are still active."""
+        """Return the result of ``flex_attention(*args, **kwargs)``. All modes are still active during this call."""
 
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own ``flex_attention``, without interception. ``AttentionCatcher.caught`` gets it as ``func``."""
+    """Call PyTorch's own ``flex_attention`` without interception.
+
+    This function is also an identity marker: ``AttentionCatcher.caught`` receives it as ``func`` and compares it with ``is``.
+    """
     from ringspan.torch_private.flex_original import original_flex_attention
 
     return original_flex_attention(*args, **kwargs)
 
 
 def install_flex_interception() -> None:
-    """Intercept ``flex_attention`` in blocks from now on. Imports torch._dynamo; later calls do nothing."""
-    global _is_ready  # noqa: PLW0603 (there is one flex_attention in a process)
-    if _is_ready:
+    """Intercept ``flex_attention`` in contexts from now on. Imports torch._dynamo. Later calls do nothing."""
+    global _install_attempted  # noqa: PLW0603 (there is one flex_attention in a process)
+    if _install_attempted:
         return
     import torch._dynamo
 
     with _lock:
-        if _replace_code() and not _is_ready:
-            traced = torch._dynamo.disable(_intercepted, reason="ringspan attends eagerly in this block; drop fullgraph=True")
-            _flex_globals()["ringspan_intercepted"] = traced
-        _is_ready = True
+        if _replace_code() and not _install_attempted:
+            untraced = torch._dynamo.disable(_intercepted, reason="ringspan attends eagerly in this block; drop fullgraph=True")
+            _flex_globals()["ringspan_intercepted"] = untraced
+        _install_attempted = True
 
 
 def replace_code_if_imported() -> None:
@@ -74,18 +78,18 @@ def replace_code_if_imported() -> None:
             _replace_code()
 
 
-def flex_interception_obstacle() -> str | None:
-    """Why ``flex_attention`` cannot be intercepted in this PyTorch, or None if it can."""
-    return _obstacle
+def flex_interception_unsupported_reason() -> str | None:
+    """Return why ``flex_attention`` cannot be intercepted in this PyTorch, or None if it can."""
+    return _unsupported_reason
 
 
 def _replace_code() -> bool:
-    global _is_replaced, _obstacle  # noqa: PLW0603
+    global _is_replaced, _unsupported_reason  # noqa: PLW0603
     from ringspan.torch_private import flex_original
 
     function = flex_original.flex_function
-    _obstacle = flex_original.why_not_replaceable(function)
-    if _obstacle is None and not _is_replaced:
+    _unsupported_reason = flex_original.why_not_replaceable(function)
+    if _unsupported_reason is None and not _is_replaced:
         # The code runs among the globals of PyTorch's module.
         _flex_globals().update(
             ringspan_intercepts=_intercepts,
@@ -94,7 +98,7 @@ def _replace_code() -> bool:
         )
         function.__code__ = _wrapper(function)
         _is_replaced = True
-    return _obstacle is None
+    return _unsupported_reason is None
 
 
 def _flex_globals() -> dict[str, Any]:
@@ -104,7 +108,7 @@ def _flex_globals() -> dict[str, Any]:
 
 
 def _wrapper(function: Any) -> CodeType:
-    """The code of the wrapper. Name, file and line are the function's own: ``inspect`` and Dynamo's rules use them."""
+    """Return the code of the wrapper. Its name, file and line are those of the function, which inspect and Dynamo use."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -123,7 +127,7 @@ def _wrapper(function: Any) -> CodeType:
 
 
 def _intercepts() -> bool:
-    """Whether a mode of this thread intercepts flex_attention. Dynamo traces this."""
+    """Return whether a mode of this thread intercepts flex_attention. Dynamo traces this function."""
     for n in range(function_mode_depth()):  # noqa: SIM110 (Dynamo of torch 2.11 would break the graph at a generator)
         if isinstance(function_mode_at(n), FlexInterceptor):
             return True
