@@ -58,7 +58,7 @@ def test_heads_of_unknown_number_are_not_split() -> None:
     assert known.program.heads == (32, 8)
     unknown = rs.plan(mask, world=16, hardware=slow_link)
     assert unknown.program.heads is None
-    assert any("how many heads there are was not said: give shape=" in note for note in unknown.notes)
+    assert any("needs the number of heads: pass shape=" in note for note in unknown.notes)
     assert rs.plan(mask, world=16, hardware=slow_link, strategy="ulysses").strategy.startswith("ulysses")
 
 

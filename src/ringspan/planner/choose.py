@@ -112,7 +112,7 @@ def choose(
         if not described_strategy.depends_on_layout and workload is not workloads[0]:
             continue
         if described_strategy.splits_heads and not may_split_heads:
-            why = "how many heads there are was not said: give shape="
+            why = "needs the number of heads: pass shape="
             found.append(_Decided(float("inf"), order, _candidate(workload, strategy, rejected=why)))
         else:
             computing = described_strategy.computing_seconds(workload)

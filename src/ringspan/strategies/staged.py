@@ -52,12 +52,12 @@ def staged(
     for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
         distances[stage].append(distance)
 
-    def of_others(what: What, stage: int) -> tuple[Transfer, ...]:
+    def with_owners(what: What, stage: int) -> tuple[Transfer, ...]:
         """Transfers with the owners of a stage's rows: receives of the inputs, or sends of the results."""
         owners = ((rank - d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in from_owner.get(p, ()))
 
-    def own(what: What, stage: int) -> tuple[Transfer, ...]:
+    def with_receivers(what: What, stage: int) -> tuple[Transfer, ...]:
         """Transfers with the ranks that use this rank's rows in a stage: sends of the inputs, or receives of the results."""
         receivers = ((rank + d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in receivers for rows in to_receiver.get(p, ()))
@@ -67,21 +67,21 @@ def staged(
             return moving.task(0, bands[HOME], None)
         return moving.task(slot(stage), bands[stage], placed.tokens(stage))
 
-    by_stage = {stage: (task(stage),) for stage in bands}
+    tasks_by_stage = {stage: (task(stage),) for stage in bands}
 
     def step(n: int, back: What | None) -> Step:
-        sends, recvs = (own(moving.what, n), of_others(moving.what, n)) if n < stages else ((), ())
+        sends, recvs = (with_receivers(moving.what, n), with_owners(moving.what, n)) if n < stages else ((), ())
         if back and n >= 2:
-            sends += of_others(back, n - 2)
-            recvs += own(back, n - 2)
-        return Step(sends=sends, recvs=recvs, tasks=by_stage.get(HOME if n == 0 else n - 1, ()))
+            sends += with_owners(back, n - 2)
+            recvs += with_receivers(back, n - 2)
+        return Step(sends=sends, recvs=recvs, tasks=tasks_by_stage.get(HOME if n == 0 else n - 1, ()))
 
     def steps(phase: Phase) -> tuple[Step, ...]:
         back = moving.back[phase]
         return tuple(step(n, back) for n in range(stages + (2 if back and stages else 1)))
 
-    filled = [placed.rows(stage) for stage in range(stages)]
-    stage_slots = tuple(Slot(rows=max(filled[k::2])) for k in range(min(stages, 2)))
+    rows_per_stage = [placed.rows(stage) for stage in range(stages)]
+    stage_slots = tuple(Slot(rows=max(rows_per_stage[k::2])) for k in range(min(stages, 2)))
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
