@@ -138,6 +138,26 @@ def test_gradients_are_summed_in_float32_and_rounded_once(pools: Pools, dtype: t
                 assert torch.equal(summed[i], exact.float().to(dtype))
 
 
+def gradients_with_other_strides_on_rank_1(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Summed gradients, all but the last transposed on rank 1 only: two small, one larger than a bucket, one small."""
+    sums.BUCKET_BYTES = 64
+    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2, 3), (2, 2), (9, 5), (3,))]
+    for i, p in enumerate(parameters):
+        values = torch.arange(p.numel(), dtype=dtype).view(p.shape) + 8 * i + rank
+        p.grad = values.t().contiguous().t() if rank == 1 else values
+    rs.ContextParallel(None, rs.causal(N)).sum_gradients(parameters)
+    sums.BUCKET_BYTES = 32 * 2**20
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_ranks_may_hold_a_gradient_with_different_strides(pools: Pools, dtype: torch.dtype) -> None:
+    for summed in pools(2).run(gradients_with_other_strides_on_rank_1, dtype):
+        for i, (x, shape) in enumerate(zip(summed, ((2, 3), (2, 2), (9, 5), (3,)), strict=True)):
+            expected = 2 * torch.arange(x.numel(), dtype=torch.float64).view(shape) + 16 * i + 1
+            assert torch.equal(x.double(), expected.to(dtype).double())
+
+
 def extra_memory_of_sum_gradients(rank: int, dtype: torch.dtype, size: int) -> int:
     sums.BUCKET_BYTES = 2**16
     parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for _ in range(8)]

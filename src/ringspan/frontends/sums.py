@@ -70,7 +70,8 @@ def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTra
         gradients   | a  bf16 | b  bf16            | c  bf16 |
         buckets     | float32        | float32        | … |      each: copy in, all-reduce, copy back
 
-    A contiguous float32 or float64 gradient of at least a bucket is summed where it is.
+    A float32 or float64 gradient of at least a bucket is summed where it is. A gradient that is not contiguous is summed in a
+    contiguous copy. Ranks may hold the gradient of a parameter with different strides.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p in parameters:
@@ -84,7 +85,7 @@ def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTra
             if ranks and p.grad is None:
                 p.grad = torch.zeros_like(p)
             if ranks and p.grad is not None:
-                bucket.add(_local(p.grad))
+                bucket.add(_local(p.grad), p.dtype)
         bucket.flush()
 
 
@@ -92,27 +93,31 @@ BUCKET_BYTES = 32 * 2**20
 
 
 class _Bucket:
-    """A buffer through which gradients are summed. All ranks add the same sizes in the same order, so buckets agree."""
+    """A buffer through which gradients are summed.
+
+    The collectives depend on the dtypes and sizes of the parameters alone, which are the same on all ranks. They must not
+    depend on the strides of a gradient, which are not.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, groups: Sequence[ProcessGroupTransport]) -> None:
         self._dtype, self._device, self._groups = dtype, device, groups
         self._size = max(1, BUCKET_BYTES // dtype.itemsize)
         self._buffer: Tensor | None = None
         self._pieces: list[Tensor] = []  # flat views of gradients: those whose values are in the buffer
+        self._copies: list[
+            tuple[Tensor, Tensor]
+        ] = []  # gradients and their contiguous copies, whose last piece is in the buffer
         self._filled = 0
 
-    def add(self, grad: Tensor) -> None:
-        """Sum a gradient, now or in the next flush."""
-        if not grad.is_contiguous():
-            dense = grad.contiguous()
-            self.add(dense)
-            self.flush()
-            grad.copy_(dense)
+    def add(self, grad: Tensor, dtype: torch.dtype) -> None:
+        """Sum the gradient of a parameter of this dtype, now or in the next flush."""
+        dense = grad.contiguous()
+        if dtype == self._dtype and grad.numel() >= self._size:
+            _all_sum_(dense, self._groups)
+            if not grad.is_contiguous():
+                grad.copy_(dense)
             return
-        if grad.dtype == self._dtype and grad.numel() >= self._size:
-            _all_sum_(grad, self._groups)
-            return
-        flat, at = grad.view(-1), 0
+        flat, at = dense.view(-1), 0
         while at < len(flat):
             piece = flat[at : at + self._size - self._filled]
             if self._buffer is None:
@@ -121,6 +126,8 @@ class _Bucket:
             self._pieces.append(piece)
             self._filled += len(piece)
             at += len(piece)
+            if at == len(flat) and not grad.is_contiguous():
+                self._copies.append((grad, dense))
             if self._filled == self._size:
                 self.flush()
 
@@ -132,7 +139,9 @@ class _Bucket:
         for piece in self._pieces:
             piece.copy_(self._buffer[at : at + len(piece)])
             at += len(piece)
-        self._pieces, self._filled = [], 0
+        for grad, dense in self._copies:
+            grad.copy_(dense)
+        self._pieces, self._copies, self._filled = [], [], 0
 
 
 def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
