@@ -1,4 +1,4 @@
-"""Random masks and layouts for hypothesis, each together with what it must be (see tests/truth.py)."""
+"""Random masks and layouts for hypothesis, each together with what it must be (see tests/dense_masks.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.layouts import LAYOUTS, Layout
 from ringspan.masks import Mask
-from tests import truth
-from tests.truth import Dense
+from tests import dense_masks
+from tests.dense_masks import Dense
 
 MAX_LEN = 24
 
@@ -49,30 +49,32 @@ def raw_bands(q_len: int, k_len: int, max_size: int = 4) -> st.SearchStrategy[li
 
 
 def _full(q: int, k: int) -> st.SearchStrategy[Drawn]:
-    return st.just(Drawn(rs.full(q, k), truth.full(q, k)))
+    return st.just(Drawn(rs.full(q, k), dense_masks.full(q, k)))
 
 
 def _causal(q: int, k: int) -> st.SearchStrategy[Drawn]:
-    return st.sampled_from(["start", "end"]).map(lambda align: Drawn(rs.causal(q, k, align=align), truth.causal(q, k, align)))
+    return st.sampled_from(["start", "end"]).map(
+        lambda align: Drawn(rs.causal(q, k, align=align), dense_masks.causal(q, k, align))
+    )
 
 
 def _causal_relation(q: int, k: int) -> st.SearchStrategy[Drawn]:
-    return st.just(Drawn(rs.causal(), truth.causal(q, k)))
+    return st.just(Drawn(rs.causal(), dense_masks.causal(q, k)))
 
 
 def _window(q: int, k: int) -> st.SearchStrategy[Drawn]:
     reach = st.none() | st.integers(0, max(q, k) + 1)
     both = st.tuples(reach, reach).filter(lambda sides: sides != (None, None))
-    return both.map(lambda sides: Drawn(rs.window(*sides), truth.window(q, k, *sides)))
+    return both.map(lambda sides: Drawn(rs.window(*sides), dense_masks.window(q, k, *sides)))
 
 
 def _prefix(n: int, _: int) -> st.SearchStrategy[Drawn]:
-    return st.integers(0, n).map(lambda p: Drawn(rs.prefix(n, p), truth.prefix(n, p)))
+    return st.integers(0, n).map(lambda p: Drawn(rs.prefix(n, p), dense_masks.prefix(n, p)))
 
 
 def _chunked(n: int, _: int) -> st.SearchStrategy[Drawn]:
     return st.builds(
-        lambda size, causal: Drawn(rs.chunked(n, size, causal=causal), truth.chunked(n, size, causal)),
+        lambda size, causal: Drawn(rs.chunked(n, size, causal=causal), dense_masks.chunked(n, size, causal)),
         st.integers(1, n + 2),
         st.booleans(),
     )
@@ -80,7 +82,7 @@ def _chunked(n: int, _: int) -> st.SearchStrategy[Drawn]:
 
 def _documents(n: int, _: int) -> st.SearchStrategy[Drawn]:
     return st.builds(
-        lambda lengths, causal: Drawn(rs.documents(lengths, causal=causal), truth.documents(lengths, lengths, causal)),
+        lambda lengths, causal: Drawn(rs.documents(lengths, causal=causal), dense_masks.documents(lengths, lengths, causal)),
         parts(n),
         st.booleans(),
     )
@@ -88,7 +90,7 @@ def _documents(n: int, _: int) -> st.SearchStrategy[Drawn]:
 
 def _ids(n: int, _: int) -> st.SearchStrategy[Drawn]:
     return st.builds(
-        lambda ids, causal: Drawn(rs.documents(ids=ids, causal=causal), truth.by_ids(ids, causal)),
+        lambda ids, causal: Drawn(rs.documents(ids=ids, causal=causal), dense_masks.by_ids(ids, causal)),
         st.lists(st.integers(-1, 2), min_size=n, max_size=n),
         st.booleans(),
     )
@@ -100,11 +102,11 @@ def _pairs(draw: st.DrawFn, q: int, k: int) -> Drawn:
     q_lengths, k_lengths = draw(parts(q, count)), draw(parts(k, count))
     causal, align = draw(st.booleans()), draw(st.sampled_from(["start", "end"]))
     mask = rs.documents(q_lengths, kv_lengths=k_lengths, causal=causal, align=align)
-    return Drawn(mask, truth.documents(q_lengths, k_lengths, causal, align))
+    return Drawn(mask, dense_masks.documents(q_lengths, k_lengths, causal, align))
 
 
 def _from_bands(q: int, k: int) -> st.SearchStrategy[Drawn]:
-    return raw_bands(q, k).map(lambda bands: Drawn(Mask.from_bands(bands, q, k), truth.bands(bands, q, k)))
+    return raw_bands(q, k).map(lambda bands: Drawn(Mask.from_bands(bands, q, k), dense_masks.bands(bands, q, k)))
 
 
 CONSTRUCTORS: dict[str, Callable[[int, int], st.SearchStrategy[Drawn]]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringspan as rs
-from tests.flex_truth import dense_flex
+from tests.flex_reference import dense_flex
 from tests.hypothesis_strategies import bijections
 
 B, H, G, D, E = 2, 4, 2, 8, 6

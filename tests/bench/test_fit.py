@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.bench.calibration import Probes
+from ringspan.bench.calibration_rounds import Probes
 from ringspan.bench.fit import TILES, FittedKernel, Message, TimedLaunch, fit_kernel, fit_link, fit_overlap
 from ringspan.costs import HARDWARE, Hardware, Speed
 from ringspan.costs.plan_cost import task_seconds

@@ -13,7 +13,7 @@ from ringspan.engine import AttentionConfig, attend_ranks, shape_of
 from ringspan.kernels import cpu
 from ringspan.testing.assertions import assert_close
 from ringspan.transports import InProcessTransport
-from tests.engine.truth import EXACT, case
+from tests.engine.dense_comparison import EXACT, case
 from tests.plans.examples import STRATEGIES
 
 MASK = rs.causal(10) - rs.window(left=2, right=0) | rs.documents([4, 6])

@@ -18,8 +18,8 @@ import ringspan.engine
 from ringspan.engine import AttentionConfig, forward
 from ringspan.kernels import Partial, PartialRows, cpu
 from ringspan.transports import PostExchange
+from tests.engine.dense_comparison import EXACT, case, worst_error
 from tests.engine.drivers import DeliverAtOnce, DeliverLate
-from tests.engine.truth import EXACT, case, worst_error
 from tests.hypothesis_strategies import layouts, masks
 from tests.plans.examples import MASKS, STRATEGIES, all_plans
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, cpu
 from ringspan.masks import Band
+from tests.engine.dense_comparison import Tensors, case, worst_error
 from tests.engine.drivers import DeliverAtOnce, DeliverLate
-from tests.engine.truth import Tensors, case, worst_error
 from tests.plans.examples import MASKS, all_plans
 
 ROUNDING = 0.02

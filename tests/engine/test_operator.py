@@ -14,7 +14,7 @@ import ringspan as rs
 from ringspan.engine import PlanHandle, attend, attend_by_id, is_traced
 from ringspan.frontends.attention import registered_handle
 from ringspan.testing.assertions import assert_close
-from tests.engine.truth import EXACT, case
+from tests.engine.dense_comparison import EXACT, case
 
 MASK = rs.causal(10) - rs.window(left=2, right=0) | rs.documents([4, 6])
 

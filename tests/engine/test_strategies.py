@@ -9,8 +9,8 @@ import ringspan as rs
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.transports import InProcessTransport
+from tests.engine.dense_comparison import EXACT, case, worst_error
 from tests.engine.drivers import DeliverAtOnce, DeliverLate
-from tests.engine.truth import EXACT, case, worst_error
 from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import MASKS, all_plans
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ringspan as rs
 from ringspan.frontends.flex import plan_of
 from tests.conftest import Pools
-from tests.flex_truth import dense_flex
+from tests.flex_reference import dense_flex
 
 N, B, H, G, D = 256, 2, 4, 2, 16
 DOCUMENTS = 28

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import ringspan as rs
 from ringspan.kernels import Inputs, availability, eager, flex, select_kernel
-from tests.flex_truth import dense_flex
+from tests.flex_reference import dense_flex
 
 pytestmark = pytest.mark.gpu
 

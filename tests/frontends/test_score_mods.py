@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from tests.flex_truth import dense_flex, pairs
+from tests.flex_reference import dense_flex, pairs
 
 N, H = 37, 4
 

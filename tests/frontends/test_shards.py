@@ -17,7 +17,7 @@ import ringspan as rs
 from ringspan.frontends.dtensor.offsets import ShardExtents, extents_of, shard_score_mod
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
-from tests.flex_truth import dense_flex
+from tests.flex_reference import dense_flex
 from tests.meshes import cpu_mesh
 
 BATCH, HEADS, KV_HEADS, N, DIM, V_DIM = 2, 4, 2, 12, 8, 6

@@ -17,7 +17,7 @@ from ringspan.kernels import IndexedMods, Inputs, Mods, Saved, eager, mods_of, s
 from ringspan.kernels.eager import MAX_ROWS
 from ringspan.kernels.reference import dense_attention
 from ringspan.user_functions.captures import captured_tensors
-from tests.flex_truth import dense_flex, pairs
+from tests.flex_reference import dense_flex, pairs
 from tests.hypothesis_strategies import Drawn, masks
 
 B, H, G, D, E = 2, 4, 2, 8, 5

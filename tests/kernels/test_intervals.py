@@ -8,8 +8,8 @@ from hypothesis import given
 
 import ringspan as rs
 from ringspan.kernels.intervals import IntervalLayer, interval_layers
+from tests.dense_masks import Dense
 from tests.hypothesis_strategies import Drawn, masks
-from tests.truth import Dense
 
 
 def dense(layer: IntervalLayer, rows: int, cols: int) -> Dense:

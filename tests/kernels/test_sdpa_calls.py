@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ringspan.kernels import sdpa_calls
 from ringspan.kernels.sdpa_calls import RectangleCall, make_sdpa_calls
 from ringspan.masks import Band
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import Drawn, masks
 
 
@@ -43,7 +43,7 @@ def covered(given: Sequence[RectangleCall], rows: int, cols: int) -> NDArray[np.
         inside = np.zeros_like(count)
         if call.bands:
             assert not call.is_causal
-            inside = truth.times_covered(call.bands, rows, cols)
+            inside = dense_masks.times_covered(call.bands, rows, cols)
         else:
             i, j = np.mgrid[0 : q1 - q0, 0 : k1 - k0]
             inside[q0:q1, k0:k1] = (j <= i) | (not call.is_causal)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 import ringspan as rs
 from ringspan.layouts import LAYOUTS, areas, auto, balance
 from ringspan.layouts.auto import GOOD_ENOUGH
-from tests import truth
+from tests import dense_masks
+from tests.dense_masks import Dense
 from tests.hypothesis_strategies import Drawn, masks
-from tests.truth import Dense
 
 N, WORLD = 4096, 8
 
@@ -53,14 +53,14 @@ BALANCE = """
 def work_of_rows(name: str) -> NDArray[np.int64]:
     """How many keys each query sees, counted in the dense mask of the definitions."""
     dense: dict[str, Callable[[], Dense]] = {
-        "full": lambda: truth.full(N, N),
-        "causal": lambda: truth.causal(N, N),
-        "window": lambda: truth.window(N, N, 511, 0),
-        "prefix": lambda: truth.prefix(N, 1024),
-        "few documents": lambda: truth.documents(FEW, FEW),
-        "packed documents": lambda: truth.documents(PACKED, PACKED),
-        "even documents": lambda: truth.documents(EVEN, EVEN),
-        "packed + window": lambda: truth.documents(PACKED, PACKED) & truth.window(N, N, 127, None),
+        "full": lambda: dense_masks.full(N, N),
+        "causal": lambda: dense_masks.causal(N, N),
+        "window": lambda: dense_masks.window(N, N, 511, 0),
+        "prefix": lambda: dense_masks.prefix(N, 1024),
+        "few documents": lambda: dense_masks.documents(FEW, FEW),
+        "packed documents": lambda: dense_masks.documents(PACKED, PACKED),
+        "even documents": lambda: dense_masks.documents(EVEN, EVEN),
+        "packed + window": lambda: dense_masks.documents(PACKED, PACKED) & dense_masks.window(N, N, 127, None),
     }
     return dense[name]().sum(axis=1)
 

@@ -16,7 +16,7 @@ from ringspan.bench.layouts import LENGTHS, draw_lengths, fewest_rows
 from ringspan.errors import LayoutError
 from ringspan.layouts import LAYOUTS, Layout, areas, balance, balanced
 from ringspan.plans import needed_rows
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import Drawn, masks
 
 worlds = st.integers(1, 9)
@@ -35,8 +35,8 @@ def test_even_tokens_in_rising_order(drawn: Drawn, world: int, block: int) -> No
         assert (np.diff(layout.positions(rank)) > 0).all()
 
 
-@example(Drawn(rs.causal(10), truth.causal(10, 10)), 3)  # here intervals alone would give 22 pairs where zigzag has 20
-@example(Drawn(rs.causal(9), truth.causal(9, 9)), 6)
+@example(Drawn(rs.causal(10), dense_masks.causal(10, 10)), 3)  # here intervals alone would give 22 pairs where zigzag has 20
+@example(Drawn(rs.causal(9), dense_masks.causal(9, 9)), 6)
 @given(masks(60, square=True, leaves=3), worlds)
 def test_never_worse_balanced_than_the_simple_layouts(drawn: Drawn, world: int) -> None:
     simple = [LAYOUTS[name](drawn.mask, world) for name in ("contiguous", "zigzag")]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.layouts import LAYOUTS, Layout, areas, balance, cut
 from ringspan.masks import Mask
-from tests import truth
+from tests import dense_masks
+from tests.dense_masks import Dense
 from tests.hypothesis_strategies import Drawn, layouts, masks
-from tests.truth import Dense
 
 
 class CutCase(NamedTuple):
@@ -40,7 +40,7 @@ def check_cut(mask: Mask, dense: Dense, queries: Layout, keys: Layout) -> None:
             between = (tiles.q_rank == q_rank) & (tiles.k_rank == k_rank)
             mine = tiles.bands[between].tolist()
             expected = dense[np.ix_(queries.positions(q_rank), keys.positions(k_rank))]
-            assert (truth.times_covered(mine, *expected.shape) == expected).all(), (q_rank, k_rank)
+            assert (dense_masks.times_covered(mine, *expected.shape) == expected).all(), (q_rank, k_rank)
             assert tiles.area[between].sum() == expected.sum()
             for q0, q1, k0, k1, *_ in mine:
                 assert 0 <= q0 < q1 <= expected.shape[0]
@@ -60,12 +60,12 @@ def test_cut_for_every_pair_of_layouts(q_name: str, k_name: str, k_world: int) -
     """Packed documents with a window and a shared prefix; then more keys than queries, where the layouts allow it."""
     n = 29
     mask = (rs.documents([9, 0, 13, 7]) & rs.window(left=5)) | (rs.causal(n) & Mask.from_bands([(0, n, 0, 3, -n, n)], n))
-    dense = (truth.documents([9, 0, 13, 7], [9, 0, 13, 7]) & truth.window(n, n, 5, None)) | (
-        truth.causal(n, n) & truth.cells(n, n, lambda q, k: k < 3)
+    dense = (dense_masks.documents([9, 0, 13, 7], [9, 0, 13, 7]) & dense_masks.window(n, n, 5, None)) | (
+        dense_masks.causal(n, n) & dense_masks.cells(n, n, lambda q, k: k < 3)
     )
     check_cut(mask, dense, LAYOUTS[q_name](mask, 3), LAYOUTS[k_name](mask, k_world))
     if "per_document" not in (q_name, k_name):
-        cross, dense = rs.causal(17, n, align="end"), truth.causal(17, n, "end")
+        cross, dense = rs.causal(17, n, align="end"), dense_masks.causal(17, n, "end")
         check_cut(cross, dense, LAYOUTS[q_name](cross, 3), LAYOUTS[k_name](cross.transposed, k_world))
 
 
@@ -76,7 +76,7 @@ def test_cut_of_some_ranks_only(case: CutCase, data: st.DataObject) -> None:
     tiles = cut(case.drawn.mask, case.queries.pieces.of(q_rank), case.keys.pieces.of(k_rank))
     expected = case.drawn.truth[np.ix_(case.queries.positions(q_rank), case.keys.positions(k_rank))]
     assert (set(tiles.q_rank.tolist()), set(tiles.k_rank.tolist())) in (({q_rank}, {k_rank}), (set(), set()))
-    assert (truth.times_covered(tiles.bands.tolist(), *expected.shape) == expected).all()
+    assert (dense_masks.times_covered(tiles.bands.tolist(), *expected.shape) == expected).all()
 
 
 @given(cut_cases())

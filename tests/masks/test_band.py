@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringspan.masks import MAX_LENGTH, Band
 from ringspan.masks import table as tables
-from tests import truth
+from tests import dense_masks
 
 N = 9
 
@@ -19,13 +19,13 @@ loose = st.builds(lambda q, k, d: Band(*q, *k, *d), edges, edges, diagonals)
 
 @given(loose)
 def test_area_counts_the_cells_of_any_band(band: Band) -> None:
-    assert band.area == truth.band(band, N, N).sum()
+    assert band.area == dense_masks.band(band, N, N).sum()
 
 
 @given(loose)
 def test_a_tight_band_knows_which_diagonals_cut_it(band: Band) -> None:
     for tight in map(Band._make, tables.table(band).tolist()):
-        inside = truth.band(tight, N, N)[tight.q0 : tight.q1, tight.k0 : tight.k1]
+        inside = dense_masks.band(tight, N, N)[tight.q0 : tight.q1, tight.k0 : tight.k1]
         assert (tight.rows, tight.cols) == inside.shape
         assert tight.is_full == inside.all()
         assert tight.cut_below == (not inside[-1, 0])
@@ -34,8 +34,8 @@ def test_a_tight_band_knows_which_diagonals_cut_it(band: Band) -> None:
 
 @given(loose, st.integers(0, 3), st.integers(0, 3))
 def test_shifting_moves_every_cell(band: Band, dq: int, dk: int) -> None:
-    moved = truth.band(band.shifted(dq, dk), N + 3, N + 3)
-    assert (moved[dq : dq + N, dk : dk + N] == truth.band(band, N, N)).all()
+    moved = dense_masks.band(band.shifted(dq, dk), N + 3, N + 3)
+    assert (moved[dq : dq + N, dk : dk + N] == dense_masks.band(band, N, N)).all()
     assert moved.sum() == band.area
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import ringspan as rs
 from ringspan.masks import survey
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import sizes
 
 N, M = 300, 200
@@ -51,12 +51,14 @@ def test_per_batch_and_per_head(batch: int | None, heads: int | None) -> None:
     mask = rs.block_mask(create_block_mask(sees, batch, heads, N, N, device="cpu", BLOCK_SIZE=32))
     for b in range(batch or 1):
         for h in range(heads or 1):
-            want = truth.causal(N, N) & (np.arange(N) >= shift[b, h].item())[:, None]
+            want = dense_masks.causal(N, N) & (np.arange(N) >= shift[b, h].item())[:, None]
             assert (mask.dense(b=b, h=h) == want).all()
     if (batch or 1) * (heads or 1) > 1:
         assert mask.predicate is not None
         assert (mask.predicate.batch, mask.predicate.heads) == (batch, heads)
-        assert not truth.bands(mask.bands, N, N)[: shift.min() // 32 * 32].any(), "rows without visible keys are not planned"
+        assert not dense_masks.bands(mask.bands, N, N)[: shift.min() // 32 * 32].any(), (
+            "rows without visible keys are not planned"
+        )
 
 
 def lists(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,9 +137,9 @@ def test_any_blocks_and_any_function(
             kind = kinds_BHQK[b, h][q // q_block, k // k_block]
             want = (kind == survey.FULL) | ((kind == survey.PARTIAL) & cells[b * reads_batch, h * reads_heads])
             assert (mask.dense(b=b, h=h) == want).all()
-            assert (truth.bands(mask.bands, *size) | ~want).all()
+            assert (dense_masks.bands(mask.bands, *size) | ~want).all()
             later |= bool(np.triu(want, 1).any())
-    assert (truth.times_covered(mask.bands, *size) <= 1).all()
+    assert (dense_masks.times_covered(mask.bands, *size) <= 1).all()
     assert mask.is_causal == (not later)
 
 

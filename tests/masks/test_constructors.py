@@ -1,4 +1,4 @@
-"""Every constructor compared with its definition in tests/truth.py, cell by cell."""
+"""Every constructor compared with its definition in tests/dense_masks.py, cell by cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.masks import MAX_LENGTH, Mask
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import CONSTRUCTORS, RELATIONS, SQUARE_CONSTRUCTORS, sizes
 
 
@@ -124,8 +124,8 @@ def test_long_masks_are_few_bands(mask: Mask, bands: int, area: int) -> None:
 
 def test_two_definitions_in_truth_agree() -> None:
     """An error in one of the reference definitions would show here."""
-    assert (truth.documents([2, 3], [2, 3]) == truth.by_ids([0, 0, 1, 1, 1])).all()
-    assert (truth.chunked(5, 2) == truth.documents([2, 2, 1], [2, 2, 1])).all()
-    assert (truth.prefix(4, 0) == truth.causal(4, 4)).all()
-    assert (truth.window(4, 5, None, 0) == truth.causal(4, 5)).all()
-    assert (truth.bands([(0, 4, 0, 4, -9, 0)], 4, 4) == truth.causal(4, 4)).all()
+    assert (dense_masks.documents([2, 3], [2, 3]) == dense_masks.by_ids([0, 0, 1, 1, 1])).all()
+    assert (dense_masks.chunked(5, 2) == dense_masks.documents([2, 2, 1], [2, 2, 1])).all()
+    assert (dense_masks.prefix(4, 0) == dense_masks.causal(4, 4)).all()
+    assert (dense_masks.window(4, 5, None, 0) == dense_masks.causal(4, 5)).all()
+    assert (dense_masks.bands([(0, 4, 0, 4, -9, 0)], 4, 4) == dense_masks.causal(4, 4)).all()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.errors import MaskError
 from ringspan.masks import Band, Mask
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import CONSTRUCTORS, Drawn, masks, sizes, trees
 from tests.masks.test_table import assert_tight
 
@@ -36,11 +36,11 @@ def test_an_expression_equals_the_dense_expression(drawn: Drawn) -> None:
 @given(masks(leaves=12))
 def test_bands_are_disjoint_tight_and_inside(drawn: Drawn) -> None:
     q_len, k_len = drawn.truth.shape
-    assert (truth.times_covered(drawn.mask.bands, q_len, k_len) == drawn.truth).all()
+    assert (dense_masks.times_covered(drawn.mask.bands, q_len, k_len) == drawn.truth).all()
     for band in drawn.mask:
         assert 0 <= band.q0 < band.q1 <= q_len
         assert 0 <= band.k0 < band.k1 <= k_len
-        inside = truth.band(band, q_len, k_len)[band.q0 : band.q1, band.k0 : band.k1]
+        inside = dense_masks.band(band, q_len, k_len)[band.q0 : band.q1, band.k0 : band.k1]
         assert inside.any(axis=0).all()
         assert inside.any(axis=1).all()
 
@@ -93,7 +93,7 @@ def test_relations_have_no_lengths_until_combined_with_a_mask(drawn: Drawn) -> N
 @given(sizes().flatmap(lambda size: st.tuples(st.just(size), trees(*size))), st.integers(0, 5), st.booleans())
 def test_every_operator_takes_a_relation_on_either_side(sized: tuple[tuple[int, int], Drawn], reach: int, both: bool) -> None:
     size, a = sized
-    b = Drawn(rs.window(reach, reach if both else None), truth.window(*size, reach, reach if both else None))
+    b = Drawn(rs.window(reach, reach if both else None), dense_masks.window(*size, reach, reach if both else None))
     for mask, expected in (
         (a.mask & b.mask, a.truth & b.truth),
         (b.mask & a.mask, a.truth & b.truth),

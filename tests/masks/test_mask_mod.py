@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.masks import survey as cells
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import Drawn, masks, sizes
 
 
@@ -31,7 +31,7 @@ def test_a_function_of_bands_becomes_bands_or_a_predicate(drawn: Drawn) -> None:
     mask = rs.mask_mod(of_table(drawn.truth), q_len, k_len, block=4)
     assert (mask.dense() == drawn.truth).all()
     if mask.predicate is None:
-        assert (truth.times_covered(mask.bands, q_len, k_len) == drawn.truth).all()
+        assert (dense_masks.times_covered(mask.bands, q_len, k_len) == drawn.truth).all()
         assert mask == drawn.mask
 
 
@@ -40,9 +40,9 @@ def test_any_function(size: tuple[int, int], q_block: int, k_block: int, seed: i
     seen = np.random.default_rng(seed).random(size) < share
     mask = rs.mask_mod(of_table(seen), *size, block=(q_block, k_block))
     assert (mask.dense() == seen).all()
-    held = truth.bands(mask.bands, *size)
+    held = dense_masks.bands(mask.bands, *size)
     assert (held | ~seen).all()
-    assert (truth.times_covered(mask.bands, *size) <= 1).all()
+    assert (dense_masks.times_covered(mask.bands, *size) <= 1).all()
     for q in range(0, size[0], q_block):
         for k in range(0, size[1], k_block):
             block = np.s_[q : q + q_block, k : k + k_block]
@@ -97,8 +97,8 @@ def test_a_batch_of_different_masks_is_planned_by_their_union() -> None:
     mask = rs.mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k], 8, batch=2, block=1)
     assert mask.predicate is not None
     assert (mask.predicate.batch, mask.predicate.heads) == (2, None)
-    each = [truth.by_ids(ids[b].tolist(), causally=False) for b in range(2)]
-    assert (truth.bands(mask.bands, 8, 8) == each[0] | each[1]).all()
+    each = [dense_masks.by_ids(ids[b].tolist(), causally=False) for b in range(2)]
+    assert (dense_masks.bands(mask.bands, 8, 8) == each[0] | each[1]).all()
     assert (mask.dense() == each[0]).all()
     assert (mask.dense(b=1) == each[1]).all()
 
@@ -110,7 +110,7 @@ def test_equal_heads_become_one_mask_of_bands() -> None:
     mask = rs.mask_mod(lambda b, h, q, k: (q - k).abs() <= reach[h], 9, heads=2)
     assert mask.predicate is not None
     assert mask.predicate.heads == 2
-    assert (mask.dense(h=1) == truth.window(9, 9, 2, 2)).all()
+    assert (mask.dense(h=1) == dense_masks.window(9, 9, 2, 2)).all()
 
 
 READS = [

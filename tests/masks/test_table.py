@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, Q0, Table
-from tests import truth
+from tests import dense_masks
 from tests.hypothesis_strategies import Drawn, masks, raw_bands, trees
 
 N = 10
@@ -32,7 +32,7 @@ def assert_tight(t: Table) -> None:
     for row in t.tolist():
         q0, q1, k0, k1, lo, hi = row
         # far enough to the right and down that bands with negative coordinates are counted too
-        cells = truth.band([q0 + 9, q1 + 9, k0 + 9, k1 + 9, lo, hi], N + 18, N + 18)[q0 + 9 : q1 + 9, k0 + 9 : k1 + 9]
+        cells = dense_masks.band([q0 + 9, q1 + 9, k0 + 9, k1 + 9, lo, hi], N + 18, N + 18)[q0 + 9 : q1 + 9, k0 + 9 : k1 + 9]
         assert cells.size, row
         assert cells.any(axis=1).all(), f"an empty row in {row}"
         assert cells.any(axis=0).all(), f"an empty column in {row}"
@@ -46,7 +46,7 @@ def test_tighten_keeps_exactly_the_visible_pairs(rows: list[tuple[int, ...]]) ->
     assert_tight(t)
     for i, row in enumerate(rows):
         where = np.flatnonzero(kept == i)
-        assert (truth.bands(t[where].tolist(), N, N) == truth.band(row, N, N)).all()
+        assert (dense_masks.bands(t[where].tolist(), N, N) == dense_masks.band(row, N, N)).all()
 
 
 @given(raw)
@@ -59,7 +59,7 @@ def test_tighten_twice_is_tighten_once(rows: list[tuple[int, ...]]) -> None:
 def test_area_counts_the_cells_of_each_band(rows: list[tuple[int, ...]]) -> None:
     t = tables.tighten(as_table(rows))
     shifted = t + np.array([2, 2, 2, 2, 0, 0])
-    assert tables.area(t).tolist() == [truth.band(row, N + 5, N + 5).sum() for row in shifted.tolist()]
+    assert tables.area(t).tolist() == [dense_masks.band(row, N + 5, N + 5).sum() for row in shifted.tolist()]
 
 
 @given(intervals, intervals)
@@ -87,7 +87,7 @@ def test_intersect_and_subtract(two: tuple[Drawn, Drawn]) -> None:
         (tables.subtract(a.mask.table, b.mask.table), a.truth & ~b.truth),
     ):
         assert_tight(t)
-        assert (truth.times_covered(t.tolist(), N, N) == expected).all()
+        assert (dense_masks.times_covered(t.tolist(), N, N) == expected).all()
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_coalesce_keeps_the_set_and_never_adds_bands(drawn: Drawn, cuts: list[in
     pieces = chopped(drawn.mask.table, cuts)
     t = tables.coalesce(pieces)
     assert len(t) <= len(pieces)
-    assert (truth.times_covered(t.tolist(), *drawn.truth.shape) == drawn.truth).all()
+    assert (dense_masks.times_covered(t.tolist(), *drawn.truth.shape) == drawn.truth).all()
     assert len(tables.coalesce(t)) == len(t)
 
 
@@ -140,11 +140,11 @@ def test_coalesce_grouped_never_joins_across_groups(drawn: Drawn, cuts: list[int
     for g in range(3):
         before, after = t[group == g].tolist(), joined[of == g].tolist()
         assert len(after) <= len(before)
-        assert (truth.times_covered(after, *shape) == truth.times_covered(before, *shape)).all()
+        assert (dense_masks.times_covered(after, *shape) == dense_masks.times_covered(before, *shape)).all()
     assert (np.lexsort((joined[:, K0], joined[:, Q0], of)) == np.arange(len(of))).all(), "ordered by group, rows, columns"
 
 
 @given(raw)
 def test_dense_is_the_union(rows: list[tuple[int, ...]]) -> None:
     mask = Mask.from_bands(rows, N)
-    assert (tables.dense(mask.table, N, N) == truth.bands(rows, N, N)).all()
+    assert (tables.dense(mask.table, N, N) == dense_masks.bands(rows, N, N)).all()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ringspan.planner import Plan
 from ringspan.plans import Step, Task, Transfer
 from ringspan.plans.data import Phase
-from tests import truth
+from tests import dense_masks
 
 Ints = NDArray[np.int64]
 
@@ -54,7 +54,7 @@ class Rank:
         q_HS, k_HS = self.q[task.q_slot], self.kv[task.kv_slot]
         assert len(q_HS) % len(k_HS) == 0
         for band in task.bands:
-            i, j = np.nonzero(truth.band(band, q_HS.shape[1], k_HS.shape[1]))
+            i, j = np.nonzero(dense_masks.band(band, q_HS.shape[1], k_HS.shape[1]))
             for h in range(len(q_HS)):
                 g = h * len(k_HS) // len(q_HS)
                 assert (q_HS[h, i] >= 0).all()

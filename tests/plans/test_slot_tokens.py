@@ -9,8 +9,8 @@ import ringspan as rs
 from ringspan.masks import Mask
 from ringspan.plans.data import PHASES, Phase
 from ringspan.plans.slot_tokens import SlotTokens
+from tests.dense_masks import bands as dense_bands
 from tests.plans.examples import MASKS, STRATEGIES, all_plans, layouts_for
-from tests.truth import bands as dense_bands
 
 HEADS, KV_HEADS = 6, 3
 

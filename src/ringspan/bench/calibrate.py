@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ringspan.bench.calibration import Probes, Round, as_round, this_gpu, this_machine, time_round
+from ringspan.bench.calibration_rounds import Probes, Round, as_round, this_gpu, this_machine, time_round
 from ringspan.bench.rows import OnProgress, Row, ignore_progress
 from ringspan.costs import Hardware, named_hardware
 from ringspan.testing.workers import Pool

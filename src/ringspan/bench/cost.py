@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import ringspan as rs
-from ringspan.bench.calibration import Probes, as_round, fastest, this_machine, time_round, time_together
+from ringspan.bench.calibration_rounds import Probes, as_round, fastest, this_machine, time_round, time_together
 from ringspan.bench.rows import OnProgress, Row, ignore_progress
 from ringspan.testing.workers import Pool
 

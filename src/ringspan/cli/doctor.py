@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 from ringspan.engine import DTYPES
 from ringspan.frontends.sdpa import missing
 from ringspan.kernels import Inputs, availability, missing_packages

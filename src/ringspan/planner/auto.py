@@ -12,9 +12,9 @@ from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
 from ringspan.planner.candidates import layouts_for, strategies_for
 from ringspan.planner.choose import Choice, OnProgress, choose
-from ringspan.planner.request import PlanRequest
+from ringspan.planner.plan_class import Plan, plan_rank
+from ringspan.planner.plan_request import PlanRequest
 from ringspan.planner.samples import sample
-from ringspan.planner.user_plan import Plan, plan_rank
 from ringspan.plans.shape import EXAMPLE, Shape
 
 ASSUMED = "h200x8"

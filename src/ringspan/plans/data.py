@@ -138,7 +138,7 @@ class Program:
 class RankPlan:
     """One rank's program, and the mask, layouts and strategy it was made from: data only.
 
-    :class:`ringspan.Plan` (planner/user_plan.py) adds the methods that make and verify plans. ``notes`` are the lines
+    :class:`ringspan.Plan` (planner/plan_class.py) adds the methods that make and verify plans. ``notes`` are the lines
     that ``Plan.explain`` prints about the automatic choice.
     """
 

@@ -4,7 +4,7 @@ from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather
 from ringspan.strategies.hierarchical import Hierarchical
 from ringspan.strategies.hybrid import Hybrid
-from ringspan.strategies.make import make_program
+from ringspan.strategies.make_program import make_program
 from ringspan.strategies.pass_q import PassQ
 from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.registry import STRATEGIES, parse_strategy, register_strategy, spec, strategy_for_heads

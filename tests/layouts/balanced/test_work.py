@@ -7,8 +7,8 @@ from hypothesis import given
 
 import ringspan as rs
 from ringspan.layouts.balanced.work import WorkProfile
+from tests.dense_masks import Dense
 from tests.hypothesis_strategies import Drawn, masks
-from tests.truth import Dense
 
 
 @given(masks(24))

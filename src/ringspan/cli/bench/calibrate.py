@@ -10,9 +10,9 @@ import torch
 
 import ringspan as rs
 from ringspan.bench.calibrate import calibrate, hardware_rows
-from ringspan.bench.calibration import Probes
+from ringspan.bench.calibration_rounds import Probes
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 from ringspan.errors import InputError
 
 HELP = "measure this machine for the cost model, and write a hardware file"

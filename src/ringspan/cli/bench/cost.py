@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ringspan.bench.cost import STRATEGIES, cost_rows, summary
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 
 __all__ = ["COLUMNS", "HELP", "add_arguments", "measure", "summary"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ringspan.bench.cpu import cpu_rows
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 
 HELP = "causal attention split over processes against one process, one thread each, forward and backward"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ringspan.bench.layouts import COMPARED, LENGTHS, layout_rows
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 
 HELP = "how layouts share packed documents: balance, pieces, received key rows"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ringspan.bench.planning import planning_rows
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 
 HELP = "how long planning takes: the masks of a batch on 8 ranks, and a large mask on 64"
 

@@ -12,7 +12,7 @@ import torch
 from ringspan.bench import torch_baseline
 from ringspan.bench.rank import MASKS, RankOptions, rank_rows
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.numbers import at_least
+from ringspan.cli.argument_types import at_least
 from ringspan.errors import InputError
 from ringspan.kernels import check_backend
 from ringspan.strategies import parse_strategy

@@ -13,12 +13,12 @@ import torch
 
 import ringspan as rs
 from ringspan.cli import pictures
+from ringspan.cli.argument_types import at_least
 from ringspan.cli.console import show, show_error
 from ringspan.cli.demo import report
 from ringspan.cli.demo.data import library_documents, packs
 from ringspan.cli.demo.model import Config, build
 from ringspan.cli.demo.training import SHIFT, Training, train_alone, train_split
-from ringspan.cli.numbers import at_least
 from ringspan.cli.progress import Progress
 from ringspan.errors import InputError
 from ringspan.planner import plan

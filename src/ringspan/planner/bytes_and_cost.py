@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ringspan.costs import plan_cost
 from ringspan.costs.hardware import Hardware
-from ringspan.planner.user_plan import Plan
+from ringspan.planner.plan_class import Plan
 from ringspan.plans import memory
 from ringspan.plans import shape as shapes
 from ringspan.plans.data import Phase

@@ -10,7 +10,7 @@ from ringspan.layouts import LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import auto
 from ringspan.planner.choose import Choice, OnProgress
-from ringspan.planner.request import check_request
+from ringspan.planner.plan_request import check_request
 from ringspan.plans.shape import Shape, check_shape
 from ringspan.strategies.protocol import Strategy
 

@@ -1,4 +1,4 @@
-"""Integers on the command line with a least value."""
+"""Types of command-line arguments, for ``type=`` of argparse."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from ringspan.errors import PlanError
 from ringspan.layouts import LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import auto
-from ringspan.planner.request import check_request
-from ringspan.planner.user_plan import Plan, plan_rank
+from ringspan.planner.plan_class import Plan, plan_rank
+from ringspan.planner.plan_request import check_request
 from ringspan.plans.shape import Shape, check_shape
 from ringspan.strategies.protocol import Strategy
 

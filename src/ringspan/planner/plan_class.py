@@ -12,7 +12,7 @@ from ringspan.plans.explain import explain
 from ringspan.plans.files import from_json, to_json
 from ringspan.plans.shape import EXAMPLE, Shape, check_shape
 from ringspan.plans.verify import verify
-from ringspan.strategies.make import make_program
+from ringspan.strategies.make_program import make_program
 from ringspan.strategies.registry import strategy_for_heads
 
 Machine = str | Hardware  # ``hardware`` is also the name of an argument below
