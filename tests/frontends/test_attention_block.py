@@ -216,6 +216,34 @@ def test_one_local_attention_can_be_entered_again(cp: rs.ContextParallel) -> Non
         assert close(F.scaled_dot_product_attention(q, k, v), dense(q, k, v))
 
 
+def test_threads_may_share_one_local_attention(cp: rs.ContextParallel) -> None:
+    """The main thread enters, another one with a block of its own enters, the main thread exits, then the other."""
+    q, k, v = (x.detach() for x in qkv(2))
+    other_mask = rs.causal(N)
+    local, entered, exited, found = rs.local_attention(), threading.Event(), threading.Event(), []
+
+    def other_thread() -> None:
+        with rs.ContextParallel(None, other_mask):
+            with local:
+                entered.set()
+                assert exited.wait(60)
+                found.append(F.scaled_dot_product_attention(q, k, v))
+            found.append(F.scaled_dot_product_attention(q, k, v))
+
+    thread = threading.Thread(target=other_thread)
+    with cp:
+        with local:
+            thread.start()
+            assert entered.wait(60)
+        exited.set()
+        mine = F.scaled_dot_product_attention(q, k, v)
+        thread.join()
+    assert close(mine, dense(q, k, v))
+    assert len(found) == 2
+    assert close(found[0], plain(q, k, v))
+    assert close(found[1], dense(q, k, v, other_mask))
+
+
 class NotHashable:
     __hash__ = None  # type: ignore[assignment]
     __name__ = "scaled_dot_product_of_mine"

@@ -7,6 +7,7 @@ except for ``flex_attention``, which no mode can intercept (:mod:`ringspan.torch
 from __future__ import annotations
 
 import sys
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
@@ -82,11 +83,11 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
     """Inside a ``with cp:`` block, attention that stays on this rank: for layers outside the split sequence.
 
     It takes the blocks off this thread's stack of torch function modes. Other modes, such as that of
-    ``torch.set_default_device``, stay on it.
+    ``torch.set_default_device``, stay on it. One instance may be entered again, and by several threads.
     """
 
     def __init__(self) -> None:
-        self._removed: list[AbstractContextManager[None]] = []
+        self._entered = _EnteredContexts()
 
     def __enter__(self) -> Self:
         # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
@@ -99,11 +100,21 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
             )
         removed = without_modes(of=AttentionCatcher)
         removed.__enter__()
-        self._removed.append(removed)
+        self._entered.contexts.append(removed)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._removed.pop().__exit__(*raised)
+        self._entered.contexts.pop().__exit__(*raised)
+
+
+class _EnteredContexts(threading.local):
+    """The contexts that the current thread has entered for one ``local_attention``, the innermost last.
+
+    Each holds the modes that it took off the stack of its own thread, and must put them back there.
+    """
+
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[None]] = []
 
 
 class AttentionCatcher(FlexInterceptor):
