@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.caching.by_digest import cache_by_digest
+from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
 from ringspan.masks import table as tables
 from ringspan.planner import forget
 
@@ -88,6 +88,22 @@ def test_clear_caches_empties_it(plain: bool) -> None:
     assert fresh(1) is first
     rs.clear_caches()
     assert fresh(1) is not first
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_group_is_cleared_without_the_others(plain: bool) -> None:
+    @cache_by_digest(2, plain=plain)
+    def other(x: int) -> object:
+        return object()
+
+    @cache_by_digest(2, plain=plain, group="of this test")
+    def grouped(x: int) -> object:
+        return object()
+
+    kept, cleared = other(1), grouped(1)
+    clear_digest_caches("of this test")
+    assert other(1) is kept
+    assert grouped(1) is not cleared
 
 
 def test_a_lookup_of_plain_arguments_costs_what_lru_cache_costs() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 import ringspan as rs
+from ringspan.kernels import flex
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
@@ -187,6 +188,13 @@ def test_registering_a_name_again_clears_cached_plans() -> None:
     register_strategy("slow", rs.Exchange)
     after = rs.plan(CAUSAL, world=4, strategy="slow(stages=2)")
     assert before.program != after.program == rs.plan(CAUSAL, world=4, strategy="exchange(stages=2)").program
+
+
+def test_registering_a_strategy_keeps_compiled_kernels() -> None:
+    before = flex._compiled()
+    register_strategy("slow", Slow)
+    del STRATEGIES["slow"]
+    assert flex._compiled() is before
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,10 @@ class DigestCache(Generic[P, T]):
             self._results.clear()
 
 
-def cache_by_digest(maxsize: int, *, plain: bool = False) -> Callable[[Callable[P, T]], CachedFunction[P, T]]:
+def cache_by_digest(maxsize: int, *, plain: bool = False, group: str = "") -> Callable[[Callable[P, T]], CachedFunction[P, T]]:
     """Cache the last ``maxsize`` results of a function.
+
+    The caches of a ``group`` can be cleared without the others.
 
     With ``plain`` no argument has a digest: the arguments themselves are the key. Such lookups are as fast as those of
     ``functools.lru_cache``, which does them.
@@ -69,19 +71,20 @@ def cache_by_digest(maxsize: int, *, plain: bool = False) -> Callable[[Callable[
 
     def decorate(function: Callable[P, T]) -> CachedFunction[P, T]:
         cached: Any = lru_cache(maxsize)(function) if plain else DigestCache(function, maxsize)
-        _caches.add(cached)
+        _caches.setdefault(group, WeakSet()).add(cached)
         return cast(CachedFunction[P, T], cached)
 
     return decorate
 
 
-def clear_digest_caches() -> None:
-    """Empty all caches of this module, and leave what is kept on devices."""
-    for cache in list(_caches):
-        cache.cache_clear()
+def clear_digest_caches(group: str | None = None) -> None:
+    """Empty the caches of a group, or all caches of this module. What is kept on devices stays."""
+    for caches in [*_caches.values()] if group is None else [_caches.get(group, WeakSet())]:
+        for cache in list(caches):
+            cache.cache_clear()
 
 
-_caches: WeakSet[CachedFunction[..., Any]] = WeakSet()
+_caches: dict[str, WeakSet[CachedFunction[..., Any]]] = {}  # by group
 on_clear_caches(clear_digest_caches)
 
 

@@ -16,6 +16,7 @@ from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_request import PlanRequest
 from ringspan.planner.samples import sample
 from ringspan.plans.shape import EXAMPLE, Shape
+from ringspan.strategies.registry import BY_STRATEGY_NAME
 
 ASSUMED = "h200x8"
 # So many ranks are planned first to find what a candidate costs at least.
@@ -69,7 +70,7 @@ def _find(
     return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
 
 
-_find_cached = cache_by_digest(256)(_find)
+_find_cached = cache_by_digest(256, group=BY_STRATEGY_NAME)(_find)
 
 
 def workload_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Workload:

@@ -13,7 +13,7 @@ from ringspan.plans.files import from_json, to_json
 from ringspan.plans.shape import EXAMPLE, Shape, check_shape
 from ringspan.plans.verify import verify
 from ringspan.strategies.make_program import make_program
-from ringspan.strategies.registry import strategy_for_heads
+from ringspan.strategies.registry import BY_STRATEGY_NAME, strategy_for_heads
 
 Machine = str | Hardware  # ``hardware`` is also the name of an argument below
 
@@ -91,4 +91,4 @@ def _make(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: 
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
 
 
-_make_cached = cache_by_digest(512)(_make)
+_make_cached = cache_by_digest(512, group=BY_STRATEGY_NAME)(_make)

@@ -7,10 +7,10 @@ from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import Program
 from ringspan.plans.problem import Problem
-from ringspan.strategies.registry import parse_strategy
+from ringspan.strategies.registry import BY_STRATEGY_NAME, parse_strategy
 
 
-@cache_by_digest(512)
+@cache_by_digest(512, group=BY_STRATEGY_NAME)
 def make_program(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Program:
     """Cached by the digests of mask and layouts. A program holds bands, never the mask, so the cache keeps no tensor
     alive that a mask's function has captured."""

@@ -18,6 +18,9 @@ from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.ring import Ring
 from ringspan.strategies.ulysses import Ulysses
 
+# The group of caches whose results depend on which strategy a name means. They are cleared when a name is registered.
+BY_STRATEGY_NAME = "by strategy name"
+
 # From the simplest on: of candidates that cost the same, the automatic choice takes the first.
 STRATEGIES: dict[str, type[Any]] = {
     "exchange": Exchange,
@@ -41,10 +44,10 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
     if not is_dataclass(strategy):
         raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is not one")
     STRATEGIES[name] = strategy
-    clear_digest_caches()  # plans and choices made before may be of another strategy of this name
+    clear_digest_caches(BY_STRATEGY_NAME)
 
 
-@cache_by_digest(256, plain=True)
+@cache_by_digest(256, plain=True, group=BY_STRATEGY_NAME)
 def parse_strategy(text: str) -> Strategy:
     """``"ring"``, ``"gather(stages=4)"``, … as a strategy.
 
