@@ -64,7 +64,7 @@ def test_a_plan_keeps_its_schedule_but_does_not_pickle_it() -> None:
 
 
 def test_a_plan_keeps_a_bounded_number_of_derived_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MOST_DERIVED", 3)
+    monkeypatch.setattr(data, "DERIVED_CACHE_SIZE", 3)
     plan = rs.plan(rs.causal(12), world=2, rank=0)
     found = [plan.derived(lambda plan, n: [n], n) for n in range(10)]
     assert found == [[n] for n in range(10)]

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Callable[[list[Tensor]], Any], type[Exception], str]] =
     "twice": (
         lambda x: flex_attention(*x, return_lse=True, return_aux=AuxRequest(lse=True)),
         rs.InputError,
-        "the same thing twice",
+        "exclude each other",
     ),
     "three dims": (lambda x: flex_attention(*(y[0] for y in x)), rs.InputError, r"must be \(batch, heads, tokens, dim\)"),
 }

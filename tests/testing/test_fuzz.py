@@ -209,7 +209,7 @@ def without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
         lazy = dataclasses.replace(plan.program, forward=(*steps, dataclasses.replace(last, tasks=last.tasks[1:])))
         return dataclasses.replace(plan, program=lazy)
 
-    for module in ("make_plan", "user_plan"):
+    for module in ("plan_function", "plan_class"):
         monkeypatch.setattr(f"ringspan.planner.{module}.plan_rank", broken)
 
 
@@ -234,7 +234,7 @@ def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Any, t: Any, message: Any) -> None:
         for start, stop in t.rows:
-            self.sums[t.what][t.slot].clear(start, stop)
+            self.gradients[t.what][t.slot].clear(start, stop)
         real(self, t, message)
 
     monkeypatch.setattr(slots.Slots, "_add", broken)

@@ -10,6 +10,7 @@ Legend: B batch, H query heads, G key heads (G divides H), R = H / G, S queries,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -101,12 +102,14 @@ def _attend(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: RowBlock, scale: float, mods: IndexedMods | None
 ) -> Partial:
     """One block, by operations that autograd records. ``learned`` replaces the tensors of ``Mods.learned``."""
-    q, k, v = (x.to(accumulation_dtype(k_BGTD.dtype)) for x in (q_BHSD, k_BGTD, v_BGTE))
+    dtype = accumulation_dtype(k_BGTD.dtype)
+    q, k, v = q_BHSD.to(dtype), k_BGTD.to(dtype), v_BGTE.to(dtype)
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
     seen = _seen(block, q.device)
     if mods is not None:
         mods = mods.sliced(block.rows, block.keys)
-        with enable_function_mode(SubstituteTensors(mods.mods.learned[: len(learned)], learned)):
+        # The forward pass substitutes nothing, and a mode would see every operation of the function.
+        with enable_function_mode(SubstituteTensors(mods.mods.learned, learned)) if learned else nullcontext():
             score_BHST = mods.apply_score_mod(score_BHST)
         shown = mods.apply_mask_mod(*score_BHST.shape[:2])
         seen = seen if shown is None else seen & shown
