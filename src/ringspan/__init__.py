@@ -41,6 +41,7 @@ from ringspan.frontends import (
     current,
     flex_attention,
     local_attention,
+    old_names,
     relative_bias,
     restore,
     sdpa,
@@ -51,7 +52,7 @@ from ringspan.frontends import (
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
 from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, window
-from ringspan.planner import Plan, best_on, old_names, plan
+from ringspan.planner import Plan, best_on, plan
 from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
 

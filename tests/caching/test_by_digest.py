@@ -12,7 +12,6 @@ import pytest
 import ringspan as rs
 from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
 from ringspan.masks import table as tables
-from ringspan.planner import forget
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -114,10 +113,3 @@ def test_a_lookup_of_plain_arguments_costs_what_lru_cache_costs() -> None:
         return 2 * x
 
     assert type(double) is type(lru_cache(double))
-
-
-def test_forget_is_the_former_name_of_clear_caches() -> None:
-    plan = rs.plan(rs.causal(16), world=4, strategy="ring", layout="zigzag")
-    with pytest.warns(DeprecationWarning, match=r"ringspan\.clear_caches"):
-        forget()
-    assert rs.plan(rs.causal(16), world=4, strategy="ring", layout="zigzag") is not plan

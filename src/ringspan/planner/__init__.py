@@ -3,7 +3,6 @@
 from ringspan.planner.best_on import best_on
 from ringspan.planner.bytes_and_cost import bytes_moved, cost, memory_bytes, peak_bytes
 from ringspan.planner.choose import Candidate, Choice
-from ringspan.planner.old_names import forget
 from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_function import plan
 from ringspan.strategies.registry import register_strategy
@@ -15,7 +14,6 @@ __all__ = [
     "best_on",
     "bytes_moved",
     "cost",
-    "forget",
     "memory_bytes",
     "peak_bytes",
     "plan",
