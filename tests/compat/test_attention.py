@@ -193,7 +193,7 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
     "unsharding another length": (
         lambda mesh, x: context_parallel_unshard(mesh, [torch.ones(501)], [0]),
         ValueError,
-        "together hold 1002 tokens, but the sequences sharded over this mesh have",
+        "together have 1002 tokens, but the sequences sharded over this mesh have",
     ),
 }
 

@@ -99,7 +99,7 @@ def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
             slots._index,
             flex.make_flex_calls,
             local_world._tokens,
-            local_world._way_back,
+            local_world._inverse_order,
         ):
             kept.cache_clear(keep_graphs=True)  # type: ignore[attr-defined]
     rubbish = [torch.full((n,), 2**30, dtype=torch.int32, device="cuda") for n in range(1, 2000) for _ in range(2)]

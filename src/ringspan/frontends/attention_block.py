@@ -86,9 +86,6 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
     ``torch.set_default_device``, stay on it. One instance may be entered again, and by several threads.
     """
 
-    def __init__(self) -> None:
-        self._entered = _EnteredContexts()
-
     def __enter__(self) -> Self:
         # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
@@ -100,21 +97,25 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
             )
         removed = without_modes(of=AttentionCatcher)
         removed.__enter__()
-        self._entered.contexts.append(removed)
+        _entered.contexts.append(removed)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._entered.contexts.pop().__exit__(*raised)
+        _entered.contexts.pop().__exit__(*raised)
 
 
 class _EnteredContexts(threading.local):
-    """The contexts that the current thread has entered for one ``local_attention``, the innermost last.
+    """The contexts that the current thread has entered for ``local_attention``, the innermost last.
 
-    Each holds the modes that it took off the stack of its own thread, and must put them back there.
+    Each holds the modes that it took off the stack of its own thread, and must put them back there. It is made once for the
+    module, because Dynamo cannot trace the making of a ``threading.local``.
     """
 
     def __init__(self) -> None:
         self.contexts: list[AbstractContextManager[None]] = []
+
+
+_entered = _EnteredContexts()
 
 
 class AttentionCatcher(FlexInterceptor):
