@@ -138,7 +138,7 @@ ENGINE = sorted(Path(ringspan.engine.__file__).parent.glob("*.py"))
 
 # What the engine uses of the transports: the requests that it yields. A plan handle holds a transport and runs the handshake.
 REQUESTS = {"PostExchange", "WaitExchange", "RankGenerator"}
-HANDSHAKE = {"ProcessGroupTransport", "RankSignature", "check_agreement", "digest_as_int64", "report_invalid_inputs"}
+HANDSHAKE = {"ProcessGroupTransport", "RankSignature", "check_agreement", "digest_as_int64", "report_refusal"}
 HANDSHAKE |= {"DTYPES", "NO_SCORE_MOD", "VERSION", "Agreements", "agreements"}
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.engine.handles import HandleRegistry, PlanHandle
+from ringspan.engine.handles import HandleRegistry, PlanHandle, registry
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
@@ -66,11 +66,11 @@ def test_bad_tensors_after_an_agreement_raise_at_once(pools: Pools, how: str) ->
 @pytest.mark.parametrize(
     ("how", "guilty_says", "peers_say"),
     [
-        ("dtype", "InputError: q, k and v must have one dtype", "PeerMismatch: rank 1 was called with invalid q, k and v"),
+        ("dtype", "InputError: q, k and v must have one dtype", "PeerMismatch: rank 1 cannot make this call"),
         (
             "key heads",
             "InputError: 2 query heads cannot share 3 key heads",
-            "PeerMismatch: rank 1 was called with invalid q, k",
+            "PeerMismatch: rank 1 cannot make this call",
         ),
         ("rows", "PeerMismatch: rank 1 has 7 keys where the plan", "PeerMismatch: rank 1 has 7 keys where the plan"),
     ],
@@ -81,6 +81,49 @@ def test_bad_tensors_in_the_first_call_raise_on_every_rank(pools: Pools, how: st
     assert seconds < LIMIT
     assert peer == other
     assert peer.startswith(peers_say)
+
+
+def call_that_rank_1_refuses(rank: int, what: str) -> tuple[str, float]:
+    """What each rank raises in its first call, and after how many seconds."""
+    ranks = ProcessGroupTransport(dist.new_group(), timeout=LIMIT)
+    visible = torch.ones(2, N, N, dtype=torch.bool)
+    visible[1, 3, 2] = False
+    mask = rs.mask_mod(lambda b, h, q, k: visible[h, q, k], N, heads=2) if what == "changed mask" else rs.causal(N)
+    cp = rs.ContextParallel(ranks, mask, strategy="ring")
+    handle = PlanHandle(plan=cp.plan, group=ranks)
+    heads, given = 2, tensors(cp)
+    if rank == 1:
+        if what == "changed mask":
+            visible[1, 4, 4] = False
+        elif what == "kernel":
+            handle = replace(handle, backend="flash")
+        elif what == "score_mod":
+            heads = 3
+        elif what == "plan":
+            handle = replace(handle, plan=replace(cp.plan, strategy="none", program=replace(cp.plan.program, heads=(3, 3))))
+    score_mod = rs.alibi(torch.ones(heads, dtype=torch.float64)) if what == "score_mod" else None
+    start = time.monotonic()
+    try:
+        handle.prepare(*given, 0.5, score_mod)
+    except rs.RingspanError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("kernel", "KernelError: "),
+        ("changed mask", "InputError: a tensor that the function of"),
+        ("score_mod", "InputError: this score_mod was made for 3 heads"),
+        ("plan", "PlanError: "),
+    ],
+)
+def test_a_first_call_that_one_rank_refuses_raises_on_every_rank(pools: Pools, what: str, message: str) -> None:
+    (peer, waited), (refused, _), (other, _) = pools(3).run(call_that_rank_1_refuses, what)
+    assert refused.startswith(message)
+    assert waited < LIMIT
+    assert peer == other == "PeerMismatch: rank 1 cannot make this call; see the error it raised itself"
 
 
 # -- in this process: preparing a call, and the registry -----------------------------------------------------------------
@@ -151,35 +194,59 @@ def test_an_id_follows_from_the_name(group_of_one: ProcessGroupTransport) -> Non
 
 def test_the_last_handle_of_an_id_is_found(group_of_one: ProcessGroupTransport) -> None:
     registry = HandleRegistry()
-    first, later = (registry.register("a", handle_of(group_of_one)) for _ in range(2))
-    assert registry.find(first.id) is later  # type: ignore[arg-type]
-    registry.release()
+    first, later = (registry.register("a", replace(handle_of(group_of_one), backend=name)) for name in ("cpu", "eager"))
+    assert registry.find(first.id).backend == "eager"  # type: ignore[arg-type]
+    number = torch.tensor(first.id.item())  # type: ignore[union-attr]
     del later
-    gc.collect()
-    assert registry.find(first.id) is first  # type: ignore[arg-type]
-
-
-def test_the_registry_keeps_only_recent_handles_alive(group_of_one: ProcessGroupTransport) -> None:
-    registry = HandleRegistry(max_recent=3)
-    held = registry.register("held", handle_of(group_of_one))
-    dropped = registry.register("dropped", handle_of(group_of_one)).id
-    assert dropped is not None
-    registry.find(dropped)
-    for i in range(3):
-        registry.register(f"later {i}", handle_of(group_of_one))
-    gc.collect()
-    assert registry.find(held.id) is held  # type: ignore[arg-type]
+    assert registry.find(number).backend == "cpu"
+    del first
     with pytest.raises(rs.InputError, match=r"no plan is registered under id \d+: .*Make it again"):
-        registry.find(dropped)
+        registry.find(number)
 
 
-def test_the_registry_keeps_no_destroyed_group_alive(group_of_one: ProcessGroupTransport) -> None:
-    registry = HandleRegistry()
-    group = dist.new_group([0])
-    alive = ref(registry.register("old", handle_of(ProcessGroupTransport(group))))
-    gc.collect()
+def test_an_id_that_autograd_has_saved_keeps_its_handle(group_of_one: ProcessGroupTransport) -> None:
+    """A backward pass may run after the ContextParallel is gone."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    registered = registry.register("saved", handle_of(group_of_one))
+    number, alive = int(registered.id), ref(registered.id.ringspan_handle)  # type: ignore[arg-type, union-attr]
+    out, _ = torch.ops.ringspan.attend(q, k, v, registered.id, 0.5)
+    del registered
+    assert registry.find(torch.tensor(number)) is alive()
+    out.sum().backward()
+    assert q.grad is not None
+    del out
+    assert alive() is None
+
+
+def test_a_compiled_program_keeps_the_handle_of_its_plan(group_of_one: ProcessGroupTransport) -> None:
+    plan = rs.plan(rs.causal(6), world=1, rank=0)
+    attention = torch.compile(lambda q, k, v: rs.attention(q, k, v, plan=plan), fullgraph=True, backend="aot_eager")
+    q, k, v = (x.requires_grad_() for x in qkv())
+    for _ in range(2):
+        out = attention(q, k, v)
+        gc.collect()
+        torch.autograd.grad(out.sum(), q)
+
+
+def test_a_deleted_context_frees_the_tensors_of_its_mask(group_of_one: ProcessGroupTransport) -> None:
+    def make() -> tuple[rs.ContextParallel, ref[Tensor]]:
+        visible = torch.ones(2, N, N, dtype=torch.bool)
+        visible[1, 3, 2] = False
+        return rs.ContextParallel(group_of_one, rs.mask_mod(lambda b, h, q, k: visible[h, q, k], N, heads=2)), ref(visible)
+
+    cp, alive = make()
     assert alive() is not None
+    del cp
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_deleted_context_frees_its_group(group_of_one: ProcessGroupTransport) -> None:
+    group = dist.new_group([0])
+    cp = rs.ContextParallel(group, rs.causal(6))
+    cp.attention(*qkv(heads=2))
+    alive = ref(group)
     dist.destroy_process_group(group)
-    registry.register("new", handle_of(group_of_one))
+    del group, cp
     gc.collect()
     assert alive() is None

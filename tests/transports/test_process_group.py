@@ -164,7 +164,7 @@ def test_invalid_inputs_on_one_rank_raise_on_all(pools: Pools) -> None:
     messages = pools(4).run(invalid_inputs_on_rank_1)
     assert messages[1].startswith("InputError: q, k and v must have one dtype")
     assert {messages[rank] for rank in (0, 2, 3)} == {
-        "PeerMismatch: rank 1 was called with invalid q, k and v; see the error it raised itself"
+        "PeerMismatch: rank 1 cannot make this call; see the error it raised itself"
     }
 
 

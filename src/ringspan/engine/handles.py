@@ -10,7 +10,6 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -23,16 +22,15 @@ from torch import Tensor
 from ringspan.engine.executor import AttentionConfig
 from ringspan.engine.inputs import shape_of
 from ringspan.engine.kernel_choice import choose_config, kernel_inputs
-from ringspan.errors import InputError, TransportError
+from ringspan.errors import InputError, RingspanError, TransportError
 from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend
 from ringspan.planner import Plan
 from ringspan.torch_private.dynamo import dynamo_constant
-from ringspan.transports import ProcessGroupTransport, RankSignature, check_agreement, digest_as_int64, report_invalid_inputs
+from ringspan.transports import ProcessGroupTransport, RankSignature, check_agreement, digest_as_int64, report_refusal
 from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, VERSION, Agreements, agreements
 from ringspan.user_functions.digests import function_digest
 
 MAX_PREPARED = 256  # calls of one plan
-MAX_RECENT = 256  # handles that the registry itself keeps alive
 
 # The scale and back end of a call, and the shape, dtype and device of its q, k and v: all that its preparation depends on.
 CallKey: TypeAlias = tuple[object, ...]
@@ -84,9 +82,10 @@ class PlanHandle:
     def prepare(
         self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float, score_mod: ScoreMod | None = None
     ) -> tuple[Plan, AttentionConfig]:
-        """The plan for these tensors' heads and the kernel to run, once all ranks have agreed on the call.
+        """Return the plan for these tensors' heads and the kernel to run, once all ranks have agreed on the call.
 
-        All that a rank can see by itself is checked before it talks to others. What the peers of a rank with bad tensors do:
+        A rank checks its tensors and functions and selects its kernel before it talks to others. If it refuses the call, what
+        its peers do depends on the calls before:
 
         - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
           part, so that they raise :class:`~ringspan.errors.PeerMismatch`, and raises its own error.
@@ -101,31 +100,38 @@ class PlanHandle:
         )
         # fmt: on
         call = self._calls.get(key)
-        if call is None:
-            call = self._prepare(key, q_BHSD, k_BGTD, v_BGTE)
-        plan, signature = call.fitted or self.plan, call.signature
-        if score_mod is not None:
-            signature = signature._replace(score_mod=digest_as_int64(function_digest(score_mod)))
+        if call is not None and call.config is not None and score_mod is None:
+            plan, signature, config = call.fitted or self.plan, call.signature, call.config
+        else:
+            try:
+                plan, signature, config = self._prepare(key, q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
+            except RingspanError:
+                if self.plan.digest not in self._agreed.values():
+                    with suppress(TransportError):  # the peers may not come, and the error of this rank says more
+                        report_refusal(self.group, q_BHSD.device)
+                raise
         if signature not in self._agreed:
             self._agree(plan, signature, q_BHSD.device)
-        if call.config is not None and score_mod is None:
-            return plan, call.config
-        config = choose_config(plan, q_BHSD, call.inputs, scale, self.backend, score_mod, call.mods_kernel)
-        if config.mods is None:
-            self._calls[key] = call._replace(config=config)
-        elif call.mods_kernel is None:
-            self._calls[key] = call._replace(mods_kernel=config.kernel)
         return plan, config
 
-    def _prepare(self, key: CallKey, q: Tensor, k: Tensor, v: Tensor) -> PreparedCall:
-        try:
-            shape = shape_of(q, k, v)
-            fitted = self.plan.for_heads(shape.heads, shape.kv_heads)
-        except InputError:
-            if self.plan.digest not in self._agreed.values():
-                with suppress(TransportError):  # the peers may not come, and the error of this rank says more
-                    report_invalid_inputs(self.group, q.device)
-            raise
+    def _prepare(
+        self, key: CallKey, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
+    ) -> tuple[Plan, RankSignature, AttentionConfig]:
+        """Check the call and select its kernel. Keep what later calls with this key share."""
+        call = self._calls.get(key) or self._describe(q, k, v)
+        plan, signature = call.fitted or self.plan, call.signature
+        config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel)
+        if score_mod is not None:
+            signature = signature._replace(score_mod=digest_as_int64(function_digest(score_mod)))
+        if key not in self._calls and len(self._calls) >= MAX_PREPARED:
+            self._calls.clear()
+        self._calls[key] = call._replace(config=config) if config.mods is None else call._replace(mods_kernel=config.kernel)
+        return plan, signature, config
+
+    def _describe(self, q: Tensor, k: Tensor, v: Tensor) -> PreparedCall:
+        """Fit the plan to the heads of these tensors, and state what the ranks compare and what kernels are asked about."""
+        shape = shape_of(q, k, v)
+        fitted = self.plan.for_heads(shape.heads, shape.kv_heads)
         signature = RankSignature(
             version=VERSION,
             fitted_digest=digest_as_int64(fitted.digest),
@@ -139,11 +145,7 @@ class PlanHandle:
             queries=q.shape[2],
             keys=k.shape[2],
         )
-        call = PreparedCall(None if fitted is self.plan else fitted, signature, kernel_inputs(fitted, q, v))
-        if len(self._calls) >= MAX_PREPARED:
-            self._calls.clear()
-        self._calls[key] = call
-        return call
+        return PreparedCall(None if fitted is self.plan else fitted, signature, kernel_inputs(fitted, q, v))
 
     def _agree(self, plan: Plan, signature: RankSignature, device: torch.device) -> None:
         """Run the handshake. Every rank does so when it meets a call that is new to the group."""
@@ -165,36 +167,34 @@ def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:
 class HandleRegistry:
     """Handles by id. May be used from several threads: plans are made ahead in other threads.
 
-    The registry holds handles weakly: a handle lives as long as its ContextParallel. It keeps the most recent ones alive as
-    well, since a backward pass may run after the ContextParallel is gone; but never one whose process group was destroyed.
+    The registry holds handles weakly. The id tensor of a handle owns the handle that the registry finds, so this handle lives
+    as long as the ContextParallel, a compiled program or a graph of autograd that has saved the id for its backward pass. ::
+
+        ContextParallel ──► handle with an id ──► id tensor ──► handle without an id ──► plan, group
+        program, autograd graph ──────────────────────┘                  ▲
+        registry ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┘ weak
 
     Of several handles of one id the last registered is found: after ``destroy_process_group`` a new group may have the name of
     an old one.
     """
 
-    def __init__(self, max_recent: int = MAX_RECENT) -> None:
+    def __init__(self) -> None:
         self._lock = Lock()
         self._by_id: dict[int, list[ref[PlanHandle]]] = {}
-        self._recent: OrderedDict[int, PlanHandle] = OrderedDict()
-        self._max_recent = max_recent
 
     def register(self, name: str, handle: PlanHandle) -> PlanHandle:
-        """The handle with an id, which follows from ``name`` alone in every process."""
+        """Return the handle with an id, which follows from ``name`` alone in every process."""
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
         with torch.inference_mode(False):  # a tensor made in inference mode could not be saved for a backward pass
-            registered = replace(handle, id=torch.tensor(number, dtype=torch.int64, device="cpu"))
+            plan_id = torch.tensor(number, dtype=torch.int64, device="cpu")
+        plan_id.ringspan_handle = handle  # type: ignore[attr-defined]
         with self._lock:
             self._by_id = {n: alive for n, refs in self._by_id.items() if (alive := [r for r in refs if r() is not None])}
-            self._by_id.setdefault(number, []).append(ref(registered))
-            for n, recent in list(self._recent.items()):
-                if n == number or recent.group.is_destroyed:
-                    del self._recent[n]
-            self._recent[number] = registered
-            if len(self._recent) > self._max_recent:
-                self._recent.popitem(last=False)
-        return registered
+            self._by_id.setdefault(number, []).append(ref(handle))
+        return replace(handle, id=plan_id)
 
     def find(self, plan_id: Tensor) -> PlanHandle:
+        """Return the handle that was registered under an id."""
         number = int(plan_id)
         with self._lock:
             for reference in reversed(self._by_id.get(number, [])):
@@ -206,11 +206,6 @@ class HandleRegistry:
             "deleted, or belongs to another process. Make it again with the same mask, layout, strategy, back end and group, "
             "and keep it"
         )
-
-    def release(self) -> None:
-        """Keep no handle alive from here on; those that others hold are still found."""
-        with self._lock:
-            self._recent.clear()
 
 
 registry = HandleRegistry()

@@ -11,6 +11,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.masks import Mask
 from ringspan.torch_private.attention_operators import NATIVE_MULTI_HEAD_ATTENTION, TRANSFORMER_ENCODER_LAYER, VARLEN_ATTENTION
@@ -42,14 +44,18 @@ REFUSED = {
     VARLEN_ATTENTION: "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
 }
 
+# Functions and methods of compiled classes.
+BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+
 # What a block does with a call: intercept it; run the functions that it is given inside the block; replace the method
 # by the function of the same name. None: nothing, as with almost all calls.
 Treatment = Literal["attention", "runs functions", "unflatten"] | None
 
-# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time.
+# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It has
+# functions of torch only: a closure of the user could hold tensors, and be made anew for every call.
 _treatments: dict[Any, Treatment] = {}
-# A function made anew for every call must not fill the memory.
-MOST_TREATMENTS = 10_000
+on_clear_caches(_treatments.clear)
+MAX_TREATMENTS = 10_000
 
 
 @dynamo_constant
@@ -68,9 +74,14 @@ def _find_treatment(func: Any) -> Treatment:
         treatment = "runs functions"
     elif func is Tensor.unflatten:
         treatment = "unflatten"
-    if isinstance(func, Hashable) and len(_treatments) < MOST_TREATMENTS:
+    if _is_of_torch(func) and isinstance(func, Hashable) and len(_treatments) < MAX_TREATMENTS:
         _treatments[func] = treatment
     return treatment
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Whether a function is one of PyTorch's own, or a built-in method of its classes."""
+    return isinstance(func, BUILT_IN) or str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
 
 
 @dynamo_constant

@@ -99,6 +99,7 @@ class _ConvertedMask(NamedTuple):
     plans: dict[Any, Plan]
 
 
+MAX_PLANS = 64  # of one BlockMask
 _converted: WeakKeyDictionary[BlockMask, _ConvertedMask] = WeakKeyDictionary()
 on_clear_caches(_converted.clear)
 
@@ -111,11 +112,12 @@ def plan_of(
     hardware: str | Hardware | None = None,
     shape: Shape | None = None,
 ) -> Plan:
-    """The plan of a BlockMask of the whole sequence on the layouts of another plan. Made once."""
+    """Return the plan of a BlockMask of the whole sequence on the layouts of another plan. It is made once."""
     known = _convert(given, like.mask.lengths)
     wanted = (like.q_layout, like.kv_layout, like.rank, strategy, hardware, shape)
-    if wanted not in known.plans:
-        known.plans[wanted] = make_plan(
+    found = known.plans.get(wanted)
+    if found is None:
+        found = make_plan(
             known.mask,
             world=like.world,
             rank=like.rank,
@@ -125,7 +127,10 @@ def plan_of(
             hardware=hardware,
             shape=shape,
         )
-    return known.plans[wanted]
+        if len(known.plans) >= MAX_PLANS:
+            known.plans.clear()
+        known.plans[wanted] = found
+    return found
 
 
 def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:

@@ -48,7 +48,7 @@ OLD_NAMES: dict[str, dict[str, str]] = {
         "as_process_group": "ringspan.transports.as_transport",
         "compare": "ringspan.transports.first_disagreement",
         "digest_number": "ringspan.transports.digest_as_int64",
-        "tell_invalid": "ringspan.transports.report_invalid_inputs",
+        "tell_invalid": "ringspan.transports.report_refusal",
     },
     "ringspan.engine": {
         "Call": "ringspan.engine.AttentionConfig",

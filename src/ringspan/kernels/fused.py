@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringspan.caching.registry import on_clear_caches
+
 BLOCK = 16
 
 # Triton compiles vector loads for addresses that are multiples of this many bytes.
@@ -117,6 +119,7 @@ class TritonLaunch(NamedTuple):
 # Launches differ by shapes and strides. Every packed batch of documents has new ones.
 MAX_CACHED = 1024
 _launches: dict[Hashable, TritonLaunch] = {}
+on_clear_caches(_launches.clear)
 
 
 def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tuple[int, ...]) -> None:

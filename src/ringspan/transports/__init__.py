@@ -6,7 +6,7 @@ from ringspan.transports.handshake import (
     digest_as_int64,
     first_disagreement,
     int64_as_digest,
-    report_invalid_inputs,
+    report_refusal,
 )
 from ringspan.transports.in_process import InProcessTransport
 from ringspan.transports.process_group import ProcessGroupTransport, as_transport
@@ -25,5 +25,5 @@ __all__ = [
     "digest_as_int64",
     "first_disagreement",
     "int64_as_digest",
-    "report_invalid_inputs",
+    "report_refusal",
 ]

@@ -1,9 +1,9 @@
 """The handshake: an all-gather in which the ranks of a group compare the arguments of an attention call.
 
 It runs for every call whose plan, shapes, dtype or score_mod are new to the group. If the ranks disagree, every rank with
-valid inputs raises :class:`~ringspan.errors.PeerMismatch` with the same message. A rank with invalid inputs raises its own
-:class:`~ringspan.errors.InputError`. Without the handshake, NCCL would hang, and gloo would abort the process or receive
-wrong data without an error.
+valid inputs raises :class:`~ringspan.errors.PeerMismatch` with the same message. A rank that cannot make the call (invalid
+inputs, no kernel for them) takes part and raises its own error. Without the handshake, NCCL would hang, and gloo would abort
+the process or receive wrong data without an error.
 
 A call has two plan digests. ``RankSignature.fitted_digest`` is that of the plan fitted to the number of heads
 (``plan.for_heads``), which is the plan that runs. ``user_plan_digest`` is that of the user's plan before ``for_heads``. It
@@ -24,8 +24,8 @@ from ringspan.transports.process_group import ProcessGroupTransport
 # The version of RankSignature. Raise it when a field changes its meaning: ranks that run different releases of ringspan
 # then disagree in the handshake.
 VERSION = 2
-# Sent in place of VERSION by a rank with invalid inputs before it raises, so that no peer waits for that rank.
-INVALID = -1
+# Sent in place of VERSION by a rank that cannot make the call, before it raises. So no peer waits for that rank.
+REFUSED = -1
 
 
 class RankSignature(NamedTuple):
@@ -93,17 +93,17 @@ def check_agreement(
     agreed[signature] = user_plan_digest
 
 
-def report_invalid_inputs(group: ProcessGroupTransport, device: torch.device) -> None:
-    """Take part in the handshake as a rank with invalid inputs, so that the other ranks raise an error instead of waiting."""
-    group.all_gather_ints(RankSignature(INVALID, *[0] * (len(RankSignature._fields) - 1)), device, label=LABEL)
+def report_refusal(group: ProcessGroupTransport, device: torch.device) -> None:
+    """Take part in the handshake as a rank that cannot make the call, so that the other ranks raise instead of waiting."""
+    group.all_gather_ints(RankSignature(REFUSED, *[0] * (len(RankSignature._fields) - 1)), device, label=LABEL)
 
 
 def first_disagreement(signatures: Sequence[RankSignature], lengths: Iterable[tuple[int, int]]) -> str | None:
     """Return an error message for the first field that differs, the same on every rank; None if the ranks agree."""
     first = signatures[0]
     for rank, other in enumerate(signatures):
-        if other.version == INVALID:
-            return f"rank {rank} was called with invalid q, k and v; see the error it raised itself"
+        if other.version == REFUSED:
+            return f"rank {rank} cannot make this call; see the error it raised itself"
         for field in COMPARED_FIELDS:
             expected, actual = getattr(first, field), getattr(other, field)
             if actual != expected:
