@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ringspan as rs
+from ringspan.layouts import LAYOUTS as BUILT_IN_LAYOUTS
 from ringspan.masks import Mask
 from ringspan.planner import Plan
+from ringspan.strategies import STRATEGIES as BUILT_IN
 
 MASKS: dict[str, Mask] = {
     "full": rs.full(24),
@@ -18,18 +20,19 @@ MASKS: dict[str, Mask] = {
     "one token": rs.full(1),
 }
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto")
+LAYOUTS = (*BUILT_IN_LAYOUTS, "auto")
+
+# Options of the strategies to test, where the defaults are not enough. A strategy that is not listed has its defaults.
+OPTIONS = {
+    "gather": ("", "stages=3"),
+    "exchange": ("", "stages=1"),
+    "pass_q": ("", "stages=1"),
+    "ulysses": ("heads=6, kv_heads=3",),
+    "hierarchical": ("per_node=2", "per_node=3"),
+    "hybrid": ("per_node=1, heads=6, kv_heads=3",),  # fits any number of ranks; test_strategies.py has other nodes
+}
 STRATEGIES = (
-    "ring",
-    "gather",
-    "gather(stages=3)",
-    "exchange(stages=1)",
-    "exchange",
-    "pass_q(stages=1)",
-    "pass_q",
-    "ulysses(heads=6, kv_heads=3)",
-    "hierarchical(per_node=2)",
-    "hierarchical(per_node=3)",
+    *(f"{name}({options})" if options else name for name in BUILT_IN for options in OPTIONS.get(name, ("",))),
     "auto",
 )
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.strategies import STRATEGIES as STRATEGIES_THERE_ARE
+from ringspan import strategies as built_in
+from ringspan.strategies import STRATEGIES as BUILT_IN
 from tests.hypothesis_strategies import layouts, masks
 from tests.plans.dense_simulation import assert_exactly_once
 from tests.plans.examples import LAYOUTS, MASKS, STRATEGIES, all_plans, layouts_for
@@ -28,8 +29,8 @@ def test_every_pair_exactly_once(strategy: str, layout: str) -> None:
 
 @st.composite
 def strategies(draw: st.DrawFn, world: int) -> str:
-    """Any of them, with any options."""
-    name = draw(st.sampled_from(sorted(STRATEGIES_THERE_ARE)))
+    """Any built-in strategy, with random options."""
+    name = draw(st.sampled_from(sorted(BUILT_IN)))
     kv_heads = draw(st.integers(1, 3))
     values = {
         "stages": draw(st.integers(1, 6)),
@@ -38,7 +39,8 @@ def strategies(draw: st.DrawFn, world: int) -> str:
         "heads": kv_heads * draw(st.integers(1, 3)),
         "kv_heads": kv_heads,
     }
-    return f"{name}({', '.join(f'{f.name}={values[f.name]!r}' for f in fields(STRATEGIES_THERE_ARE[name]))})"
+    options = {f.name: values.get(f.name, f.default) for f in fields(BUILT_IN[name])}
+    return f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
 
 
 @given(data=st.data())
@@ -50,6 +52,14 @@ def test_any_mask_on_any_layout(data: st.DataObject) -> None:
     strategy = data.draw(strategies(world))
     first = rs.plan(mask, world=world, strategy=strategy, layout=q_layout, kv_layout=kv_layout)
     assert_exactly_once([first.verify().at(rank) for rank in range(world)])
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_strategy_is_exported(name: str) -> None:
+    kind = BUILT_IN[name].__name__
+    for package in (rs, built_in):
+        assert kind in package.__all__
+        assert getattr(package, kind) is BUILT_IN[name]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

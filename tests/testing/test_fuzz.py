@@ -20,6 +20,7 @@ from ringspan import planner, plans
 from ringspan.cli import check
 from ringspan.engine import slots
 from ringspan.kernels import accumulators, cpu
+from ringspan.layouts import LAYOUTS
 from ringspan.masks.expressions import parse_mask
 from ringspan.strategies import STRATEGIES
 from ringspan.testing import fuzz
@@ -76,8 +77,8 @@ def cases() -> list[fuzz.Case]:
 def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
     kinds: dict[str, set[Any]] = {
         "world": set(range(1, 9)),
-        "layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans"},
-        "kv_layout": {"contiguous", "zigzag", "striped", "per_document", "round_robin", "balanced", "auto", "spans", None},
+        "layout": {*LAYOUTS, "auto", "spans"},
+        "kv_layout": {*LAYOUTS, "auto", "spans", None},
         "strategy": {*STRATEGIES, "auto"},
         "dtype": {"float64", "float32", "bfloat16", "float16"},
         "batch": {1, 2},

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ringspan.errors import InputError
+from ringspan.layouts import LAYOUTS
 from ringspan.masks.expressions import parse_mask
 from ringspan.strategies import STRATEGIES, Strategy
 
@@ -203,9 +204,8 @@ _LEAVES = (*_CROSS_LEAVES, _causal, _documents, _documents, _ids, _prefix, _chun
 
 
 def _layout(d: _Dice, length: int, world: int, *, square: bool) -> str | Spans:
-    square_only = ("per_document",) if square else ()
-    named = ("contiguous", "zigzag", "striped", "round_robin", "balanced", "auto", *square_only, "spans")
-    name = str(d.one_of(named))
+    any_lengths = [name for name in LAYOUTS if name != "per_document"]
+    name = str(d.one_of([*any_lengths, "auto", *(["per_document"] if square else []), "spans"]))
     return _spans(d, length, world) if name == "spans" else name
 
 
