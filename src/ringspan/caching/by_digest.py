@@ -38,11 +38,11 @@ class DigestCache(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        given: tuple[Any, ...] = args
-        # As in _key, but without a call for each argument: this runs in every step of an attention with a score_mod.
+        given: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
+        # Written without a call for each argument: this runs in every step of an attention with a score_mod.
         key: Hashable = tuple([(x.digest, x.name) if hasattr(x, "digest") else x for x in given])
         if kwargs:
-            key = key, tuple([(name, _key(x)) for name, x in kwargs.items()])
+            key = key, tuple(kwargs)
         with self._lock:
             if key in self._results:
                 self._results.move_to_end(key)
@@ -86,7 +86,3 @@ def clear_digest_caches(group: str | None = None) -> None:
 
 _caches: dict[str, WeakSet[CachedFunction[..., Any]]] = {}  # by group
 on_clear_caches(clear_digest_caches)
-
-
-def _key(x: Any) -> Hashable:
-    return (x.digest, x.name) if hasattr(x, "digest") else x

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ringspan.errors import InputError
 from ringspan.plans import Shape
+from ringspan.plans.shape import ITEM_BYTES
 
-DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEM_BYTES}
 
 
 def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:

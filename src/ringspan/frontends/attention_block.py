@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import InputError, UnplannedAttention
+from ringspan.frontends.validate import unequal_heads
 from ringspan.masks import Mask
 from ringspan.torch_private.attention_operators import NATIVE_MULTI_HEAD_ATTENTION, TRANSFORMER_ENCODER_LAYER, VARLEN_ATTENTION
 from ringspan.torch_private.dynamo import dynamo_constant
@@ -240,9 +241,7 @@ class AttentionMode(AttentionCatcher):
                 f"q, k and v must be (..., heads, tokens, dim): got {query.ndim}, {key.ndim} and {value.ndim} dims"
             )
         if query.ndim > 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
-            raise InputError(
-                f"{query.shape[-3]} query heads and {key.shape[-3]} key heads: pass enable_gqa=True to share key heads"
-            )
+            raise unequal_heads(query.shape[-3], key.shape[-3])
         query, key, value = under_autocast(query, key, value)
         if query.ndim == 4:
             return self.attention(query, key, value, scale=scale)

@@ -14,6 +14,7 @@ from ringspan.caching.registry import on_clear_caches
 from ringspan.costs import Hardware
 from ringspan.errors import InputError
 from ringspan.frontends.attention import Group, attention
+from ringspan.frontends.validate import unequal_heads
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.masks import Mask
 from ringspan.masks import block_mask as as_mask
@@ -83,7 +84,7 @@ def check_arguments(
 ) -> OutputRequest:
     """Raise what FlexAttention would raise, and for what only FlexAttention can return."""
     if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
-        raise InputError(f"{query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True to share key heads")
+        raise unequal_heads(query.shape[1], key.shape[1])
     if return_lse and return_aux is not None:
         raise InputError("return_lse=True and return_aux= exclude each other: give return_aux=AuxRequest(lse=True)")
     if return_aux is not None and return_aux.max_scores:

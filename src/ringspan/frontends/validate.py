@@ -1,4 +1,4 @@
-"""Checks of the arguments that users give to front ends. Each returns the argument as it is used inside, or raises."""
+"""Checks of the arguments that users give to front ends. A check returns the argument as it is used inside, or raises."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def check_scale(scale: Any, head_dim: int) -> float:
         return float(scale)
     except (TypeError, ValueError):
         raise InputError(f"scale must be a number, or None for 1 / √(head dim); got {scale!r}") from None
+
+
+def unequal_heads(query_heads: int, key_heads: int) -> InputError:
+    """The error of a call whose queries and keys have different numbers of heads, without ``enable_gqa``."""
+    return InputError(f"{query_heads} query heads and {key_heads} key heads: pass enable_gqa=True to share key heads")
 
 
 def check_weights(weights: Any, x: Tensor) -> Tensor:

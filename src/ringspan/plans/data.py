@@ -30,6 +30,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
+from ringspan.plans.local_rows import LocalRows
 from ringspan.plans.slot_tokens import SlotTokens, home_tokens
 from ringspan.torch_private.dynamo import dynamo_constant
 
@@ -135,7 +136,7 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlan:
+class RankPlan(LocalRows):
     """One rank's program, and the mask, layouts and strategy it was made from: data only.
 
     :class:`ringspan.Plan` (planner/plan_class.py) adds the methods that make and verify plans. ``notes`` are the lines
@@ -156,20 +157,6 @@ class RankPlan:
                 f"strategy {self.strategy} must return a ringspan.plans.Program, but returned {self.program!r}; "
                 "see strategies/gather.py for an example"
             )
-
-    @property
-    def world(self) -> int:
-        return self.q_layout.world
-
-    @property
-    def q_rows(self) -> int:
-        """How many queries this rank owns."""
-        return self.q_layout.counts[self.rank]
-
-    @property
-    def kv_rows(self) -> int:
-        """How many keys this rank owns."""
-        return self.kv_layout.counts[self.rank]
 
     @cached_property
     def digest(self) -> str:

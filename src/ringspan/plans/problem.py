@@ -12,6 +12,7 @@ from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1, Table
+from ringspan.plans.local_rows import LocalRows
 
 Rows = tuple[tuple[int, int], ...]
 Ints = NDArray[np.int64]
@@ -21,25 +22,13 @@ FEW_TILES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A mask, the owners of its queries and keys, and the rank to plan for."""
+class Problem(LocalRows):
+    """A mask, the layouts of its queries and keys, and the rank to plan for."""
 
     mask: Mask
     q_layout: Layout
     kv_layout: Layout
     rank: int
-
-    @property
-    def world(self) -> int:
-        return self.q_layout.world
-
-    @property
-    def q_rows(self) -> int:
-        return self.q_layout.counts[self.rank]
-
-    @property
-    def kv_rows(self) -> int:
-        return self.kv_layout.counts[self.rank]
 
     def seen(self) -> Tiles:
         """What this rank's queries see of the keys of all ranks."""

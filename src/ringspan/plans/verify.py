@@ -60,10 +60,11 @@ def verify(plans: Sequence[RankPlan]) -> None:
         _check_slot_0(p)
     heads = heads_of(plans)
     for phase in PHASES:
-        computed, wrong_tokens = _simulate(plans, heads, phase)
-        _check_computed(first, heads, computed, phase)
-        if wrong_tokens:
-            raise PlanError(wrong_tokens[0])
+        simulation = _Simulation(plans, heads, phase)
+        simulation.run()
+        _check_computed(first, heads, simulation.computed, phase)
+        if simulation.wrong_tokens:
+            raise PlanError(simulation.wrong_tokens[0])
 
 
 def _check_slot_0(plan: RankPlan) -> None:
@@ -89,44 +90,68 @@ class _ExpectedWeights:
         return self.total[first:last].reshape(self.heads, -1)
 
 
-def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[list[ComputedBands], list[str]]:
-    """Run all ranks in lock-step.
+Message = NDArray[np.generic]
 
-    Returns the bands they computed, and the errors of tasks whose recorded tokens differ from the content of their
-    slots.
+
+class _Simulation:
+    """The programs of all ranks for one phase, run in lock-step.
+
+    ``computed`` are the bands that the ranks have computed, and ``wrong_tokens`` the errors of tasks whose recorded
+    tokens differ from the content of their slots.
     """
-    first_heads: dict[Side, Ints] = {
-        "q": first_head_ids(plans[0].q_layout, heads.q),
-        "kv": first_head_ids(plans[0].kv_layout, heads.kv),
-    }
-    wrong_tokens: list[str] = []
-    ranks = [SymbolicSlots(plan, heads) for plan in plans]
-    rng = np.random.default_rng(0)
-    results = ("out",) if phase == "forward" else ("dq", "dkv")
-    expected_weights = {
-        "q": _ExpectedWeights([p.q_rows for p in plans], heads.q),
-        "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv),
-    }
-    computed: list[ComputedBands] = []
-    for n in range(max(len(p.program.steps(phase)) for p in plans)):
-        in_flight: dict[tuple[int, int], list[tuple[str, NDArray[np.generic]]]] = {}
-        steps = [p.program.steps(phase)[n] if n < len(p.program.steps(phase)) else Step() for p in plans]
-        for r, step in zip(ranks, steps, strict=True):
-            where = f"{phase} step {n} on rank {r.plan.rank}"
+
+    def __init__(self, plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> None:
+        self.phase, self.heads = phase, heads
+        self.ranks = [SymbolicSlots(plan, heads) for plan in plans]
+        self.computed: list[ComputedBands] = []
+        self.wrong_tokens: list[str] = []
+        self._first_heads: dict[Side, Ints] = {
+            "q": first_head_ids(plans[0].q_layout, heads.q),
+            "kv": first_head_ids(plans[0].kv_layout, heads.kv),
+        }
+        self._rng = np.random.default_rng(0)
+        self._results = ("out",) if phase == "forward" else ("dq", "dkv")
+        self._expected = {
+            "q": _ExpectedWeights([p.q_rows for p in plans], heads.q),
+            "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv),
+        }
+
+    def run(self) -> None:
+        programs = [r.plan.program.steps(self.phase) for r in self.ranks]
+        for n in range(max(map(len, programs))):
+            steps = [program[n] if n < len(program) else Step() for program in programs]
+            in_flight = self._send(n, steps)
+            self._compute(n, steps)
+            self._receive(n, steps, in_flight)
+        self._check_results()
+
+    def _where(self, n: int, r: SymbolicSlots) -> str:
+        return f"{self.phase} step {n} on rank {r.plan.rank}"
+
+    def _send(self, n: int, steps: Sequence[Step]) -> dict[tuple[int, int], list[tuple[str, Message]]]:
+        """Check the transfers of a step, and return its messages by (sender, receiver), in order."""
+        in_flight: dict[tuple[int, int], list[tuple[str, Message]]] = {}
+        for r, step in zip(self.ranks, steps, strict=True):
+            where = self._where(n, r)
             for t in (*step.sends, *step.recvs):
                 r.check(t, where)
             _check_races(r, step, where)
             for t in step.sends:
                 in_flight.setdefault((r.plan.rank, t.peer), []).append((t.what, r.read(t, where).copy()))
-        for r, step in zip(ranks, steps, strict=True):
+        return in_flight
+
+    def _compute(self, n: int, steps: Sequence[Step]) -> None:
+        for r, step in zip(self.ranks, steps, strict=True):
+            where = self._where(n, r)
             for task in step.tasks:
-                where = f"{phase} step {n} on rank {r.plan.rank}"
-                computed += _bands_at_owners(r, task, where)
-                _add_weights(r, task, results, expected_weights, rng)
-                wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, first_heads)]
-        for r, step in zip(ranks, steps, strict=True):
+                self.computed += _bands_at_owners(r, task, where)
+                _add_weights(r, task, self._results, self._expected, self._rng)
+                self.wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, self._first_heads)]
+
+    def _receive(self, n: int, steps: Sequence[Step], in_flight: dict[tuple[int, int], list[tuple[str, Message]]]) -> None:
+        for r, step in zip(self.ranks, steps, strict=True):
+            where = self._where(n, r)
             for t in step.recvs:
-                where = f"{phase} step {n} on rank {r.plan.rank}"
                 queue = in_flight.get((t.peer, r.plan.rank))
                 if not queue:
                     raise PlanError(
@@ -134,7 +159,7 @@ def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[li
                     )
                 what, message = queue.pop(0)
                 if (what, message.shape) != (t.what, r.shape(t)):
-                    expected, came = _size(r.shape(t), heads), _size(message.shape, heads)
+                    expected, came = _size(r.shape(t), self.heads), _size(message.shape, self.heads)
                     raise PlanError(
                         f"{where}: expects {expected} of {t.what} next from rank {t.peer}, which sends {came} of {what}"
                     )
@@ -142,18 +167,20 @@ def _simulate(plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> tuple[li
         for (source, target), queue in in_flight.items():
             if queue:
                 raise PlanError(
-                    f"{phase} step {n}: rank {source} sends {queue[0][0]} to rank {target}, which does not receive it"
+                    f"{self.phase} step {n}: rank {source} sends {queue[0][0]} to rank {target}, which does not receive it"
                 )
-    for r in ranks:
-        for what in results:
-            wrong_rows = (r.weights[what][0] != expected_weights[side(what)].of(r.plan.rank)).any(axis=0)
-            if wrong_rows.any():
-                row = int(np.flatnonzero(wrong_rows)[0])
-                raise PlanError(
-                    f"{phase}: the {what} of local row {row} on rank {r.plan.rank} is incomplete or counted twice after the "
-                    "last step"
-                )
-    return computed, wrong_tokens
+
+    def _check_results(self) -> None:
+        """Every owner must hold the whole of its outputs or gradients, once."""
+        for r in self.ranks:
+            for what in self._results:
+                wrong_rows = (r.weights[what][0] != self._expected[side(what)].of(r.plan.rank)).any(axis=0)
+                if wrong_rows.any():
+                    row = int(np.flatnonzero(wrong_rows)[0])
+                    raise PlanError(
+                        f"{self.phase}: the {what} of local row {row} on rank {r.plan.rank} is incomplete or counted twice "
+                        "after the last step"
+                    )
 
 
 def _size(shape: tuple[int, ...], heads: Heads) -> str:

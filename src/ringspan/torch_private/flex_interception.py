@@ -29,7 +29,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ringspan.torch_private.function_modes import function_mode_at, function_mode_depth
+from ringspan.torch_private.function_modes import function_mode_at, function_mode_depth, function_mode_stack
 
 _lock = threading.Lock()
 _is_replaced = False  # whether the code has been replaced
@@ -135,6 +135,5 @@ def _intercepts() -> bool:
 
 
 def _intercepted(*args: Any, **kwargs: Any) -> Any:
-    stack = [function_mode_at(n) for n in range(function_mode_depth())]
-    innermost = [mode for mode in stack if isinstance(mode, FlexInterceptor)][-1]
+    innermost = [mode for mode in function_mode_stack() if isinstance(mode, FlexInterceptor)][-1]
     return innermost.intercept_flex_attention(args, kwargs)
