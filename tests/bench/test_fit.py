@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.bench.calibration_rounds import Probes
-from ringspan.bench.fit import TILES, FittedKernel, Message, TimedLaunch, fit_kernel, fit_link, fit_overlap
+from ringspan.bench.fit import TILES, FittedKernel, Message, TimedAttention, fit_kernel, fit_link, fit_overlap
 from ringspan.costs import HARDWARE, Hardware, Speed
 from ringspan.costs.plan_cost import task_seconds
 from ringspan.plans.data import PHASES
@@ -17,11 +17,11 @@ SHAPE = rs.Shape(heads=4, kv_heads=4, head_dim=64, dtype="float32")
 PROBES = Probes(shape=SHAPE, tokens=(256, 512, 1024, 4096))
 
 
-def timings(machine: Hardware) -> list[TimedLaunch]:
+def timings(machine: Hardware) -> list[TimedAttention]:
     """What the model says that the probes take."""
     plans = [rs.plan(mask, world=1, strategy="gather") for mask in PROBES.masks]
     tasks = [(plan, plan.program.forward[0].tasks[0]) for plan in plans]
-    return [TimedLaunch(p, task.bands, task_seconds(task, plan, machine, SHAPE, p)) for plan, task in tasks for p in PHASES]
+    return [TimedAttention(p, task.bands, task_seconds(task, plan, machine, SHAPE, p)) for plan, task in tasks for p in PHASES]
 
 
 def machine_with(launch_s: float, tile: int, forward: Speed, backward: Speed) -> Hardware:

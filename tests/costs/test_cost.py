@@ -66,15 +66,15 @@ def test_tiles_are_no_wider_than_the_band() -> None:
     assert found.forward.seconds == pytest.approx(0.25 + (8 + 7 + 6 + 2 * 3 / 2 * 8) * 4 / 1)
 
 
-@pytest.mark.parametrize(("per_node", "wire"), [(2, 0.5 + 32 / 100), (1, 2.0 + 32 / 10)])
-def test_communication_that_is_not_hidden_is_exposed(per_node: int, wire: float) -> None:
+@pytest.mark.parametrize(("per_node", "communication"), [(2, 0.5 + 32 / 100), (1, 2.0 + 32 / 10)])
+def test_communication_that_is_not_hidden_is_exposed(per_node: int, communication: float) -> None:
     """Two documents, each on the rank that does not own its keys: nothing can be computed until they arrive."""
     mask = rs.documents([4, 4], causal=False)
     layouts = {"layout": [[(0, 4)], [(4, 8)]], "kv_layout": [[(4, 8)], [(0, 4)]]}
     both = [rs.plan(mask, world=2, rank=rank, strategy="exchange(stages=1)", **layouts) for rank in range(2)]  # type: ignore[arg-type]
     found = cost(both, replace(SLOW, per_node=per_node), TINY).forward
-    assert found.exposed.tolist() == [pytest.approx(wire)] * 2
-    assert found.seconds == pytest.approx(wire + 16.25)
+    assert found.exposed.tolist() == [pytest.approx(communication)] * 2
+    assert found.seconds == pytest.approx(communication + 16.25)
     assert bytes_moved(both[0], TINY, "forward") == (32, 32)
 
 

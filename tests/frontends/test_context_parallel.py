@@ -282,7 +282,7 @@ def test_bad_input_is_named(pools: Pools) -> None:
         f"InputError: dim 0 of a tensor of shape ({N + 1},) has {N + 1} tokens, but the plan's sequence has {N}",
         "InputError: dim=1 is not a dim",
         "InputError: a tensor of shape",
-        "InputError: unshard takes one tensor, of this rank's tokens; got list: call it for each",
+        "InputError: unshard takes one tensor, of this rank's tokens; got list. Call it for each tensor",
         'InputError: grad must be "replicate" or "partial"',
         'InputError: of must be "q" or "kv"',
         "InputError: this is the plan of rank 0 of 7",
@@ -293,9 +293,9 @@ def test_bad_input_is_named(pools: Pools) -> None:
         "InputError: scale must be a number, or None for 1 / √(head dim); got 'x'",
         "InputError: heads must be at least 1 wide: q (1, 1,",
         f"InputError: dim 0 of a tensor of shape ({N + 2},) has {N + 2} tokens, but the plan's sequence has {N} "
-        f"(its keys have {N + 2}: say of='kv'): shard whole sequences",
+        f"({N + 2} is the number of its keys: pass of='kv'): shard whole sequences",
         f"InputError: dim 0 of a tensor of shape ({N},) has {N} tokens, but the plan's sequence has {N + 2} "
-        f"(its queries have {N}: say of='q'): shard whole sequences",
+        f"({N} is the number of its queries: pass of='q'): shard whole sequences",
         "InputError: the values must be a tensor, of this rank's tokens; got list",
         "InputError: weights of shape (2, 4) do not fit values of shape (2, 3): give one for each value",
         "InputError: weights must be a tensor of the shape of the values, (3,); got list",

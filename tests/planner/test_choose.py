@@ -86,7 +86,7 @@ def test_candidates_that_do_not_fit_are_rejected() -> None:
     assert fits.best.cost is not None
     assert fits.best.cost.memory_bytes <= small.memory
     assert any("GiB for buffers and the kernel" in (c.rejected or "") and c.strategy == best.strategy for c in fits.candidates)
-    with pytest.raises(rs.PlanError, match="nothing fits h200"):
+    with pytest.raises(rs.PlanError, match="no candidate fits in the memory of h200"):
         best_on(mask, world=4, hardware=replace(small, memory=1), shape=SHAPE)
 
 

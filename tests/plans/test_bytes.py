@@ -242,14 +242,14 @@ def test_explain_says_what_was_chosen_and_why() -> None:
     assert f"plan {plan.digest}: rank 1 of 2" in text
     assert "\n  choice    " + "\n            ".join(plan.notes) + "\n" in text
     assert "documents(2 over 16 tokens) & window(left=3): 16 × 16, area 52, 2 bands" in text
-    assert "32 query heads, 8 key heads, 128 wide, bfloat16 (an example; explain(shape) is about yours)" in text
+    assert "32 query heads, 8 key heads, head dim 128, bfloat16 (an example; explain(shape) is about yours)" in text
     assert "8 queries, 8 keys here; balance 1.231" in text  # 20 and 32 pairs
     assert "work      1.231 × the mean of all ranks" in text
 
 
 def test_explain_with_a_shape() -> None:
     text = rs.plan(rs.causal(16), world=2).explain(SHAPE)
-    assert "batch 3, 8 query heads, 2 key heads, 16/12 wide, bfloat16\n" in text
+    assert "batch 3, 8 query heads, 2 key heads, head dim 16/12, bfloat16\n" in text
 
 
 def test_explain_names_the_peers() -> None:

@@ -149,7 +149,7 @@ def test_the_defaults_of_a_minimal_strategy() -> None:
     assert Minimal().least_seconds(workload) == Minimal().computing_seconds(workload) == 0.0
     assert not Minimal.candidates(4, HARDWARE["h200"], SHAPE)
     assert not Minimal.example_options(4)
-    assert np.array_equal(without_messages(np.ones((2, 1))).wire, np.zeros((2, 1)))
+    assert np.array_equal(without_messages(np.ones((2, 1))).communication, np.zeros((2, 1)))
 
 
 def test_a_strategy_without_a_program_is_abstract() -> None:

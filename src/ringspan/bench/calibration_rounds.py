@@ -1,8 +1,8 @@
-"""Measurements that :class:`~ringspan.costs.Hardware` is fitted to: kernels, copies and, with several processes, messages and
-overlap.
+"""Measurements that :class:`~ringspan.costs.Hardware` is fitted to: kernels, copies and, with several processes,
+messages and overlap.
 
-A *round* times everything on all ranks at the same time, as in real work: processes on one machine share its caches and its
-memory. For each quantity the shortest time of all rounds counts: other processes can only make it longer.
+A *round* times everything on all ranks at the same time, as in real work: processes on one machine share its caches and
+its memory. For each quantity the shortest time of all rounds counts: other processes can only make it longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.bench.fit import FittedKernel, Message, TimedLaunch, fit_kernel, fit_link, fit_overlap
+from ringspan.bench.fit import FittedKernel, Message, TimedAttention, fit_kernel, fit_link, fit_overlap
 from ringspan.bench.graphs import captured
 from ringspan.costs import Hardware
 from ringspan.engine import attend_ranks, config_for
@@ -32,11 +32,12 @@ Seconds = NDArray[np.float64]
 
 # Message sizes in bytes: small ones for the latency, large ones for the bandwidth.
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
-# Bytes of the copied tensor, half of which are packed and unpacked. A GPU needs more of them than a CPU.
+# Bytes of the tensor in time_copy. Half of it is copied twice, to pack and to unpack. It is larger on a GPU than its
+# cache.
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
 GRAPH_REPLAYS = 10
 MIN_SECONDS = 1e-6  # noise can make the difference of two timings smaller or negative
-# Processor time leaves out other processes on a loaded machine. A worker computes in one thread.
+# CPU time of the thread, so that other processes on a loaded machine do not count. A worker computes in one thread.
 CLOCK = time.thread_time
 
 
@@ -51,61 +52,65 @@ class Probes:
 
     @property
     def masks(self) -> list[rs.Mask]:
-        """Masks of one band each: without a diagonal, with one, and with two (a wide and a narrow window)."""
+        """Masks of one band each: full, causal, and sliding windows of two widths."""
         windows = [rs.causal(n) & rs.window(left=n // part) for n in self.tokens for part in (4, 8)]
         return [*map(rs.full, self.tokens), *map(rs.causal, self.tokens), *windows]
 
 
 class Round(NamedTuple):
-    """Seconds by rank: each mask and phase, copying, each message, and computing, sending and both at once."""
+    """Seconds, with ranks first.
 
-    launches: Seconds
+    ``attention`` has each mask and phase, ``messages`` each size, and ``overlap`` compute alone, a message alone and
+    both at once.
+    """
+
+    attention: Seconds
     copying: Seconds
     messages: Seconds
-    together: Seconds
+    overlap: Seconds
 
 
 def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], float, list[float], list[float]]:
     """A job for all workers. On one GPU it is called directly, and there are no messages to time."""
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     return (
-        [time_launch(probes, mask) for mask in probes.masks],
+        [time_attention(probes, mask) for mask in probes.masks],
         time_copy(probes),
         [time_message(size) for size in MESSAGES] if has_peers else [],
         time_both(probes, MESSAGES[-1]) if has_peers else [],
     )
 
 
-def time_launch(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
-    """Forward and backward of the engine, including its own work around the kernel."""
+def time_attention(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
+    """Time forward and backward of the engine, including its own work around the kernel."""
     forward, backward = _forward_and_backward(probes, mask)
     backward(forward())  # warm-up: allocates memory and may compile
     if probes.device == "cuda":  # one graph holds forward, another forward and backward
         forward_s, both = (time_on_device(f) for f in (forward, lambda: backward(forward())))
         return forward_s, max(both - forward_s, MIN_SECONDS)
-    seconds, out = time_together(forward, CLOCK)
-    return seconds, time_together(lambda: backward(out), CLOCK)[0]
+    seconds, out = time_after_barrier(forward, CLOCK)
+    return seconds, time_after_barrier(lambda: backward(out), CLOCK)[0]
 
 
 def time_copy(probes: Probes) -> float:
-    """Copy half of the heads of every row into a message and back out, as packing and unpacking do."""
+    """Time a copy of half of the heads of every row into a message and out of it, as packing and unpacking do."""
     rows, there = (torch.randn(COPIED[probes.device] // (8 * 64 * 4), 1, 8, 64, device=probes.device) for _ in range(2))
     every = torch.arange(len(rows), device=probes.device)
 
     def copy() -> None:
         there[:, :, 4:].index_copy_(0, every, rows[:, :, :4].index_select(0, every))
 
-    return time_on_device(copy) if probes.device == "cuda" else time_together(copy, CLOCK)[0]
+    return time_on_device(copy) if probes.device == "cuda" else time_after_barrier(copy, CLOCK)[0]
 
 
 def time_message(size: int) -> float:
     send, wait = _exchange(size)
     wait(send())
-    return time_together(lambda: wait(send()))[0]
+    return time_after_barrier(lambda: wait(send()))[0]
 
 
 def time_both(probes: Probes, size: int) -> list[float]:
-    """Computing alone, a message alone, and both at once."""
+    """Time compute alone, a message alone, and both at once."""
     forward, _ = _forward_and_backward(probes, rs.full(probes.tokens[-1]))
     send, wait = _exchange(size)
 
@@ -114,7 +119,7 @@ def time_both(probes: Probes, size: int) -> list[float]:
         forward()
         wait(works)
 
-    return [time_together(f)[0] for f in (forward, lambda: wait(send()), both)]
+    return [time_after_barrier(f)[0] for f in (forward, lambda: wait(send()), both)]
 
 
 def _forward_and_backward(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
@@ -132,7 +137,7 @@ def _forward_and_backward(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], T
 
 
 def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
-    """Send a message to the next rank and receive one from the previous rank into newly allocated memory."""
+    """Functions that send a message to the next rank, receive one from the previous rank into new memory, and wait."""
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing = torch.ones(size, dtype=torch.uint8)  # not zeros: the system may map all pages of zeros to one
 
@@ -152,7 +157,7 @@ def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]],
     return send, wait
 
 
-def time_together(f: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+def time_after_barrier(f: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
     """Run ``f`` after a barrier. Returns seconds and the result."""
     if dist.is_initialized():
         dist.barrier()
@@ -162,7 +167,7 @@ def time_together(f: Callable[[], Any], clock: Callable[[], float] = time.perf_c
 
 
 def time_on_device(f: Callable[[], Any]) -> float:
-    """Seconds on a GPU whose queue is never empty, as in training: replays of a CUDA graph in a row."""
+    """Seconds on a GPU whose queue is never empty, as in training: back-to-back replays of a CUDA graph."""
     replay = captured(f) or f  # a call that cannot be captured includes its time on the host
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
@@ -179,9 +184,9 @@ def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:
 
 
 def kernel_of(rounds: Sequence[Round], probes: Probes) -> FittedKernel:
-    seconds = fastest([r.launches for r in rounds])
+    seconds = min_over_rounds([r.attention for r in rounds])
     timed = [
-        TimedLaunch(phase, mask.bands, float(seconds[m, p]))
+        TimedAttention(phase, mask.bands, float(seconds[m, p]))
         for m, mask in enumerate(probes.masks)
         for p, phase in enumerate(PHASES)
     ]
@@ -212,8 +217,9 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
 def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
     """The processes of this machine as the ranks of one node."""
     kernel = kernel_of(rounds, probes)
-    world = len(rounds[0].launches)
-    link = fit_link([Message(*timed) for timed in zip(MESSAGES, fastest([r.messages for r in rounds]).tolist(), strict=True)])
+    world = len(rounds[0].attention)
+    seconds = min_over_rounds([r.messages for r in rounds]).tolist()
+    link = fit_link([Message(*timed) for timed in zip(MESSAGES, seconds, strict=True)])
     shape = probes.shape
     return Hardware(
         name="here",
@@ -226,17 +232,17 @@ def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
         tile=kernel.tile,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world,
         copy_bytes_per_s=_copy_rate(rounds, probes),
-        overlap=fit_overlap(*fastest([r.together for r in rounds]).tolist()),
+        overlap=fit_overlap(*min_over_rounds([r.overlap for r in rounds]).tolist()),
         source=f"measured with {world} processes, {shape.heads} heads of {shape.head_dim}, {shape.dtype}; "
         f"kernels fit to {kernel.error:.1%} (windows excepted); the link between nodes is taken to be the same",
     )
 
 
 def _copy_rate(rounds: Sequence[Round], probes: Probes) -> float:
-    return float(COPIED[probes.device] / fastest([r.copying for r in rounds]))
+    return float(COPIED[probes.device] / min_over_rounds([r.copying for r in rounds]))
 
 
-def fastest(rounds: Sequence[Seconds]) -> Seconds:
+def min_over_rounds(rounds: Sequence[Seconds]) -> Seconds:
     """Maximum over ranks (axis 0), then minimum over rounds, for each quantity."""
     least: Seconds = np.min([seconds.max(axis=0) for seconds in rounds], axis=0)
     return least

@@ -1,9 +1,10 @@
 """The predictions of the cost model for processes on this machine, against measured times.
 
-Each round times the kernel, the link and every case once, so that the model is calibrated in the same minutes in which it is
-tested. The fastest round counts, for the model and for the measurement; the median shows how loaded the machine was. On a
-loaded machine the wall time includes the time of other processes. *Busy* is the processor time of the busiest rank over all
-its threads: without other processes, and without waiting for peers. On an idle machine with balanced work both are equal.
+Each round times the kernel, the link and every case once, so that the model is calibrated in the same minutes in which
+it is tested. The fastest round counts, for the model and for the measurement; the median shows how loaded the machine
+was. On a loaded machine the wall time includes the time of other processes. *Busy* is the processor time of the busiest
+rank over all its threads: without other processes, and without waiting for peers. On an idle machine with balanced work
+both are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 import ringspan as rs
-from ringspan.bench.calibration_rounds import Probes, as_round, fastest, this_machine, time_round, time_together
+from ringspan.bench.calibration_rounds import Probes, as_round, min_over_rounds, this_machine, time_after_barrier, time_round
 from ringspan.bench.rows import OnProgress, Row, ignore_progress
 from ringspan.testing.workers import Pool
 
@@ -68,7 +69,7 @@ def cost_rows(
     machine = this_machine(timed, probes)
     median = np.median([seconds.max(axis=0)[:, 0] for seconds in times], axis=0)
     rows = []
-    for case, (wall, busy), middle in zip(cases, fastest(times).tolist(), median.tolist(), strict=True):
+    for case, (wall, busy), middle in zip(cases, min_over_rounds(times).tolist(), median.tolist(), strict=True):
         plan = rs.plan(case.mask, world=world, strategy=case.strategy, layout=case.layout).for_heads(case.heads, case.heads)
         predicted = plan.cost(machine, replace(shape, heads=case.heads, kv_heads=case.heads)).seconds
         rows.append(
@@ -111,7 +112,7 @@ def time_case(case: CostCase, head_dim: int) -> tuple[float, float]:
         return time.process_time() - start
 
     step()  # warm-up: the plan for these heads, the handshake and memory
-    wall, busy = zip(*(time_together(step) for _ in range(REPEATS)), strict=True)
+    wall, busy = zip(*(time_after_barrier(step) for _ in range(REPEATS)), strict=True)
     return min(wall), min(busy)
 
 

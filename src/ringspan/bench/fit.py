@@ -1,9 +1,9 @@
 """Fit the parameters of the cost model (``costs/plan_cost.py``) to measured times.
 
-For a given tile size the time of a launch is linear in ``launch_s`` and in the reciprocal speed of each kind of band. There
-are few possible tile sizes, so each is tried. The fit minimises relative errors. ``launch_s`` and the tile are fitted to
-rectangles and bands with one diagonal, which every kernel computes in one launch. The speed of windows is fitted afterwards,
-because some kernels compute a window block by block.
+For a given tile size the time of a launch is linear in ``launch_s`` and in the reciprocal speed of each kind of band.
+There are few possible tile sizes, so each is tried. The fit minimises relative errors. ``launch_s`` and the tile are
+fitted to rectangles and bands with one diagonal, which every kernel computes in one launch. The speed of windows is
+fitted afterwards, because some kernels compute a window block by block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TILES = (1, 16, 32, 64, 128, 256, 512, 1024)
 SIMPLE = 2  # kinds of bands: no diagonal, one. The third kind has two.
 
 
-class TimedLaunch(NamedTuple):
+class TimedAttention(NamedTuple):
     """One call of the kernel with bands of one kind, and its time."""
 
     phase: Phase
@@ -42,12 +42,12 @@ class FittedKernel(NamedTuple):
     error: float
 
 
-def fit_kernel(timed: Sequence[TimedLaunch], shape: Shape) -> FittedKernel:
+def fit_kernel(timed: Sequence[TimedAttention], shape: Shape) -> FittedKernel:
     """The parameters that fit the timed launches best. Each kind of band needs two sizes or more."""
     return min((_with_tile(timed, shape, tile) for tile in TILES), key=lambda found: found.error)
 
 
-def _with_tile(timed: Sequence[TimedLaunch], shape: Shape, tile: int) -> FittedKernel:
+def _with_tile(timed: Sequence[TimedAttention], shape: Shape, tile: int) -> FittedKernel:
     seconds = np.array([launch.seconds for launch in timed])
     phase = np.array([PHASES.index(launch.phase) for launch in timed])
     flops = np.array(
@@ -90,8 +90,8 @@ def fit_overlap(computing: float, wire: float, together: float) -> float:
 def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     """Least squares of the relative errors, and the mean relative error that is left.
 
-    The first unknown is a constant; if noise makes it negative, it is set to 0. If noise makes another unknown negative, it is
-    set to the value with which the fastest measurement would consist of that term alone.
+    The first unknown is a constant; if noise makes it negative, it is set to 0. If noise makes another unknown
+    negative, it is set to the value with which the fastest measurement would consist of that term alone.
     """
     relative = columns / seconds[:, None]
     scale = np.abs(relative).max(axis=0)  # FLOP and seconds are twelve orders of magnitude apart

@@ -14,7 +14,8 @@ from ringspan.kernels import Saved
 
 
 def held_bytes(attention: Callable[..., Tensor], *qkv: Tensor) -> int:
-    """The peak of allocated memory in forward and backward, beyond inputs and results. Includes the kernels' scratch."""
+    """The peak of allocated memory in forward and backward, beyond inputs and results. Includes the kernels'
+    scratch."""
     for x in qkv:
         x.grad = None
     dout = torch.ones_like(qkv[0])

@@ -1,7 +1,7 @@
 """How evenly layouts share packed documents, and how many pieces and received key rows they cause.
 
-Only making the layout is timed. *Rows* are the key rows that all ranks together receive from other ranks. *× fewest* is their
-ratio to a lower bound for layouts with even token counts and balance 1.02 (:func:`fewest_rows`).
+Only making the layout is timed. *Rows* are the key rows that all ranks together receive from other ranks. *× fewest* is
+their ratio to a lower bound for layouts with even token counts and balance 1.02 (:func:`fewest_rows`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[int]:
-    """Lengths of documents from a named distribution, scaled to a number of tokens. Lengths that round to 0 are left out."""
+    """Lengths of documents from a named distribution, scaled to a number of tokens. Lengths that round to 0 are left
+    out."""
     share = LENGTHS[name](np.random.default_rng(seed), documents)
     cuts = np.round(np.cumsum(share) / share.sum() * tokens).astype(np.int64)
     lengths: list[int] = np.diff(cuts, prepend=0).tolist()
@@ -89,8 +90,9 @@ def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[i
 def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
     """A lower bound of the received key rows of any layout of causal documents with even token counts and this balance.
 
-    The rows from key x to the end of its document have so many tokens and pairs that several ranks must share them. All of
-    these ranks see key x, and all but its owner receive it. (Each key is bounded separately, so the bound may not be reached.)
+    The rows from key x to the end of its document have so many tokens and pairs that several ranks must share them. All
+    of these ranks see key x, and all but its owner receive it. (Each key is bounded separately, so the bound may not be
+    reached.)
 
     >>> fewest_rows([8], 2, 1.0)
     6
@@ -110,7 +112,8 @@ def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
 
 
 def ptrr(mask: rs.Mask, world: int, block: int = 128) -> Layout:
-    """PyTorch's processing-time round robin: blocks of queries are dealt to the ranks in alternating order, heaviest first.
+    """PyTorch's processing-time round robin: blocks of queries are dealt to the ranks in alternating order, heaviest
+    first.
 
     (PyTorch's head-tail balancer is zigzag. Its per-document balancer is per_document, which here takes any lengths.)
     """

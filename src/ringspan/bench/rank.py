@@ -1,7 +1,8 @@
 """The time of one rank's share of attention against the whole sequence in one call on the same device.
 
-Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is the time
-of the slowest rank × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but communication.
+Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is
+the time of the slowest rank × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but
+communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What plans cost on a machine: each step as seconds of computing, sending and copying, and a timeline of all ranks."""
+"""The cost of plans on a machine: seconds of compute, communication and copies of each step, and a timeline of all
+ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, Speed
-from ringspan.costs.timeline import Loads, Timeline, nearest, simulate, wire_seconds
+from ringspan.costs.timeline import Loads, Timeline, communication_seconds, nearest, simulate
 from ringspan.masks import Band
 from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Task
 from ringspan.plans.memory import memory_bytes, peak_bytes
@@ -18,7 +19,7 @@ from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds and bytes of the slowest rank. The rows of the timelines are ``ranks``: all of the world, or a sample.
+    """The timelines of ``ranks``, which are all ranks of the world or a sample, and the largest memory of a rank.
 
     ``peak_bytes`` counts buffers. ``memory_bytes`` also counts what the kernel allocates.
     """
@@ -41,12 +42,12 @@ class Cost:
 
     @property
     def exposed_s(self) -> float:
-        """The largest time that a rank spends beyond computing: waiting, copying, merging, being slowed down by messages."""
+        """The largest time of a rank that is not compute: waiting for messages, copies, merging, contention."""
         return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
 
 
 def cost(plans: Sequence[RankPlan], machine: Hardware, shape: Shape) -> Cost:
-    """What the plans of all ranks cost together, or of a sample of ranks, in order. They must fit the heads of the
+    """The cost of the plans of all ranks, or of a sample of ranks, in rank order. The plans must fit the heads of the
     shape."""
     for plan in plans:
         check_heads_fit(plan, shape)
@@ -60,7 +61,7 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
     size = len(plans), max(len(plan.program.steps(phase)) for plan in plans)
     computing, copied = np.zeros(size), np.zeros(size)
     sent, received = (np.zeros((2, *size), dtype=np.int64) for _ in range(2))
-    met: list[set[tuple[int, int]]] = [set() for _ in range(size[1])]
+    exchanging: list[set[tuple[int, int]]] = [set() for _ in range(size[1])]
     row_of = nearest(np.array([plan.rank for plan in plans]), plans[0].world).tolist()
     for row, plan in enumerate(plans):
         node = plan.rank // machine.per_node
@@ -73,13 +74,13 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
                 begun.add(task.q_slot)
             for way, transfers in ((sent, step.sends), (received, step.recvs)):
                 away = [t for t in transfers if t.peer != plan.rank]
-                met[n].update((row, row_of[t.peer]) for t in away)
+                exchanging[n].update((row, row_of[t.peer]) for t in away)
                 for link, is_here in enumerate((True, False)):
                     there = (t for t in away if (t.peer // machine.per_node == node) == is_here)
                     way[link, row, n] = shape.total_bytes(there, phase, plan.program)
-    pairs = (np.array(sorted(m), dtype=np.int64).reshape(-1, 2).T for m in met)
-    meets = [(rows, peers) for rows, peers in pairs]
-    return Loads(computing, wire_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, meets)
+    pairs = (np.array(sorted(m), dtype=np.int64).reshape(-1, 2).T for m in exchanging)
+    peers = [(rows, peer) for rows, peer in pairs]
+    return Loads(computing, communication_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, peers)
 
 
 def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:
@@ -106,26 +107,27 @@ def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, ph
 
 
 def flops_per_pair(shape: Shape, phase: Phase) -> int:
-    """FLOP of one head, over the batch. Forward: two products, over d and over e. Backward: five, three of them over
-    d."""
+    """FLOPs of one pair for one head, over the batch.
+
+    The forward pass has two matrix products, over d and over e. The backward pass has five, three of them over d.
+    """
     d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     return 2 * shape.batch * (d + e if phase == "forward" else 3 * d + 2 * e)
 
 
 def rounded(seconds: float) -> float:
-    """Rounded for comparison, so that processors whose sums differ in the last bit find the same order."""
+    """Round seconds for comparison, so that processors whose sums differ in the last bit find the same order."""
     return float(f"{seconds:.6g}")
 
 
 def of_kind(speed: Speed, cuts: int) -> float:
-    """The speed in bands that so many diagonals cut."""
+    """The speed for bands that are bounded by this number of diagonals."""
     return (speed.full, speed.causal, speed.window)[cuts]
 
 
 @cache_by_digest(65536, plain=True)
 def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
-    """The pairs that tiles cover: of whole rectangles, of bands that one diagonal cuts, of bands that two diagonals
-    cut.
+    """The pairs that the kernel's tiles cover: of rectangles, of bands with one diagonal, of bands with two.
 
     In a band that is narrower than a tile, kernels use narrower tiles.
     """

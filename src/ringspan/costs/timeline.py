@@ -1,18 +1,18 @@
 """The timeline of all ranks: when each begins and ends each step, computing while messages are under way.
 
 A step of a rank begins when its previous step has ended. The messages of a rank in a step start together, when the rank
-and all its peers of that step have begun the step. All messages that a rank sends over a link share that link, and so do
-all that it receives. The step ends after its tasks and its own wire time (latency and transfer), and then packing,
-unpacking and merging. Congestion at a peer is not modelled::
+and all its peers of that step have begun the step. All messages that a rank sends over a link share that link, and so
+do all that it receives. The step ends after its tasks and its own communication (latency and transfer), and then
+packing, unpacking and merging. Congestion at a peer is not modelled::
 
     rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
-             |~~ wire 0 ~~|  |~~~~~~~~ wire 1 ~~~~~~~~~~|                  dots: exposed time
+             |~~ comm 0 ~~|  |~~~~~~~~ comm 1 ~~~~~~~~~~|                  dots: exposed time
 
 The drawing assumes an ``overlap`` of 1. For a smaller overlap, computing and sending slow each other down, and the step
-is extended by ``(1 - overlap) * min(compute, wire)``. Packing, unpacking and merging overlap with nothing.
+is extended by ``(1 - overlap) * min(compute, communication)``. Packing, unpacking and merging overlap with nothing.
 
-The caller may pass a sample of the ranks (planner/samples.py). A peer outside the sample is assumed to have the timeline
-of the sampled rank with the nearest number.
+The caller may pass a sample of the ranks (planner/samples.py). A peer outside the sample is assumed to have the
+timeline of the sampled rank with the nearest number.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ Seconds = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Indices of ranks, and for each the index of a peer that it exchanges messages with.
-Pairs = tuple[Ints, Ints]
-NO_PEERS: Pairs = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+RankPeers = tuple[Ints, Ints]
+NO_PEERS: RankPeers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 class Loads(NamedTuple):
-    """What each rank (row) does in each step (column), in seconds, and for each step the pairs that exchange
-    messages."""
+    """Seconds that each rank (row) spends in each step (column).
+
+    ``peers`` has for each step the pairs of ranks that exchange messages.
+    """
 
     computing: Seconds
-    wire: Seconds
+    communication: Seconds
     copying: Seconds
-    meets: Sequence[Pairs]
+    peers: Sequence[RankPeers]
 
 
 class Timeline(NamedTuple):
-    """When each rank (row) begins each step (column), finishes computing it, and ends it: seconds from the start of the
+    """When each rank (row) begins each step (column), finishes its tasks, and ends it. In seconds from the start of the
     phase."""
 
     begin: Seconds
@@ -57,30 +59,35 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> Seconds:
-        """How long each rank takes beyond its computing: waiting, copying, merging, being slowed down by messages."""
-        waited: Seconds = (self.end - self.computed).sum(axis=1)
-        return waited
+        """The time of each rank that is not compute: waiting for messages, copies, merging, contention."""
+        exposed: Seconds = (self.end - self.computed).sum(axis=1)
+        return exposed
 
 
 def simulate(loads: Loads, overlap: float) -> Timeline:
     """The timeline of all ranks through all steps."""
-    extra = (1 - overlap) * np.minimum(loads.computing, loads.wire) + loads.copying
+    extra = (1 - overlap) * np.minimum(loads.computing, loads.communication) + loads.copying
     begin, computed, end = (np.zeros_like(loads.computing) for _ in range(3))
     now = np.zeros(len(loads.computing))
     for n in range(loads.computing.shape[1]):
         posted = now.copy()
-        row, peer = loads.meets[n]
+        row, peer = loads.peers[n]
         np.maximum.at(posted, row, now[peer])
         begin[:, n] = now
         computed[:, n] = now + loads.computing[:, n]
-        now = np.maximum(computed[:, n], np.where(loads.wire[:, n] > 0, posted + loads.wire[:, n], 0.0)) + extra[:, n]
+        communication = loads.communication[:, n]
+        now = np.maximum(computed[:, n], np.where(communication > 0, posted + communication, 0.0)) + extra[:, n]
         end[:, n] = now
     return Timeline(begin, computed, end)
 
 
-def wire_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardware) -> Seconds:
-    """How long messages take once both sides have posted them. The first axis of the bytes is: within the node, between
-    nodes. Both links work at the same time and in both directions, so the slower one counts."""
+def communication_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardware) -> Seconds:
+    """The time that the messages of a step take once both sides have posted them.
+
+    ``sent`` and ``received`` are bytes of shape (2, ranks, steps): within the node, and between nodes. Both links work
+    at the same time and in both directions, so the time is the maximum. Latency counts once for each link, however many
+    messages there are.
+    """
     size = np.maximum(sent, received)
     links = zip((machine.within, machine.between), size, strict=True)
     within, between = (np.where(x > 0, link.latency_s + x / link.bytes_per_s, 0.0) for link, x in links)
@@ -88,7 +95,7 @@ def wire_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardwa
 
 
 def nearest(ranks: Ints, world: int) -> Ints:
-    """For each rank of the world, the index of the nearest of the given ranks: its own, if it is one of them.
+    """For each rank of the world, the index of the nearest of the given ranks; its own index, if it is one of them.
 
     >>> nearest(np.array([0, 4, 5]), 6).tolist()
     [0, 0, 0, 1, 1, 2]

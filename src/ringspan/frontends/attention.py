@@ -69,10 +69,11 @@ def attention(
     queries over all keys of all ranks, in the dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives
     ``(out, lse)``, both differentiable.
 
-    ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does; its indices are global.
+    ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does; its indices are
+    global.
 
-    ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, flex_flash, cpu, eager or reference; ``"auto"`` takes the
-    first available one in this order. flex_flash and reference are used only when named.
+    ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, flex_flash, cpu, eager or reference; ``"auto"``
+    takes the first available one in this order. flex_flash and reference are used only when named.
 
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/dtensor/attention.py`` says which placements are allowed.
@@ -106,7 +107,7 @@ def attend_tensors(
 def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None) -> PlanHandle:
     """A registered handle, as a constant of the compiled program: torch.compile does not trace into plans."""
     id(plan)  # makes Dynamo guard on this plan; it does not guard on the ``self`` of a method with a constant result
-    return plan.given_to(registered_handle, group, backend, extents)
+    return plan.call_as_constant(registered_handle, group, backend, extents)
 
 
 def registered_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None = None) -> PlanHandle:

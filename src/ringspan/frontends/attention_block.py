@@ -52,8 +52,8 @@ BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, Me
 # by the function of the same name. None: nothing, as with almost all calls.
 Treatment = Literal["attention", "runs functions", "unflatten"] | None
 
-# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It has
-# functions of torch only: a closure of the user could hold tensors, and be made anew for every call.
+# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It
+# has functions of torch only: a closure of the user could hold tensors, and be made anew for every call.
 _treatments: dict[Any, Treatment] = {}
 on_clear_caches(_treatments.clear)
 MAX_TREATMENTS = 10_000
@@ -119,8 +119,8 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
 class _EnteredContexts(threading.local):
     """The contexts that the current thread has entered for ``local_attention``, the innermost last.
 
-    Each holds the modes that it took off the stack of its own thread, and must put them back there. It is made once for the
-    module, because Dynamo cannot trace the making of a ``threading.local``.
+    Each holds the modes that it took off the stack of its own thread, and must put them back there. It is made once for
+    the module, because Dynamo cannot trace the making of a ``threading.local``.
     """
 
     def __init__(self) -> None:

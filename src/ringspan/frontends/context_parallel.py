@@ -26,6 +26,7 @@ from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import Plan, plan
 from ringspan.plans import Shape
+from ringspan.plans.data import Side
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.pytree import tree_map
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
     from ringspan.frontends.dtensor.offsets import ShardExtents
-
-Of = Literal["q", "kv"]
 
 
 class ContextParallel(AttentionMode):
@@ -53,12 +52,12 @@ class ContextParallel(AttentionMode):
         cp.sum_gradients(model.parameters())
 
     ``F.scaled_dot_product_attention`` calls in the block use this mask; a call whose arguments contradict it raises. A
-    ``flex_attention`` call with a ``block_mask`` uses that mask, on this layout. The mode is thread-local. Blocks nest, and the
-    innermost one applies. On exit the mode is removed. (The wrapper around ``flex_attention`` stays installed. It does nothing
-    outside a block.)
+    ``flex_attention`` call with a ``block_mask`` uses that mask, on this layout. The mode is thread-local. Blocks nest,
+    and the innermost one applies. On exit the mode is removed. (The wrapper around ``flex_attention`` stays installed.
+    It does nothing outside a block.)
 
-    Strategy and layout are chosen by the constructor, before there are tensors. Pass ``hardware`` and ``shape`` to choose for
-    your machine and model, as in :func:`ringspan.plan`.
+    Strategy and layout are chosen by the constructor, before there are tensors. Pass ``hardware`` and ``shape`` to
+    choose for your machine and model, as in :func:`ringspan.plan`.
     """
 
     def __init__(
@@ -105,11 +104,11 @@ class ContextParallel(AttentionMode):
         return self.group.world
 
     def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
-        """The same tokens on the same ranks with another mask, for models whose layers differ (full and sliding window)."""
+        """A ContextParallel with the same layout and another mask, for layers that differ (full and sliding window)."""
         if check_mask(mask).lengths != self.plan.mask.lengths:
             raise InputError(
-                f"with_mask keeps the layout: {mask.name} is over {mask.lengths[0]} × {mask.lengths[1]}, "
-                f"the plan over {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}. Make the mask for those"
+                f"with_mask keeps the layout, so the mask must have the plan's lengths: {mask.name} has {mask.lengths[0]} "
+                f"queries × {mask.lengths[1]} keys, the plan {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}"
             )
         return ContextParallel(
             self.group,
@@ -132,9 +131,9 @@ class ContextParallel(AttentionMode):
                 ...                                # a step with cp
                 cp = upcoming.result()
 
-        Strategy and layout are those given to this object; ``"auto"`` chooses again, for the new mask. Planning needs no
-        communication: it is deterministic in the mask and the arguments of this object, which must be equal on all ranks. An
-        error in the mask is raised by ``result()``.
+        Strategy and layout are those given to this object; ``"auto"`` chooses again, for the new mask. Planning needs
+        no communication: it is deterministic in the mask and the arguments of this object, which must be equal on all
+        ranks. An error in the mask is raised by ``result()``.
         """
         planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringspan-plan")
         try:
@@ -154,12 +153,12 @@ class ContextParallel(AttentionMode):
 
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
 
-    def shard(self, *trees: Any, dim: int, of: Of = "q") -> Any:
+    def shard(self, *trees: Any, dim: int, of: Side = "q") -> Any:
         """Select this rank's tokens from whole sequences, as new tensors.
 
-        ``dim`` is the sequence dim of each tensor; ``of="kv"`` uses the layout of the keys (cross-attention).
-        Takes tensors, and nested lists, tuples and dicts of them.
-        Leaves that are not tensors are left as they are. One argument gives one result, several give a tuple.
+        ``dim`` is the sequence dim of each tensor; ``of="kv"`` uses the layout of the keys (cross-attention). Arguments
+        are tensors, or nested lists, tuples and dicts of them. Leaves that are not tensors are returned unchanged. One
+        argument gives one result, several give a tuple.
         """
         layout = self._layout(of)
 
@@ -179,18 +178,20 @@ class ContextParallel(AttentionMode):
         sharded = tuple(tree_map(take, tree) for tree in trees)
         return sharded[0] if len(sharded) == 1 else sharded
 
-    def unshard(self, x: Tensor, *, dim: int, of: Of = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
-        """The whole sequence on every rank, in its original order. Differentiable.
+    def unshard(self, x: Tensor, *, dim: int, of: Side = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
+        """Gather the whole sequence on every rank, in its original order. Differentiable.
 
-        ``grad`` says what the gradient of the result is, in the terms of DTensor: ``"replicate"``, the same on all ranks (each
-        computes the same function of the whole), or ``"partial"``, a part on each rank that must be summed (each computes
-        something else).
+        ``grad`` says what the gradient of the result is, in the terms of DTensor. ``"replicate"``: the same on all
+        ranks, because each computes the same function of the whole sequence. ``"partial"``: a part on each rank, to be
+        summed, because each computes another function of it.
         """
         layout = self._layout(of)
         if grad not in ("replicate", "partial"):
             raise InputError(f'grad must be "replicate" or "partial", not {grad!r}')
         if not isinstance(x, Tensor):
-            raise InputError(f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}: call it for each")
+            raise InputError(
+                f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}. Call it for each tensor"
+            )
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != layout.counts[self.rank]:
             raise InputError(
                 f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "
@@ -199,10 +200,11 @@ class ContextParallel(AttentionMode):
         result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
         return result
 
-    def positions(self, of: Of = "q", *, documents: Any = None, device: torch.device | str | None = None) -> Tensor:
-        """The position of each of this rank's tokens, as for rotary embeddings.
+    def positions(self, of: Side = "q", *, documents: Any = None, device: torch.device | str | None = None) -> Tensor:
+        """Position ids of this rank's tokens, as for rotary embeddings.
 
-        It is the position in the whole sequence or, given the lengths of all ``documents``, in the token's own document.
+        They are positions in the whole sequence or, given a list of the lengths of all ``documents``, in the token's
+        own document. The result is on the CPU unless ``device`` is given.
         """
         layout = self._layout(of)
         mine = torch.from_numpy(layout.positions(self.rank))
@@ -210,13 +212,13 @@ class ContextParallel(AttentionMode):
             mine = positions_in(documents, layout.length)[mine]
         return mine.to(device or "cpu")
 
-    def _hint(self, of: Of, tokens: int) -> str:
+    def _hint(self, of: Side, tokens: int) -> str:
         """A hint for an error message, if the tensor is of the other sequence of a cross-attention."""
-        other: Of = "kv" if of == "q" else "q"
+        other: Side = "kv" if of == "q" else "q"
         what = "keys" if other == "kv" else "queries"
-        return f" (its {what} have {tokens}: say of={other!r})" if self._layout(other).length == tokens else ""
+        return f" ({tokens} is the number of its {what}: pass of={other!r})" if self._layout(other).length == tokens else ""
 
-    def _layout(self, of: Of) -> Layout:
+    def _layout(self, of: Side) -> Layout:
         if of not in ("q", "kv"):
             raise InputError(f'of must be "q" or "kv", not {of!r}')
         return self.plan.q_layout if of == "q" else self.plan.kv_layout
@@ -236,8 +238,8 @@ class ContextParallel(AttentionMode):
 
     @dynamo_constant
     def _shard_handle(self, extents: ShardExtents, name: str) -> PlanHandle:
-        """The handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards on arguments
-        but not on ``self``."""
+        """The handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards on
+        arguments but not on ``self``."""
         if extents not in self._shard_handles:
             self._shard_handles[extents] = registered_handle(self.plan, self.group, self.backend, extents)
         return self._shard_handles[extents]
@@ -258,8 +260,8 @@ class ContextParallel(AttentionMode):
     ) -> FlexResult:
         """Called for PyTorch's ``flex_attention`` inside the block; see :func:`ringspan.flex_attention`.
 
-        A BlockMask of the whole sequence is planned on this layout when it is first used; without one the mask is that of the
-        block.
+        A BlockMask of the whole sequence is planned on this layout when it is first used. Without one the mask is that
+        of the block. ``kernel_options`` are ignored.
         """
         plan = self.plan
         if block_mask is not None:
@@ -282,9 +284,9 @@ class ContextParallel(AttentionMode):
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.
 
-        The backward pass computes ``f`` again, after the block was left; this enters the block again for it.
-        For selective checkpointing, ``context_fn=partial(cp.checkpoint_context, policy)``: a policy that saves
-        ``torch.ops.ringspan.attend.default`` saves computing and communicating attention a second time.
+        The backward pass computes ``f`` again, after the block was left; this context enters the block again for it.
+        For selective checkpointing pass ``context_fn=partial(cp.checkpoint_context, policy)``. If the policy saves
+        ``torch.ops.ringspan.attend.default``, attention is neither computed nor communicated a second time.
         """
         forward_context, recompute_context = (
             (nullcontext(), nullcontext()) if policy is None else create_selective_checkpoint_contexts(policy)
@@ -294,13 +296,14 @@ class ContextParallel(AttentionMode):
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
     def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
-        """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each has.
+        """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each
+        has.
 
-        ``over`` are the ranks to average over, if other than those of the sequence. With data parallelism, give the mesh of
-        both (``over=mesh["dp", "cp"]``), so that every token has the same weight. The gradient on a rank is that of the global
-        mean with respect to *this rank's* values. A parameter that all ranks use gets a part of its gradient on each: sum them
-        (:meth:`sum_gradients`, or any all-reduce with SUM), or give ``grads="averaged"`` if DDP or FSDP averages them over
-        these ranks.
+        ``over`` is the group or mesh to reduce over; by default the group of this object. With data parallelism, give
+        the mesh of both (``over=mesh["dp", "cp"]``), so that every token has the same weight. The gradient on a rank is
+        that of the global mean with respect to *this rank's* values. A parameter that all ranks use gets a part of its
+        gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM), or give ``grads="averaged"`` if
+        DDP or FSDP averages them over these ranks.
 
         For gradient accumulation over several batches see :meth:`sum`.
         """
@@ -312,21 +315,25 @@ class ContextParallel(AttentionMode):
     def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """The sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
 
-        The mean over several batches is not the mean of their means if they have different numbers of tokens. Accumulate
-        ``cp.sum(losses) / total`` instead, with ``total`` the number of tokens with a weight in all of them.
+        The mean over several batches is not the mean of their means if they have different numbers of tokens.
+        Accumulate ``cp.sum(losses) / total`` instead, where ``total`` is the number of tokens with a label in all
+        batches.
         """
         return sum_of_shares(_at_least_float32(x).sum(), self._ranks(over), grads)
 
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
-        """Sum the gradients of parameters that all ranks share, in at least float32. A gradient that is missing on this rank is
-        zero; one that is missing on all ranks stays missing, so that an optimiser skips the parameter."""
+        """Sum the gradients of parameters that all ranks share, in at least float32.
+
+        A gradient that is None on this rank counts as zero. One that is None on all ranks stays None, so that an
+        optimiser skips the parameter.
+        """
         sum_gradients(check_parameters(parameters), self._ranks(over))
 
     def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
         return [self.group] if over is None else groups_of(over)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Returns self: copies of a model share the ContextParallel object."""
+        """Return self: copies of a model share the ContextParallel object."""
         return self
 
     def __reduce__(self) -> Any:
@@ -356,11 +363,12 @@ class _Unshard(torch.autograd.Function):
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Validate x and cast it to at least float32: float16 and bfloat16 represent integers exactly only up to 2048 and 256."""
+    """Validate x and cast it to at least float32: float16 and bfloat16 represent integers exactly only up to 2048 and
+    256."""
     if not isinstance(x, Tensor):
         raise InputError(f"the values must be a tensor, of this rank's tokens; got {type(x).__name__}")
     if is_dtensor(x):
-        raise InputError(f"the values are a DTensor, {tuple(x.placements)}: give this rank's own, x.to_local()")
+        raise InputError(f"the values are a DTensor with placements {tuple(x.placements)}: pass x.to_local()")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

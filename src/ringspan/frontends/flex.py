@@ -50,11 +50,12 @@ def flex_attention(
 ) -> FlexResult:
     """``torch.nn.attention.flex_attention.flex_attention`` of a sequence that is split over the ranks of a group.
 
-    Tensors, ``plan`` and ``group`` are those of :func:`ringspan.attention`; everything else is FlexAttention's. ``score_mod``
-    and the ``mask_mod`` of a BlockMask are called with global indices. ``block_mask`` is of the whole sequence and replaces the
-    plan's mask, on the plan's layout; None keeps the plan's mask. Tensors that the functions capture are the same
-    on every rank. Those that are learned get a part of their gradient on each rank: sum it with ``cp.sum_gradients``.
-    ``kernel_options`` are ignored: they tune kernels that are not used here, and change no result.
+    Tensors, ``plan`` and ``group`` are those of :func:`ringspan.attention`; everything else is FlexAttention's.
+    ``score_mod`` and the ``mask_mod`` of a BlockMask are called with global indices. ``block_mask`` is of the whole
+    sequence and replaces the plan's mask, on the plan's layout; None keeps the plan's mask. Tensors that the functions
+    capture are the same on every rank. Those that are learned get a part of their gradient on each rank: sum it with
+    ``cp.sum_gradients``. ``kernel_options`` are ignored: they tune kernels that are not used here, and change no
+    result.
     """
     request = check_arguments(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
     if block_mask is not None:

@@ -17,9 +17,9 @@ IGNORED = -100  # the default ignore_index of F.cross_entropy
 def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore_index: int = IGNORED) -> Tensor:
     """Each token's label: the token after it, in the same document. The last token of a document predicts nothing.
 
-    Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the lengths of the
-    documents in order (None: the sequence is one document). They are not taken from a mask, since masks have other boundaries,
-    too (``chunked``).
+    Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the
+    lengths of the documents in order (None: the sequence is one document). They are not taken from a mask, since masks
+    have other boundaries, too (``chunked``).
 
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5, 6]]), documents=[2, 3, 1])
     tensor([[   2, -100,    4,    5, -100, -100]])

@@ -1,7 +1,7 @@
 """Ready-made score_mods for ``flex_attention`` and ``attention``; and attention sinks, which change the result instead.
 
-A ``score_mod(score, b, h, q, k)`` is called with global indices, so none of these depends on ranks. A tensor given here that
-requires a gradient gets it; on several ranks it gets a part of it on each (``cp.sum_gradients``).
+A ``score_mod(score, b, h, q, k)`` is called with global indices, so none of these depends on ranks. A tensor given here
+that requires a gradient gets it; on several ranks it gets a part of it on each (``cp.sum_gradients``).
 
 Legend: B batch, H query heads, S queries, E value dim, R distances.
 """
@@ -69,7 +69,8 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def relative_bias(bias_HR: Tensor) -> ScoreMod:
-    """A bias, often learned, for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach + 1.
+    """A bias, often learned, for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach +
+    1.
 
     Distances beyond ``reach`` have the bias of ``reach``.
 

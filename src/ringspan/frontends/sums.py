@@ -1,7 +1,7 @@
 """Sums over ranks: of losses, with the right gradient, and of the gradients themselves.
 
-A loss over several ranks is one number, the same on all of them. On each rank its gradient is that of the rank's own *share*. A
-parameter that all ranks use gets a part of its gradient on each, and the parts must be summed::
+A loss over several ranks is one number, the same on all of them. On each rank its gradient is that of the rank's own
+*share*. A parameter that all ranks use gets a part of its gradient on each, and the parts must be summed::
 
     rank 0:  x0 ─┐                     ┌─ d loss / d x0 ─► part of w.grad ─┐
     rank 1:  x1 ─┼─► loss, on all of ──┼─ d loss / d x1 ─► part of w.grad ─┼─► summed: sum_gradients, an all-reduce
@@ -70,8 +70,8 @@ def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTra
         gradients   | a  bf16 | b  bf16            | c  bf16 |
         buckets     | float32        | float32        | … |      each: copy in, all-reduce, copy back
 
-    A float32 or float64 gradient of at least a bucket is summed where it is. A gradient that is not contiguous is summed in a
-    contiguous copy. Ranks may hold the gradient of a parameter with different strides.
+    A float32 or float64 gradient of at least a bucket is summed where it is. A gradient that is not contiguous is
+    summed in a contiguous copy. Ranks may hold the gradient of a parameter with different strides.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p in parameters:
@@ -95,8 +95,8 @@ BUCKET_BYTES = 32 * 2**20
 class _Bucket:
     """A buffer through which gradients are summed.
 
-    The collectives depend on the dtypes and sizes of the parameters alone, which are the same on all ranks. They must not
-    depend on the strides of a gradient, which are not.
+    The collectives depend on the dtypes and sizes of the parameters alone, which are the same on all ranks. They must
+    not depend on the strides of a gradient, which are not.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, groups: Sequence[ProcessGroupTransport]) -> None:

@@ -1,4 +1,5 @@
-"""Checks of the arguments that users give to front ends. A check returns the argument as it is used inside, or raises."""
+"""Checks of the arguments that users give to front ends. A check returns the argument as it is used inside, or
+raises."""
 
 from __future__ import annotations
 

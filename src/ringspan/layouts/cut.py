@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
-    """The bands between the given pieces of queries and the given pieces of keys."""
+    """The bands between the given spans of queries and the given spans of keys."""
     queries, keys = _same_step(queries, keys)
     # Join query spans with bands, then the clipped bands with key spans.
     q, b = tables.overlapping(*queries.extent, mask.table[:, Q0], mask.table[:, Q1])
@@ -46,8 +46,8 @@ def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
 @cache_by_digest(64)
 def areas(mask: Mask, layout: Layout) -> Ints:
     """Visible pairs per rank, if each rank computes the rows of its own queries."""
-    everything = Pieces(*(np.array([x], dtype=np.int64) for x in (0, 0, mask.lengths[1], 1, 0)))
-    tiles = cut(mask, layout.pieces, everything)
+    all_keys = {"owner": 0, "start": 0, "size": mask.lengths[1], "step": 1, "at": 0}
+    tiles = cut(mask, layout.pieces, Pieces(**{name: np.array([x], dtype=np.int64) for name, x in all_keys.items()}))
     total = np.zeros(layout.world, dtype=np.int64)
     np.add.at(total, tiles.q_rank, tiles.area)
     total.setflags(write=False)
@@ -94,8 +94,8 @@ def _ceil(a: Ints, step: Ints) -> Ints:
 def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
     """Give all pieces the same step: a band intersected with strided spans is again a band only if all steps are equal.
 
-    Where they differ (a striped layout for the queries, a contiguous one for the keys) spans with steps are split into single
-    tokens. This is exact, but costs O(tokens).
+    Where they differ (a striped layout for the queries, a contiguous one for the keys), spans with steps are split into
+    single tokens. This is exact, but costs O(tokens).
     """
     steps = np.unique(np.concatenate([queries.step[queries.size > 1], keys.step[keys.size > 1]]))
     if len(steps) <= 1:

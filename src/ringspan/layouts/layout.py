@@ -176,8 +176,8 @@ def _span(rank: int, given: Sequence[int]) -> Span:
 def _check_bijection(p: Pieces, length: int | None) -> None:
     """Every token of ``range(length)`` exactly once; without a length, every token up to the last.
 
-    All spans are first split into spans of their common step. Two of these overlap only within one residue class, where sorting
-    finds them.
+    All spans are first split into spans of their common step. Two of these overlap only within one residue class, where
+    sorting finds them.
     """
     common = math.lcm(*set(p.step[p.size > 1].tolist()))
     if common > LARGEST_STEP:
@@ -214,8 +214,8 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
 def _first_without_owner(first: Ints, last: Ints, common: int) -> int:
     """The first token without an owner.
 
-    It is the start of a residue class or one step after a span, and no span begins there. At most as many classes need to be
-    tried as there are spans, plus one.
+    It is the start of a residue class or one step after a span, and no span begins there. At most as many classes need
+    to be tried as there are spans, plus one.
     """
     beginnings = np.arange(min(common, len(first) + 1))
     return int(np.setdiff1d(np.concatenate([beginnings, last + common]), first).min())

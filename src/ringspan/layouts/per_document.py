@@ -12,8 +12,8 @@ from ringspan.masks import Mask
 def per_document(mask: Mask, world: int) -> Layout:
     """Each document of the mask is cut into ``2 * world`` chunks; a rank gets one from the front and one from the back.
 
-    The documents are those of :meth:`Mask.documents`. Where a length is not divisible, the remaining tokens go to chunks in
-    turn, continued from document to document, so that no rank gets them all.
+    The documents are those of :meth:`Mask.documents`. Where a length is not divisible, the remaining tokens go to
+    chunks in turn, continued from document to document, so that no rank gets them all.
 
     >>> from ringspan import documents
     >>> print(per_document(documents([4, 6]), 2).ascii())

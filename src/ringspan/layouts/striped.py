@@ -9,8 +9,8 @@ from ringspan.masks import Mask
 def striped(mask: Mask, world: int) -> Layout:
     """Rank r owns tokens ``r, r + world, r + 2 * world, …``.
 
-    A band stays a band when queries and keys are subsampled by the same step, so each pair of ranks has one band for each band
-    of the mask, however long the sequence.
+    A band stays a band when queries and keys are subsampled by the same step, so each pair of ranks has one band for
+    each band of the mask, however long the sequence.
 
     >>> from ringspan import causal
     >>> print(striped(causal(8), 3).ascii())

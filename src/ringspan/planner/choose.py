@@ -1,7 +1,7 @@
 """Choose layout and strategy for a mask, a model and a machine.
 
-A best-first search with lower bounds over all (layout, strategy) candidates. It finds the fastest candidate that fits in
-memory, to within ``WORTH_PLANNING``.
+A best-first search with lower bounds over all (layout, strategy) candidates. It finds the fastest candidate that fits
+in memory, to within ``MIN_RELATIVE_SAVING``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from ringspan.strategies.protocol import described
 from ringspan.strategies.registry import parse_strategy
 
 # Relative saving below which a candidate is not planned: the cost model is not more accurate than this.
-WORTH_PLANNING = 0.02
+MIN_RELATIVE_SAVING = 0.02
 # Up to this many ranks, a candidate is costed on all ranks before it is accepted; above, on a sample.
-FEW_RANKS = 256
+MAX_RANKS_EXACT = 256
 COLUMNS = ("strategy", "layout", "ms", "exposed, ms", "buffers, GiB", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A layout and a strategy, what they cost if they were planned, and why they were rejected if they were. ``layout``
-    is that of the queries."""
+    """A layout and a strategy, with their cost if they were planned, and the reason if they were rejected.
+
+    ``layout`` is that of the queries.
+    """
 
     layout: Layout
     kv_layout: Layout
@@ -48,10 +50,10 @@ class Candidate:
     @property
     def row(self) -> tuple[str, ...]:
         """Its row in a table with the columns :data:`COLUMNS`."""
-        figures = ("–", "–", "–")
+        columns = ("–", "–", "–")
         if self.cost is not None:
-            figures = _ms(self.cost.seconds), _ms(self.cost.exposed_s), f"{self.cost.peak_bytes / 2**30:,.2f}"
-        return self.strategy, self.layout.name, *figures, self.rejected or ""
+            columns = _ms(self.cost.seconds), _ms(self.cost.exposed_s), f"{self.cost.peak_bytes / 2**30:,.2f}"
+        return self.strategy, self.layout.name, *columns, self.rejected or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -80,7 +82,7 @@ class Choice:
         return f"<Choice of {len(self.candidates)}: {self.best}>"
 
 
-# Called with the share of the candidates that are decided and the one that is planned next.
+# Called with the fraction of the candidates that are decided, and the candidate that is planned next.
 OnProgress = Callable[[float, str], None]
 
 
@@ -93,16 +95,16 @@ def choose(
     must_fit: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Choice:
-    """Cost every candidate that could be faster than the best so far by more than ``WORTH_PLANNING``. All ranks choose
-    alike.
+    """Cost every candidate that could be faster than the best so far by more than ``MIN_RELATIVE_SAVING``.
 
-    There is a workload for each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Raises
-    :class:`PlanError` if ``must_fit`` and no candidate fits in memory. Without ``must_fit`` the candidate that takes the
-    least memory then comes first.
+    The result is deterministic: all ranks get the same choice without communication. ``workloads`` has one entry for
+    each layout, the simpler first. ``plans_of`` makes the plans of a workload's ranks. Raises :class:`PlanError` if
+    ``must_fit`` and no candidate fits in memory. Without ``must_fit`` the candidate that takes the least memory then
+    comes first.
 
     The candidate with the lowest estimate is always estimated next, more closely: first by how long the busiest rank
-    computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all (up to ``FEW_RANKS``).
-    So most candidates are never planned.
+    computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all (up to
+    ``MAX_RANKS_EXACT``). So most candidates are never planned.
     """
     found: list[_Decided] = []
     fastest = float("inf")
@@ -119,7 +121,7 @@ def choose(
             heappush(queue, _Open(rounded(computing), order, Estimate.COMPUTING, workload, strategy))
     while queue:
         least_s, order, estimate, workload, strategy = heappop(queue)
-        if least_s > (1 - WORTH_PLANNING) * fastest:
+        if least_s > (1 - MIN_RELATIVE_SAVING) * fastest:
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
             found.append(_Decided(least_s, order, _candidate(workload, strategy, rejected=why)))
@@ -129,24 +131,27 @@ def choose(
         else:
             if on_progress is not None:
                 on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
-            figures = cost(plans_of(workload, strategy), workload.machine, workload.shape)
-            if not figures.is_exact and workload.world <= FEW_RANKS:
+            cost_ = cost(plans_of(workload, strategy), workload.machine, workload.shape)
+            if not cost_.is_exact and workload.world <= MAX_RANKS_EXACT:
                 # The time of a sample is used as a lower bound. It is approximate: a peer outside the sample takes the
                 # timeline of a sampled rank.
-                heappush(queue, _Open(max(least_s, rounded(figures.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))
+                heappush(queue, _Open(max(least_s, rounded(cost_.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))
                 continue
-            too_large = _too_large(figures, workload)
-            fastest = fastest if too_large else min(fastest, rounded(figures.seconds))
-            found.append(_Decided(least_s, order, _candidate(workload, strategy, cost=figures, rejected=too_large)))
+            too_large = _too_large(cost_, workload)
+            fastest = fastest if too_large else min(fastest, rounded(cost_.seconds))
+            found.append(_Decided(least_s, order, _candidate(workload, strategy, cost=cost_, rejected=too_large)))
     choice = Choice(candidates=tuple(decided.candidate for decided in sorted(found, key=_sort_key)))
     if must_fit and choice.best.rejected:
         why = "; ".join(map(str, choice.candidates))
-        raise PlanError(f"nothing fits {workloads[0].machine.name}: {why}. Use more ranks, or a machine with more memory")
+        raise PlanError(
+            f"no candidate fits in the memory of {workloads[0].machine.name}: {why}. "
+            "Use more ranks, or a machine with more memory"
+        )
     return choice
 
 
 class Estimate(IntEnum):
-    """What the estimate of a candidate's time is based on."""
+    """The basis of the estimate of a candidate's time, in increasing accuracy."""
 
     COMPUTING = 0
     BOUND = 1
@@ -154,8 +159,11 @@ class Estimate(IntEnum):
 
 
 class _Open(NamedTuple):
-    """A candidate that is not decided yet, and how long it takes at least by an estimate. The queue yields the lowest
-    estimate first, of equals the simpler candidate."""
+    """A candidate that is not decided yet: an entry of the queue.
+
+    ``least_s`` is the estimate of its time. The queue yields the lowest estimate first, of equals the simpler
+    candidate.
+    """
 
     least_s: float
     order: int
@@ -169,7 +177,7 @@ def _candidate(workload: Workload, strategy: str, *, cost: Cost | None = None, r
 
 
 class _Decided(NamedTuple):
-    """A candidate, how long it takes at least, and its index among all candidates."""
+    """A candidate, its last estimate in seconds, and its index among all candidates."""
 
     least_s: float
     order: int
@@ -177,21 +185,21 @@ class _Decided(NamedTuple):
 
 
 def _sort_key(decided: _Decided) -> tuple[float, ...]:
-    """The sort key: candidates that fit, by time; then those that do not fit, by memory; then those that were not
-    planned, by their lower bound. Of equals the simpler comes first, in whatever order they were planned."""
-    figures = decided.candidate.cost
-    if figures is None:
+    """Order candidates: those that fit by time, then those that do not fit by memory, then those that were not planned
+    by their lower bound. Of equals the simpler comes first, in whatever order they were planned."""
+    cost_ = decided.candidate.cost
+    if cost_ is None:
         return 2, decided.least_s, decided.order
     if decided.candidate.rejected:
-        return 1, figures.memory_bytes, rounded(figures.seconds), decided.order
-    return 0, rounded(figures.seconds), decided.order
+        return 1, cost_.memory_bytes, rounded(cost_.seconds), decided.order
+    return 0, rounded(cost_.seconds), decided.order
 
 
-def _too_large(figures: Cost, workload: Workload) -> str | None:
-    if figures.memory_bytes <= workload.machine.memory:
+def _too_large(cost_: Cost, workload: Workload) -> str | None:
+    if cost_.memory_bytes <= workload.machine.memory:
         return None
-    needed, there = figures.memory_bytes / 2**30, workload.machine.memory / 2**30
-    return f"needs {needed:,.1f} GiB for buffers and the kernel, and a device has {there:,.1f}"
+    needed, there = cost_.memory_bytes / 2**30, workload.machine.memory / 2**30
+    return f"needs {needed:,.1f} GiB for buffers and the kernel, the device has {there:,.1f} GiB"
 
 
 def _ms(seconds: float) -> str:

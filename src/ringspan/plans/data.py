@@ -31,7 +31,7 @@ from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.plans.local_rows import LocalRows
-from ringspan.plans.slot_tokens import SlotTokens, home_tokens
+from ringspan.plans.slot_tokens import SlotTokens, own_tokens
 from ringspan.torch_private.dynamo import dynamo_constant
 
 P = ParamSpec("P")
@@ -41,8 +41,8 @@ VERSION = 3
 MAX_BANDS_NOT_RAGGED = 4
 DERIVED_CACHE_SIZE = 256
 
-What = Literal["kv", "q", "out", "dq", "dkv"]
-WHATS: tuple[What, ...] = ("kv", "q", "out", "dq", "dkv")
+PayloadKind = Literal["kv", "q", "out", "dq", "dkv"]
+PAYLOAD_KINDS: tuple[PayloadKind, ...] = ("kv", "q", "out", "dq", "dkv")
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Side = Literal["q", "kv"]
@@ -57,7 +57,7 @@ def side(what: str) -> Side:
 class Transfer:
     """One message: these rows (and heads, all if None) of a slot, to or from a peer."""
 
-    what: What
+    what: PayloadKind
     peer: int
     slot: int
     rows: tuple[tuple[int, int], ...]
@@ -215,21 +215,22 @@ class RankPlan(LocalRows):
         return len(self.mask) > MAX_BANDS_NOT_RAGGED or any(band.cut_below for band in self.mask)
 
     @dynamo_constant
-    def given_to(self, taker: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """``taker(plan, *args, **kwargs)``, which torch.compile treats as a constant instead of tracing into the plan.
+    def call_as_constant(self, function: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``function(plan, *args, **kwargs)``. torch.compile treats it as a constant and does not trace into the
+        plan.
 
         It is a method because before torch 2.12 a function marked in this way cannot be given a plan as an argument.
         """
-        return taker(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     def task_tokens(self, task: Task, of: Side) -> SlotTokens:
         """Which tokens and heads the query slot or the key slot of a task holds."""
         recorded, layout = (task.q_tokens, self.q_layout) if of == "q" else (task.kv_tokens, self.kv_layout)
-        return home_tokens(layout)[self.rank] if recorded is None else recorded
+        return own_tokens(layout)[self.rank] if recorded is None else recorded
 
-    def transfers(self, phase: Phase, way: Literal["sends", "recvs"]) -> Iterator[Transfer]:
+    def transfers(self, phase: Phase, direction: Literal["sends", "recvs"]) -> Iterator[Transfer]:
         for step in self.program.steps(phase):
-            yield from step.sends if way == "sends" else step.recvs
+            yield from step.sends if direction == "sends" else step.recvs
 
     def __repr__(self) -> str:
         name = f"{type(self).__name__} {self.digest[:8]} {self.strategy} on {self.q_layout.name}"

@@ -13,7 +13,7 @@ from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import MAX_LENGTH, Q0, Q1
-from ringspan.plans.data import VERSION, WHATS, Program, RankPlan, Slot, Step, Task, Transfer
+from ringspan.plans.data import PAYLOAD_KINDS, VERSION, Program, RankPlan, Slot, Step, Task, Transfer
 from ringspan.plans.slot_tokens import SlotTokens
 
 T = TypeVar("T")
@@ -207,8 +207,8 @@ def _step_out(step: Step) -> dict[str, Any]:
 def _step(field: _Field) -> Step:
     def transfer(t: _Field) -> Transfer:
         what = t.get("what").text()
-        if what not in WHATS:
-            raise t.get("what").wrong(f"one of {', '.join(WHATS)}")
+        if what not in PAYLOAD_KINDS:
+            raise t.get("what").wrong(f"one of {', '.join(PAYLOAD_KINDS)}")
         return Transfer(
             what=what,
             peer=t.get("peer").whole(0),

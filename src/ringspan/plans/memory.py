@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringspan.plans.data import Phase, Program, RankPlan, Step, Task, What
+from ringspan.plans.data import PayloadKind, Phase, Program, RankPlan, Step, Task
 from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
@@ -22,7 +22,7 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
     if program.moves_queries(phase):  # they are sent from a row-major copy
         held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
-    results: tuple[What, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
+    results: tuple[PayloadKind, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
     for what in results:
         held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
 

@@ -10,7 +10,7 @@ import numpy as np
 from ringspan.layouts import Layout, Tiles
 from ringspan.masks import Band
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import Phase, Task, What
+from ringspan.plans.data import PayloadKind, Phase, Task
 from ringspan.plans.problem import Ints, Problem, union
 from ringspan.plans.slot_tokens import SlotTokens
 
@@ -27,13 +27,13 @@ class RowRanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingSide:
-    """Keys or queries: how their transfers are called, and which columns of a band are about them.
+    """Keys or queries: the payload of their transfers, and the columns of a band that refer to them.
 
-    ``back`` is what is returned to the owners in each direction.
+    ``returned`` is the payload that is returned to the owners in each phase, or None.
     """
 
-    what: What
-    back: dict[Phase, What | None]
+    what: PayloadKind
+    returned: dict[Phase, PayloadKind | None]
     rows: tuple[int, int]  # the columns of a band with its first row and its end
     slant: int  # how much k - q grows when these rows shift by one
 
@@ -41,7 +41,7 @@ class MovingSide:
         return problem.kv_layout if self.what == "kv" else problem.q_layout
 
     def tiles(self, problem: Problem) -> Tiles:
-        """What the rank computes: everything that its own rows of the other side see, or are seen by."""
+        """The tiles that the rank computes: those of all its own rows of the other side."""
         return problem.seen() if self.what == "kv" else problem.seeing()
 
     def owner(self, tiles: Tiles) -> Ints:
@@ -56,7 +56,7 @@ class MovingSide:
         return moved
 
     def task(self, slot: int, bands: tuple[Band, ...], tokens: SlotTokens | None) -> Task:
-        """Attend between the rank's own rows of the other side and the rows in the slot, which are of these tokens."""
+        """A task between the rank's own rows of the other side and the rows of the slot, which hold these tokens."""
         if self.what == "kv":
             return Task(kv_slot=slot, bands=bands, kv_tokens=tokens)
         return Task(q_slot=slot, kv_slot=0, bands=bands, q_tokens=tokens)
@@ -75,5 +75,5 @@ class MovingSide:
         return RowRanges(*(x[others] for x in (np.full_like(receiver, problem.rank), receiver, start, stop)))
 
 
-KEYS = MovingSide(what="kv", back={"forward": None, "backward": "dkv"}, rows=(K0, K1), slant=1)
-QUERIES = MovingSide(what="q", back={"forward": "out", "backward": "dq"}, rows=(Q0, Q1), slant=-1)
+KEYS = MovingSide(what="kv", returned={"forward": None, "backward": "dkv"}, rows=(K0, K1), slant=1)
+QUERIES = MovingSide(what="q", returned={"forward": "out", "backward": "dq"}, rows=(Q0, Q1), slant=-1)

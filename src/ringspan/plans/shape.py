@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringspan.errors import InputError, PlanError
-from ringspan.plans.data import Phase, Program, RankPlan, Slot, Transfer, What, side
+from ringspan.plans.data import PayloadKind, Phase, Program, RankPlan, Slot, Transfer, side
 
 # The alignment in bytes that kernels require of rows they read in place.
 ROW_ALIGNMENT = 16
 
-WAYS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
+DIRECTIONS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
 
 # The smallest value of each field. A batch may be empty, and queries may have no heads.
 FEWEST = {"heads": 0, "kv_heads": 1, "head_dim": 1, "v_dim": 1, "batch": 0}
@@ -59,12 +59,12 @@ class Shape:
     def words(self) -> str:
         """
         >>> Shape(heads=32, kv_heads=8, head_dim=192, v_dim=128).words
-        'batch 1, 32 query heads, 8 key heads, 192/128 wide, bfloat16'
+        'batch 1, 32 query heads, 8 key heads, head dim 192/128, bfloat16'
         """
         width = f"{self.head_dim}/{self.v_dim}" if self.v_dim is not None else f"{self.head_dim}"
-        return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, {width} wide, {self.dtype}"
+        return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head dim {width}, {self.dtype}"
 
-    def row_bytes(self, what: What, phase: Phase, heads: int | None = None) -> int:
+    def row_bytes(self, what: PayloadKind, phase: Phase, heads: int | None = None) -> int:
         """Bytes of one row in a message and in a slot."""
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
         if side(what) == "kv":
@@ -81,7 +81,7 @@ class Shape:
 
     def total_bytes(self, transfers: Iterable[Transfer], phase: Phase, program: Program) -> int:
         """Bytes of many messages. Rows of one kind are summed first, since a rank may have thousands of messages."""
-        rows: dict[tuple[What, int, tuple[int, int] | None], int] = {}
+        rows: dict[tuple[PayloadKind, int, tuple[int, int] | None], int] = {}
         for t in transfers:
             kind = t.what, t.slot, t.heads
             rows[kind] = rows.get(kind, 0) + t.count
@@ -92,7 +92,7 @@ class Shape:
             total += count * self.row_bytes(what, phase, heads)
         return total
 
-    def slot_bytes(self, slot: Slot, what: What, phase: Phase) -> int:
+    def slot_bytes(self, slot: Slot, what: PayloadKind, phase: Phase) -> int:
         return slot.rows * self.row_bytes(what, phase, slot.heads)
 
 
@@ -140,7 +140,7 @@ def check_heads_fit(plan: RankPlan, shape: Shape) -> None:
 def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
     """What this rank sends and what it receives in a phase. The plan must fit the heads of the shape."""
     check_heads_fit(plan, shape)
-    sends, recvs = ([t for t in plan.transfers(phase, way) if t.peer != plan.rank] for way in WAYS)
+    sends, recvs = ([t for t in plan.transfers(phase, direction) if t.peer != plan.rank] for direction in DIRECTIONS)
     return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
 
 

@@ -76,7 +76,7 @@ class SlotTokens:
 
 
 @cache_by_digest(64)
-def home_tokens(layout: Layout) -> tuple[SlotTokens, ...]:
+def own_tokens(layout: Layout) -> tuple[SlotTokens, ...]:
     """What slot 0 of each rank holds: its own tokens."""
     spans = np.array([span for of_rank in layout.spans for span in of_rank], dtype=np.int64).reshape(-1, 3)
     ends = [0, *accumulate(map(len, layout.spans))]

@@ -61,8 +61,8 @@ def _named_heads(plan: RankPlan) -> Iterator[tuple[str, int]]:
     for of, slots in (("q", plan.program.q_slots), ("kv", plan.program.kv_slots)):
         yield from ((of, slot.heads) for slot in slots if slot.heads is not None)
     for phase in PHASES:
-        for way in ("sends", "recvs"):
-            for t in plan.transfers(phase, way):
+        for direction in ("sends", "recvs"):
+            for t in plan.transfers(phase, direction):
                 yield from ((side(t.what), n) for n in t.heads or ())
 
 

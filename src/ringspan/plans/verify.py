@@ -1,4 +1,5 @@
-"""Check a plan from its data, by simulating the programs of all ranks in lock-step with integer ids in place of tensors.
+"""Check a plan from its data, by simulating the programs of all ranks in lock-step with integer ids in place of
+tensors.
 
 There are five checks.
 

@@ -18,18 +18,18 @@ from dataclasses import replace
 import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
-from ringspan.costs.timeline import Loads, wire_seconds, without_messages
+from ringspan.costs.timeline import Loads, communication_seconds, without_messages
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
-from ringspan.plans.data import PHASES, Phase, Program, Side, Slot, Step, Transfer, What, side
+from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Side, Slot, Step, Transfer, side
 from ringspan.plans.problem import Problem, Rows
-from ringspan.plans.slot_tokens import SlotTokens, home_tokens
+from ringspan.plans.slot_tokens import SlotTokens, own_tokens
 from ringspan.strategies.heads import Run, share_heads
 from ringspan.strategies.incoming_rows import by_peer
 from ringspan.strategies.nodes import Nodes, by_node, sorted_pieces
 
-RESULTS: dict[Phase, tuple[What, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
+RESULTS: dict[Phase, tuple[PayloadKind, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 
 def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Problem], Program]) -> Program:
@@ -46,7 +46,7 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
     here = {"q": problem.q_layout.pieces.of(problem.rank), "kv": problem.kv_layout.pieces.of(problem.rank)}
     there = {"q": sorted_pieces(problem.q_layout, members), "kv": sorted_pieces(problem.kv_layout, members)}
 
-    def own(what: What) -> list[Transfer]:
+    def own(what: PayloadKind) -> list[Transfer]:
         """Transfers of the rank's own tokens: to each rank of the node the heads that it computes."""
         messages = _messages(here[side(what)]).get(problem.rank, ())
         return [
@@ -56,7 +56,7 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
             for rows in messages
         ]
 
-    def of_node(what: What) -> list[Transfer]:
+    def of_node(what: PayloadKind) -> list[Transfer]:
         """Transfers of all tokens of the node: the heads that this rank computes."""
         messages = _messages(there[side(what)])
         return [
@@ -93,7 +93,7 @@ def _middle(
     """The program between nodes, and the tokens of the node. They are the same for all ranks of the node."""
     queries, keys = by_node(q_layout, nodes), by_node(kv_layout, nodes)
     program = between(Problem(mask=mask, q_layout=queries, kv_layout=keys, rank=node))
-    return program, {"q": home_tokens(queries)[node], "kv": home_tokens(keys)[node]}
+    return program, {"q": own_tokens(queries)[node], "kv": own_tokens(keys)[node]}
 
 
 def _for_each_run(
@@ -151,6 +151,6 @@ def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float
         moved = np.zeros((2, 1, 3))
         moved[1 if far else 0, 0, [0, 2]] = leaving
         found[phase] = without_messages(np.array([[0.0, whole[phase] * share, 0.0]]))._replace(
-            wire=wire_seconds(moved, moved, machine), copying=moved.sum(axis=0) / machine.copy_bytes_per_s
+            communication=communication_seconds(moved, moved, machine), copying=moved.sum(axis=0) / machine.copy_bytes_per_s
         )
     return found

@@ -34,17 +34,17 @@ from ringspan.costs.timeline import Loads, without_messages
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Tiles, cut
 from ringspan.masks.table import K0, K1
-from ringspan.plans.data import PHASES, Phase, Program, Slot, Step, Task, Transfer, What
+from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem, Rows, union
 from ringspan.plans.shape import Shape
 from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.incoming_rows import HOME, IncomingRows, bands_by_stage, by_peer, by_token, lay_out
+from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_rows, bands_by_stage, by_peer, split_at_spans
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
 
 DIRECT, FORWARDED = 0, 1
-SLOT = {HOME: 0, DIRECT: 1, FORWARDED: 2}
+SLOT = {OWN: 0, DIRECT: 1, FORWARDED: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +92,21 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     node_tiles = _of_node(problem, nodes, forwarded_owners)
     placed = _incoming_rows(problem, tiles, node_tiles, forwarded=indirect_owners)
     bands = bands_by_stage(KEYS, tiles, placed, rank)
-    away = by_peer(placed.owner, placed.at, placed.at + placed.size)
+    away = by_peer(placed.owner, placed.slot_row, placed.slot_row + placed.size)
     home = _own_rows(problem, nodes)
     forwarded_rows = _forwarded_rows(problem, node_tiles, placed)
 
-    def of_others(what: What, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
+    def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
         """Transfers of these owners' keys (or gradients) that this rank holds, from the owner or its forwarding
         rank."""
         held = [(forwarder_of[o] if stage == FORWARDED else o, rows) for o in owners for rows in away.get(o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[stage], rows=rows) for peer, rows in held)
 
-    def own(what: What, peers: Sequence[int]) -> tuple[Transfer, ...]:
+    def own(what: PayloadKind, peers: Sequence[int]) -> tuple[Transfer, ...]:
         """Transfers of the rank's own keys (or gradients) with these peers."""
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in peers for rows in home.get(p, ()))
 
-    def forwarded_keys(what: What) -> tuple[Transfer, ...]:
+    def forwarded_keys(what: PayloadKind) -> tuple[Transfer, ...]:
         """Transfers of the keys (or gradients) that this rank forwards on its node."""
         held = [(peer, rows) for peer in near for o in forwarded_owners for rows in forwarded_rows.get(peer * world + o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[DIRECT], rows=rows) for peer, rows in held)
@@ -114,12 +114,12 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     def tasks(stage: int) -> tuple[Task, ...]:
         if stage not in bands:
             return ()
-        return (KEYS.task(SLOT[stage], bands[stage], None if stage == HOME else placed.tokens(stage)),)
+        return (KEYS.task(SLOT[stage], bands[stage], None if stage == OWN else placed.tokens(stage)),)
 
     across = Step(
         sends=own("kv", [*near, *forwarders]),
         recvs=of_others("kv", [*near, *forwarded_owners], DIRECT),
-        tasks=tasks(HOME),
+        tasks=tasks(OWN),
     )
     fan_out = Step(sends=forwarded_keys("kv"), recvs=of_others("kv", indirect_owners, FORWARDED), tasks=tasks(DIRECT))
     near_back = Step(sends=of_others("dkv", near, DIRECT), recvs=own("dkv", near), tasks=tasks(FORWARDED))
@@ -147,8 +147,8 @@ def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded:
     owner, start, stop = union(owner, bands[:, K0], bands[:, K1])
     away = owner != problem.rank
     rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
-    arriving, token, step = by_token(problem.kv_layout, rows)
-    return lay_out(arriving, token, step, np.where(np.isin(arriving.owner, forwarded), FORWARDED, DIRECT))
+    arriving, token, step = split_at_spans(problem.kv_layout, rows)
+    return assign_slot_rows(arriving, token, step, np.where(np.isin(arriving.owner, forwarded), FORWARDED, DIRECT))
 
 
 def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
@@ -160,7 +160,7 @@ def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
     by, start, stop = union(receiver[tiles.q_rank], tiles.bands[:, K0], tiles.bands[:, K1])
     away = by != problem.rank
     rows = RowRanges(*(x[away] for x in (np.full_like(by, problem.rank), by, start, stop)))
-    leaving, _, _ = by_token(problem.kv_layout, rows)
+    leaving, _, _ = split_at_spans(problem.kv_layout, rows)
     return by_peer(leaving.receiver, leaving.start, leaving.stop)
 
 
@@ -170,7 +170,7 @@ def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )
     by, of = np.divmod(pair, problem.world)
-    rows, _, _ = by_token(problem.kv_layout, RowRanges(of, by, start, stop))
+    rows, _, _ = split_at_spans(problem.kv_layout, RowRanges(of, by, start, stop))
     hit = placed.find(rows.owner, rows.start)
-    at = rows.start + (placed.at - placed.start)[hit]
+    at = rows.start + (placed.slot_row - placed.start)[hit]
     return by_peer(rows.receiver * problem.world + rows.owner, at, at + rows.stop - rows.start)

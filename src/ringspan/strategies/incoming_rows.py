@@ -1,5 +1,5 @@
-"""Rows of other ranks in a rank's slots: where they are received, in which messages, and the bands in the slot's
-rows."""
+"""Rows that a rank receives from others: their place in its slots, their messages, and the bands in rows of the
+slots."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, Rows, bands_by_group
 from ringspan.plans.slot_tokens import START, STEP, STOP, SlotTokens
 
-# Up to so many ranges of rows are sent as a message each.
+# Up to this many ranges of rows are sent as one message each, without packing.
 UNPACKED_RANGES = 2
 
-HOME = -1
+# The stage of the rank's own rows, which are in slot 0.
+OWN = -1
 
 
 class IncomingRows(NamedTuple):
     """Ranges of other ranks' rows, sorted by owner and row, and where they are received.
 
-    Rows ``start`` to ``stop`` of ``owner`` are received from row ``at`` on of the slot of their ``stage``. ``spans`` are their
-    tokens (start, stop, step) stage by stage, in the order of the slots' rows; ``span_stage`` is the stage of each.
+    Rows ``start`` to ``stop`` of ``owner`` are received from row ``slot_row`` on of the slot of their ``stage``.
+    ``spans`` are their tokens (start, stop, step) stage by stage, in the order of the slots' rows; ``span_stage`` is
+    the stage of each.
     """
 
     owner: Ints
     start: Ints
     stop: Ints
     stage: Ints
-    at: Ints
+    slot_row: Ints
     spans: Ints
     span_stage: Ints
 
@@ -53,9 +55,11 @@ class IncomingRows(NamedTuple):
         return ((self.owner << 32) + self.start).searchsorted((owner << 32) + row, side="right") - 1
 
 
-def lay_out(rows: RowRanges, token: Ints, step: Ints, stage: Ints) -> IncomingRows:
-    """Assign rows of the stages' slots, in the order of the whole sequence, so that bands which a layout has cut join
-    again."""
+def assign_slot_rows(rows: RowRanges, token: Ints, step: Ints, stage: Ints) -> IncomingRows:
+    """Assign rows of the stages' slots to the incoming rows.
+
+    They are in the order of the whole sequence, so that bands which the layout has split join again.
+    """
     order = np.lexsort((token, stage))
     size, ordered = (rows.stop - rows.start)[order], stage[order]
     before = np.cumsum(size) - size
@@ -68,9 +72,11 @@ def lay_out(rows: RowRanges, token: Ints, step: Ints, stage: Ints) -> IncomingRo
     return IncomingRows(rows.owner, rows.start, rows.stop, stage, at, spans, ordered)
 
 
-def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, Ints]:
-    """The rows cut at the spans of their owner's tokens, with the first token of each range and the step between
-    tokens."""
+def split_at_spans(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, Ints]:
+    """Split ranges of rows at the spans of their owner's tokens.
+
+    Returns the ranges, the first token of each, and the step between its tokens.
+    """
     p = layout.pieces
     of, at = rows.owner << 32, (p.owner << 32) + p.at  # rows of different owners never overlap
     i, j = tables.overlapping(of + rows.start, of + rows.stop, at, at + p.size)
@@ -82,8 +88,10 @@ def by_token(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, Ints]:
 
 
 def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = UNPACKED_RANGES) -> dict[int, list[Rows]]:
-    """The messages to or from each peer: one for each range of rows if there are at most ``apart``, so that nothing is
-    packed; else one packed message."""
+    """The rows of the messages to or from each peer.
+
+    Up to ``apart`` ranges of rows are a message each, so that nothing is packed. More are one packed message.
+    """
     ranges: dict[int, list[tuple[int, int]]] = {}
     for p, a, b in zip(peer.tolist(), start.tolist(), stop.tolist(), strict=True):
         ranges.setdefault(p, []).append((a, b))
@@ -91,12 +99,12 @@ def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = UNPACKED_RANGES
 
 
 def bands_by_stage(moving: MovingSide, tiles: Tiles, placed: IncomingRows, rank: int) -> dict[int, tuple[Band, ...]]:
-    """The tiles in the rows of the slots instead of their owners' rows, joined. The rank's own rows have stage
-    ``HOME``."""
+    """The tiles in rows of the slots instead of rows of the owners, joined, by stage. The rank's own rows have stage
+    ``OWN``."""
     owner = moving.owner(tiles)
     if not len(placed.owner):
-        return bands_by_group(tiles.bands, np.full_like(owner, HOME))
+        return bands_by_group(tiles.bands, np.full_like(owner, OWN))
     hit = placed.find(owner, tiles.bands[:, moving.rows[0]])
     is_own = owner == rank
-    shift = np.where(is_own, 0, (placed.at - placed.start)[hit])
-    return bands_by_group(moving.shifted(tiles.bands, shift), np.where(is_own, HOME, placed.stage[hit]))
+    shift = np.where(is_own, 0, (placed.slot_row - placed.start)[hit])
+    return bands_by_group(moving.shifted(tiles.bands, shift), np.where(is_own, OWN, placed.stage[hit]))

@@ -21,7 +21,7 @@ import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware
-from ringspan.costs.timeline import Loads, nearest, wire_seconds
+from ringspan.costs.timeline import Loads, communication_seconds, nearest
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
@@ -29,7 +29,7 @@ from ringspan.plans.data import PHASES, Phase, Program, Slot, Step, Task, Transf
 from ringspan.plans.moving_side import KEYS
 from ringspan.plans.problem import Problem, bands_by_group, seen_ranks
 from ringspan.plans.shape import Shape
-from ringspan.plans.slot_tokens import home_tokens
+from ringspan.plans.slot_tokens import own_tokens
 from ringspan.strategies.protocol import Strategy
 
 
@@ -46,7 +46,7 @@ class Ring(Strategy):
         tiles = problem.seen()
         bands = bands_by_group(tiles.bands, tiles.k_rank)
         hops = max(reach)
-        block_tokens = home_tokens(problem.kv_layout)
+        block_tokens = own_tokens(problem.kv_layout)
 
         def is_sent(block: int, hop: int) -> bool:
             """Whether the block is sent on to its ``hop``-th rank after its owner."""
@@ -143,7 +143,7 @@ def _loads(workload: Workload) -> dict[Phase, Loads]:
         received = np.stack([(kv + dkv) * is_near, (kv + dkv) * ~is_near])
         found[phase] = Loads(
             workload.launched(np.where(step <= hops, workload.demand(KEYS).seconds[phase][row, block], 0.0)),
-            wire_seconds(np.zeros_like(received), received, machine),
+            communication_seconds(np.zeros_like(received), received, machine),
             dkv / machine.copy_bytes_per_s,
             [(who, before[who]) for who in map(np.flatnonzero, (kv + dkv).T)],
         )

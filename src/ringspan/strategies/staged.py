@@ -22,10 +22,10 @@ import numpy as np
 
 from ringspan.errors import PlanError
 from ringspan.layouts import Tiles
-from ringspan.plans.data import Phase, Program, Slot, Step, Task, Transfer, What
+from ringspan.plans.data import PayloadKind, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Problem
-from ringspan.strategies.incoming_rows import HOME, bands_by_stage, by_peer, by_token, lay_out
+from ringspan.strategies.incoming_rows import OWN, assign_slot_rows, bands_by_stage, by_peer, split_at_spans
 
 
 def staged(
@@ -38,47 +38,48 @@ def staged(
     world, rank = problem.world, problem.rank
     stages = min(stages, world - 1)
     stage_of = np.array([0, *((d - 1) * stages // (world - 1) for d in range(1, world))], dtype=np.int64)  # by distance
-    arriving, token, token_step = by_token(moving.layout(problem), incoming)
-    placed = lay_out(arriving, token, token_step, stage_of[(rank - arriving.owner) % world])
-    leaving, _, _ = by_token(moving.layout(problem), outgoing)
+    arriving, token, token_step = split_at_spans(moving.layout(problem), incoming)
+    placed = assign_slot_rows(arriving, token, token_step, stage_of[(rank - arriving.owner) % world])
+    leaving, _, _ = split_at_spans(moving.layout(problem), outgoing)
     bands = bands_by_stage(moving, tiles, placed, rank)
 
     def slot(stage: int) -> int:
         return 1 + stage % 2
 
-    from_owner = by_peer(placed.owner, placed.at, placed.at + placed.size)
+    from_owner = by_peer(placed.owner, placed.slot_row, placed.slot_row + placed.size)
     to_receiver = by_peer(leaving.receiver, leaving.start, leaving.stop)
     distances: list[list[int]] = [[] for _ in range(stages)]
     for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
         distances[stage].append(distance)
 
-    def with_owners(what: What, stage: int) -> tuple[Transfer, ...]:
+    def with_owners(what: PayloadKind, stage: int) -> tuple[Transfer, ...]:
         """Transfers with the owners of a stage's rows: receives of the inputs, or sends of the results."""
         owners = ((rank - d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in from_owner.get(p, ()))
 
-    def with_receivers(what: What, stage: int) -> tuple[Transfer, ...]:
-        """Transfers with the ranks that use this rank's rows in a stage: sends of the inputs, or receives of the results."""
+    def with_receivers(what: PayloadKind, stage: int) -> tuple[Transfer, ...]:
+        """Transfers with the ranks that use this rank's rows in a stage: sends of the inputs, or receives of the
+        results."""
         receivers = ((rank + d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in receivers for rows in to_receiver.get(p, ()))
 
     def task(stage: int) -> Task:
-        if stage == HOME:
-            return moving.task(0, bands[HOME], None)
+        if stage == OWN:
+            return moving.task(0, bands[OWN], None)
         return moving.task(slot(stage), bands[stage], placed.tokens(stage))
 
     tasks_by_stage = {stage: (task(stage),) for stage in bands}
 
-    def step(n: int, back: What | None) -> Step:
+    def step(n: int, returned: PayloadKind | None) -> Step:
         sends, recvs = (with_receivers(moving.what, n), with_owners(moving.what, n)) if n < stages else ((), ())
-        if back and n >= 2:
-            sends += with_owners(back, n - 2)
-            recvs += with_receivers(back, n - 2)
-        return Step(sends=sends, recvs=recvs, tasks=tasks_by_stage.get(HOME if n == 0 else n - 1, ()))
+        if returned and n >= 2:
+            sends += with_owners(returned, n - 2)
+            recvs += with_receivers(returned, n - 2)
+        return Step(sends=sends, recvs=recvs, tasks=tasks_by_stage.get(OWN if n == 0 else n - 1, ()))
 
     def steps(phase: Phase) -> tuple[Step, ...]:
-        back = moving.back[phase]
-        return tuple(step(n, back) for n in range(stages + (2 if back and stages else 1)))
+        returned = moving.returned[phase]
+        return tuple(step(n, returned) for n in range(stages + (2 if returned and stages else 1)))
 
     rows_per_stage = [placed.rows(stage) for stage in range(stages)]
     stage_slots = tuple(Slot(rows=max(rows_per_stage[k::2])) for k in range(min(stages, 2)))

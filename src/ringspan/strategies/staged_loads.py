@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringspan.costs.timeline import NO_PEERS, Ints, Loads, Pairs, Seconds, nearest, wire_seconds
+from ringspan.costs.timeline import NO_PEERS, Ints, Loads, RankPeers, Seconds, communication_seconds, nearest
 from ringspan.costs.workload import Demand, Workload
 from ringspan.plans.data import PHASES, Phase
 from ringspan.plans.moving_side import MovingSide
@@ -20,21 +20,21 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
     met = _met(workload, demand, receive_stage, send_stage, stages)
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
-        what, back = moving.what, moving.back[phase] if stages else None
-        steps = stages + (2 if back else 1)
+        what, returned = moving.what, moving.returned[phase] if stages else None
+        steps = stages + (2 if returned else 1)
         computing = np.zeros((len(workload.ranks), steps))
         computing[:, : stages + 1] = _by_stage(demand.seconds[phase], receive_stage, stages)
         sent, received = (np.zeros((2, *computing.shape)) for _ in range(2))
-        copied, meets = np.zeros(computing.shape), [*met, *[NO_PEERS] * (steps - stages)]
+        copied, peers = np.zeros(computing.shape), [*met, *[NO_PEERS] * (steps - stages)]
         sent[:, :, :stages] = leaving * workload.shape.row_bytes(what, phase)
         received[:, :, :stages] = arriving * workload.shape.row_bytes(what, phase)
-        if back:  # the results of a stage are sent back two steps after its rows arrived
-            sent[:, :, 2:] += arriving * workload.shape.row_bytes(back, phase)
-            received[:, :, 2:] += leaving * workload.shape.row_bytes(back, phase)
-            copied[:, 2:] = leaving.sum(axis=0) * workload.shape.row_bytes(back, phase)
-            meets = [_both(a, b) for a, b in zip(meets, [NO_PEERS, NO_PEERS, *met], strict=True)]
-        wire = wire_seconds(sent, received, workload.machine)
-        found[phase] = Loads(workload.launched(computing), wire, copied / workload.machine.copy_bytes_per_s, meets)
+        if returned:  # the results of a stage are sent back two steps after its rows arrived
+            sent[:, :, 2:] += arriving * workload.shape.row_bytes(returned, phase)
+            received[:, :, 2:] += leaving * workload.shape.row_bytes(returned, phase)
+            copied[:, 2:] = leaving.sum(axis=0) * workload.shape.row_bytes(returned, phase)
+            peers = [_both(a, b) for a, b in zip(peers, [NO_PEERS, NO_PEERS, *met], strict=True)]
+        communication = communication_seconds(sent, received, workload.machine)
+        found[phase] = Loads(workload.launched(computing), communication, copied / workload.machine.copy_bytes_per_s, peers)
     return found
 
 
@@ -55,7 +55,7 @@ def _by_stage(value: Seconds | Ints, stage: Ints, stages: int) -> Seconds:
     return total.reshape(size)
 
 
-def _met(workload: Workload, demand: Demand, receive_stage: Ints, send_stage: Ints, stages: int) -> list[Pairs]:
+def _met(workload: Workload, demand: Demand, receive_stage: Ints, send_stage: Ints, stages: int) -> list[RankPeers]:
     """Which ranks exchange rows in each stage."""
     row_of = nearest(np.array(workload.ranks), workload.world)
     receive_stage, send_stage = np.where(demand.incoming > 0, receive_stage, 0), np.where(demand.outgoing > 0, send_stage, 0)
@@ -63,5 +63,5 @@ def _met(workload: Workload, demand: Demand, receive_stage: Ints, send_stage: In
     return [(row, row_of[peer]) for row, peer in pairs]
 
 
-def _both(a: Pairs, b: Pairs) -> Pairs:
+def _both(a: RankPeers, b: RankPeers) -> RankPeers:
     return np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])

@@ -1,8 +1,8 @@
 """Comparisons of tensors in which NaN is a failure.
 
-``(a - b).abs().max() < bound`` is not safe: ``nan_to_num`` hides a NaN, and ``max`` of Python may skip one. Here a NaN on one
-side only is an infinite difference. Two NaN, or two equal infinities, at the same place are equal: lse is ``-inf`` in a row
-that sees no key.
+``(a - b).abs().max() < bound`` is not safe: ``nan_to_num`` hides a NaN, and ``max`` of Python may skip one. Here a NaN
+on one side only is an infinite difference. Two NaN, or two equal infinities, at the same place are equal: lse is
+``-inf`` in a row that sees no key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ringspan.errors import InputError
 
 
 def differences(actual: Tensor, expected: Tensor) -> Tensor:
-    """``|actual - expected|`` per element, in float64. It is ``inf`` where only one of the two is NaN, and never NaN."""
+    """``|actual - expected|`` per element, in float64. It is ``inf`` where only one of the two is NaN, and never
+    NaN."""
     a, b = actual.detach().double(), expected.detach().double()
     apart = (a - b).abs()
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, apart)  # inf - inf is NaN
@@ -38,8 +39,9 @@ def assert_close(
 ) -> None:
     """Fail unless ``|actual - expected| <= atol + rtol * |expected|`` holds for every element.
 
-    ``atol`` may be a tensor that broadcasts to the elements: an error bound for each. Shapes must be equal, and dtypes too
-    unless ``check_dtype=False``. The message says which result differs (``what``), where it differs most and by how much.
+    ``atol`` may be a tensor that broadcasts to the elements: an error bound for each. Shapes must be equal, and dtypes
+    too unless ``check_dtype=False``. The message says which result differs (``what``), where it differs most and by how
+    much.
 
         >>> assert_close(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), atol=0.1, what="out")
         Traceback (most recent call last):

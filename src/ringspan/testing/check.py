@@ -1,7 +1,7 @@
 """Run random cases of attention on several ranks and compare every result with dense attention in float64.
 
-Compared are out, lse and the gradients of q, k and v (:mod:`ringspan.testing.comparison`). Each case also runs the plan's own
-verification, and the bytes that moved must be the bytes that the plan announces.
+Compared are out, lse and the gradients of q, k and v (:mod:`ringspan.testing.comparison`). Each case also runs the
+plan's own verification, and the bytes that moved must be the bytes that the plan announces.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def run_local(case: Case) -> CaseResult:
 
 
 def run_rank(case: Case, group: ProcessGroupTransport) -> CaseResult:
-    """The case on this process's rank of a group, compared for this rank's tokens. Every rank of the group must run it."""
+    """The case on this process's rank of a group, compared for this rank's tokens. Every rank of the group must run
+    it."""
     mask = parse_mask(case.mask)
     given, seen = tensors(case, mask), torch.from_numpy(mask.dense())
     expected = dense(given, seen, case.scale)

@@ -3,8 +3,8 @@
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 
 In float64 a result may be off by 1e-12, relative to the largest magnitude of the expected result (at least 1). In lower
-precision the bound is twice the error of PyTorch's attention in the same dtype, in one process, through the same mask, plus a
-few ulps.
+precision the bound is twice the error of PyTorch's attention in the same dtype, in one process, through the same mask,
+plus a few ulps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ringspan.testing.fuzz import Case
 
 EXACT = 1e-12
 TIMES_TORCH = 2.0
-# PyTorch may be exact by chance where another order of the same sums is not: the gradient of a query that sees one key is the
-# difference of two equal numbers. So this many ulps are always allowed: of the dtype, and of float32, in which sums are
-# accumulated, at the magnitude of the terms (see :func:`terms`).
+# PyTorch may be exact by chance where another order of the same sums is not: the gradient of a query that sees one key
+# is the difference of two equal numbers. So this many ulps are always allowed: of the dtype, and of float32, in which
+# sums are accumulated, at the magnitude of the terms (see :func:`terms`).
 FLOOR_ULPS = 2
 
 
@@ -51,7 +51,8 @@ class Tensors(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """The error of a result and its bound, both relative to the largest magnitude of the expected result (at least 1)."""
+    """The error of a result and its bound, both relative to the largest magnitude of the expected result (at least
+    1)."""
 
     error: float
     allowed: float
@@ -88,8 +89,8 @@ def dense(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results:
 def torch_alone(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results:
     """PyTorch's attention in the dtype of the tensors, in one process; lse and its gradient from scores in float32.
 
-    A query that sees no key is left out, because PyTorch may return NaN for it. It contributes to no gradient, so the other
-    rows do not change. Its own rows are 0 and -inf, as they must be.
+    A query that sees no key is left out, because PyTorch may return NaN for it. It contributes to no gradient, so the
+    other rows do not change. Its own rows are 0 and -inf, as they must be.
     """
     sees = seen_ST.any(-1)
     leaves = [x.clone().requires_grad_() for x in given[:3]]
@@ -136,9 +137,11 @@ def allowances(case: Case, given: Tensors, seen_ST: Tensor, expected: Results) -
 
 
 def terms(given: Tensors, expected: Results, seen_ST: Tensor, scale: float | None, *, recomputed: bool) -> Results:
-    """The magnitude of the terms that are summed to each result: the root of their sum of squares, as rounding errors add up.
+    """The magnitude of the terms that are summed to each result: the root of their sum of squares, as rounding errors
+    add up.
 
-    ``recomputed``: the weight of a key is recomputed as exp(score - lse), so its relative error grows with the exponent.
+    ``recomputed``: the weight of a key is recomputed as exp(score - lse), so its relative error grows with the
+    exponent.
     """
     q, k, v, dout = (x.double().abs() for x in given[:4])
     per_head = q.shape[1] // k.shape[1]
@@ -165,7 +168,8 @@ def terms(given: Tensors, expected: Results, seen_ST: Tensor, scale: float | Non
 def compare(got: Results, expected: Results, allowed: dict[str, float], *, whole: Results | None = None) -> dict[str, Figure]:
     """The errors of the results. A NaN, or a -inf in the wrong place, is an infinite error.
 
-    ``whole``: if the results are of some tokens only, the expected results of all tokens, whose largest magnitude counts.
+    ``whole``: if the results are of some tokens only, the expected results of all tokens, whose largest magnitude
+    counts.
     """
     figures = {}
     for name in Results._fields:

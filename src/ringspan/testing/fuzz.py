@@ -58,7 +58,7 @@ class Case:
             return Case(**data)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             names = ", ".join(f.name for f in fields(Case))
-            raise InputError(f"a case is a JSON object with {names}; this one is not ({error})") from None
+            raise InputError(f"invalid case: {error}. Expected a JSON object with the fields {names}") from None
 
     def __str__(self) -> str:
         def layout(given: str | Spans | None) -> str:
@@ -69,7 +69,7 @@ class Case:
         return (
             f"case {self.index}: {self.mask if len(self.mask) <= 90 else self.mask[:87] + '...'} | {self.strategy} on "
             f"{layout(self.layout)}{keys}, {self.world} ranks | batch {self.batch}, {self.heads}/{self.kv_heads} heads, "
-            f"{self.head_dim}/{self.v_dim} wide, {self.dtype}{scale}{', loss of lse too' if self.lse else ''}"
+            f"head dim {self.head_dim}/{self.v_dim}, {self.dtype}{scale}{', loss uses lse' if self.lse else ''}"
         )
 
 
@@ -77,11 +77,12 @@ class Case:
 
 
 def draw(seed: int, index: int, world: int | None = None) -> Case:
-    """Case ``index`` of a seed, independent of other cases; with a random number of ranks unless ``world`` is given.
+    """Draw case ``index`` of a seed, independent of other cases. The number of ranks is random unless ``world`` is
+    given.
 
     Sequence lengths are log-uniform, so that most cases are fast and edge cases still occur.
     """
-    d = _Dice(seed, index)
+    d = _Choices(seed, index)
     drawn_world = d.between(1, MAX_WORLD)
     world = drawn_world if world is None else world
     q_len = d.length()
@@ -94,8 +95,8 @@ def draw(seed: int, index: int, world: int | None = None) -> Case:
         index=index,
         world=world,
         mask=mask,
-        layout=_layout(d, q_len, world, square=q_len == k_len),
-        kv_layout=_layout(d, k_len, world, square=q_len == k_len) if d.chance(0.15) else None,
+        layout=_layout(d, q_len, world, same_length=q_len == k_len),
+        kv_layout=_layout(d, k_len, world, same_length=q_len == k_len) if d.chance(0.15) else None,
         strategy=_strategy(d, world),
         batch=d.between(1, 2),
         heads=kv_heads * d.one_of((1, 1, 2, 3, 4)),
@@ -111,14 +112,14 @@ def draw(seed: int, index: int, world: int | None = None) -> Case:
 _DIMS = (1, 3, 4, 8, 8, 12, 16, 16, 24, 32)
 
 
-class _Dice:
-    """Random choices, in plain Python types."""
+class _Choices:
+    """A random generator that returns plain Python types."""
 
     def __init__(self, seed: int, index: int) -> None:
         self.rng = np.random.default_rng([seed, index])
 
     def between(self, low: int, high: int) -> int:
-        """Both included."""
+        """A random integer of ``low`` to ``high``, both included."""
         return int(self.rng.integers(low, high + 1))
 
     def uniform(self, low: float, high: float) -> float:
@@ -131,7 +132,7 @@ class _Dice:
         return choices[self.between(0, len(choices) - 1)]
 
     def length(self) -> int:
-        """Every order of magnitude is equally likely: half of the lengths are under 18, one in six is over 116."""
+        """A log-uniform length of 1 to MAX_LENGTH: half of the lengths are under 18, one in six is over 116."""
         return int(np.exp(self.uniform(0.0, np.log(MAX_LENGTH + 1))))
 
     def parts(self, total: int, count: int) -> list[int]:
@@ -140,56 +141,56 @@ class _Dice:
         return [int(n) for n in np.diff([0, *cuts.tolist(), total])]
 
 
-def _mask(d: _Dice, q: int, k: int) -> str:
+def _mask(d: _Choices, q: int, k: int) -> str:
     text = _expression(d, q, k, depth=d.one_of((0, 0, 0, 1, 1, 1, 2, 2, 3)))
     return f"full({q}, {k}) & ({text})" if parse_mask(text).is_relation else text
 
 
-def _expression(d: _Dice, q: int, k: int, depth: int) -> str:
+def _expression(d: _Choices, q: int, k: int, depth: int) -> str:
     if depth == 0 or d.chance(0.1):
         return str(d.one_of(_LEAVES if q == k else _CROSS_LEAVES)(d, q, k))
-    sign = d.one_of(("&", "&", "&", "|", "|", "-", "~"))
-    if sign == "~":
+    operator = d.one_of(("&", "&", "&", "|", "|", "-", "~"))
+    if operator == "~":
         return f"~({_expression(d, q, k, depth - 1)})"
-    return f"({_expression(d, q, k, depth - 1)}) {sign} ({_expression(d, q, k, depth - 1)})"
+    return f"({_expression(d, q, k, depth - 1)}) {operator} ({_expression(d, q, k, depth - 1)})"
 
 
-def _causal(d: _Dice, q: int, k: int) -> str:
+def _causal(d: _Choices, q: int, k: int) -> str:
     return f"causal({q})" if q == k else f'causal({q}, {k}, align="{d.one_of(("start", "end"))}")'
 
 
-def _window(d: _Dice, q: int, k: int) -> str:
+def _window(d: _Choices, q: int, k: int) -> str:
     reach = max(q, k) // d.one_of((1, 2, 4, 8))
     sides = [f"{side}={d.between(0, reach)}" for side in d.one_of((["left"], ["right"], ["left", "right"]))]
     return f"window({', '.join(sides)})"
 
 
-def _documents(d: _Dice, n: int, _: int) -> str:
+def _documents(d: _Choices, n: int, _: int) -> str:
     return f"documents({d.parts(n, d.between(1, 8))}{d.one_of(('', '', ', causal=False'))})"
 
 
-def _ids(d: _Dice, n: int, _: int) -> str:
-    """Runs of a few ids, which repeat."""
+def _ids(d: _Choices, n: int, _: int) -> str:
+    """Document ids in runs. An id may occur in several runs."""
     ids = [x for size in d.parts(n, d.between(1, 10)) for x in [d.between(-1, 3)] * size]
     return f"documents(ids={ids}{d.one_of(('', '', ', causal=False'))})"
 
 
-def _pairs(d: _Dice, q: int, k: int) -> str:
+def _paired_documents(d: _Choices, q: int, k: int) -> str:
     count = d.between(1, 6)
     how = d.one_of(('align="start"', 'align="end"', "causal=False"))
     return f"documents({d.parts(q, count)}, kv_lengths={d.parts(k, count)}, {how})"
 
 
-def _prefix(d: _Dice, n: int, _: int) -> str:
+def _prefix(d: _Choices, n: int, _: int) -> str:
     return f"prefix({n}, {d.between(0, n)})"
 
 
-def _chunked(d: _Dice, n: int, _: int) -> str:
+def _chunked(d: _Choices, n: int, _: int) -> str:
     return f"chunked({n}, {d.between(1, n)}{d.one_of(('', '', ', causal=False'))})"
 
 
-def _from_bands(d: _Dice, q: int, k: int) -> str:
-    """Bands as a user may write them: overlapping, empty, not tight, partly outside."""
+def _from_bands(d: _Choices, q: int, k: int) -> str:
+    """Bands as a user may write them: overlapping, empty, with bounds that are not minimal, partly outside."""
 
     def band() -> tuple[int, ...]:
         q0, q1 = sorted((d.between(-2, q + 2), d.between(-2, q + 2)))
@@ -199,17 +200,26 @@ def _from_bands(d: _Dice, q: int, k: int) -> str:
     return f"from_bands({[band() for _ in range(d.between(1, 4))]}, {q}, {k})"
 
 
-_CROSS_LEAVES = (lambda d, q, k: f"full({q}, {k})", lambda d, q, k: "causal()", _causal, _window, _pairs, _pairs, _from_bands)
+def _full(d: _Choices, q: int, k: int) -> str:
+    return f"full({q}, {k})"
+
+
+def _causal_relation(d: _Choices, q: int, k: int) -> str:
+    return "causal()"
+
+
+# A mask that is listed twice is drawn twice as often.
+_CROSS_LEAVES = (_full, _causal_relation, _causal, _window, _paired_documents, _paired_documents, _from_bands)
 _LEAVES = (*_CROSS_LEAVES, _causal, _documents, _documents, _ids, _prefix, _chunked)
 
 
-def _layout(d: _Dice, length: int, world: int, *, square: bool) -> str | Spans:
+def _layout(d: _Choices, length: int, world: int, *, same_length: bool) -> str | Spans:
     any_lengths = [name for name in LAYOUTS if name != "per_document"]
-    name = str(d.one_of([*any_lengths, "auto", *(["per_document"] if square else []), "spans"]))
+    name = str(d.one_of([*any_lengths, "auto", *(["per_document"] if same_length else []), "spans"]))
     return _spans(d, length, world) if name == "spans" else name
 
 
-def _spans(d: _Dice, length: int, world: int) -> Spans:
+def _spans(d: _Choices, length: int, world: int) -> Spans:
     """The sequence split at points and by strides, and the pieces assigned to random ranks in random order."""
     pieces = [range(length)]
     for _ in range(d.between(0, 2 * world)):
@@ -227,7 +237,7 @@ def _spans(d: _Dice, length: int, world: int) -> Spans:
     return tuple(map(tuple, ranks))
 
 
-def _strategy(d: _Dice, world: int) -> str:
+def _strategy(d: _Choices, world: int) -> str:
     """A registered strategy with values from its ``example_options``, or auto. The number of heads is left to the
     tensors."""
     name = str(d.one_of([*STRATEGIES, "auto"]))

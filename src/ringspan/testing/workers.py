@@ -1,4 +1,5 @@
-"""A pool of worker processes on this machine, in one gloo group. The demo, the checks, the benchmarks and the tests use it."""
+"""A pool of worker processes on this machine, in one gloo group. The demo, the checks, the benchmarks and the tests use
+it."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class WorkerFailed(RingspanError, RuntimeError):
 class Pool:
     """``world`` processes in one gloo group, started once and used for any number of jobs.
 
-    A job is a function defined at module level. Every worker calls it as ``job(rank, *args)`` with ``torch.distributed``
-    initialised. The results come back in the order of the ranks.
+    A job is a function defined at module level. Every worker calls it as ``job(rank, *args)`` with
+    ``torch.distributed`` initialised. The results come back in the order of the ranks.
     """
 
     def __init__(self, world: int, *, threads: int = 1, timeout: float = 300.0) -> None:
@@ -51,7 +52,8 @@ class Pool:
                 self._workers.append((worker, here))
 
     def run(self, job: Callable[..., Any], *args: Any, on_message: Callable[[int, Any], None] | None = None) -> list[Any]:
-        """Run the job on all workers. ``on_message(rank, message)`` is called for each :func:`send_message` of a job."""
+        """Run the job on all workers. ``on_message(rank, message)`` is called for each :func:`send_message` of a
+        job."""
         if not self._workers:
             raise WorkerFailed("this pool is closed: a job failed, or the `with` block has ended")
         for _, pipe in self._workers:
