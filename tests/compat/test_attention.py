@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 import ringspan as rs
 from ringspan.compat import _context_parallel_shard, _ContextParallel, context_cache, context_parallel, context_parallel_unshard
@@ -188,6 +189,11 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
         lambda mesh, x: nn.MultiheadAttention(8, 2)(*[torch.randn(1, 4, 8)] * 3),
         rs.UnplannedAttention,
         "project q, k and v yourself",
+    ),
+    "varlen_attn": (
+        lambda mesh, x: varlen_attn(*(y[0].transpose(0, 1) for y in x), *[torch.tensor([0, 8])] * 2, 8, 8),
+        rs.UnplannedAttention,
+        "rs.ContextParallel.*rs.documents",
     ),
     "another length": (lambda mesh, x: sdpa(*qkv(9)), rs.PeerMismatch, "has 9 queries where the plan says 4"),
     "unsharding another length": (

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.masks import MAX_LENGTH, Mask
+from ringspan.masks.documents import document_hulls, document_windows
 from tests import dense_masks
 from tests.hypothesis_strategies import CONSTRUCTORS, RELATIONS, SQUARE_CONSTRUCTORS, sizes
 
@@ -129,3 +130,35 @@ def test_two_definitions_in_truth_agree() -> None:
     assert (dense_masks.prefix(4, 0) == dense_masks.causal(4, 4)).all()
     assert (dense_masks.window(4, 5, None, 0) == dense_masks.causal(4, 5)).all()
     assert (dense_masks.bands([(0, 4, 0, 4, -9, 0)], 4, 4) == dense_masks.causal(4, 4)).all()
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=5),
+    left=st.none() | st.integers(0, 4),
+    right=st.none() | st.integers(0, 4),
+)
+def test_windows_in_documents(pairs: list[tuple[int, int]], left: int | None, right: int | None) -> None:
+    q_lengths, k_lengths = [n for n, _ in pairs], [m for _, m in pairs]
+    truth = np.zeros((sum(q_lengths), sum(k_lengths)), dtype=bool)
+    for i, (n, m) in enumerate(pairs):
+        q0, k0 = sum(q_lengths[:i]), sum(k_lengths[:i])
+        distance = np.arange(m)[None, :] - (np.arange(n)[:, None] + m - n)
+        truth[q0 : q0 + n, k0 : k0 + m] = (left is None or distance >= -left) & (right is None or distance <= right)
+    mask = document_windows(q_lengths, k_lengths, left=left, right=right)
+    assert (mask.dense() == truth).all()
+    if left is None and right is None:
+        ends = [(sum(q_lengths[: i + 1]), sum(k_lengths[: i + 1])) for i in range(len(pairs))]
+        hulls = [[q - n, q, k - m, k] for (q, k), (n, m) in zip(ends, pairs, strict=True) if n and m]
+        assert document_hulls(mask).tolist() == hulls
+
+
+def test_a_causal_window_in_documents_has_the_digest_of_the_constructor() -> None:
+    lengths = [3, 0, 7, 1]
+    assert document_windows(lengths, lengths, left=None, right=0).digest == rs.documents(lengths).digest
+    assert document_windows(lengths, lengths, left=2, right=0).digest == (rs.documents(lengths) & rs.window(left=2)).digest
+
+
+def test_documents_are_groups_of_bands() -> None:
+    by_ids = rs.documents(ids=[0] * 4 + [1] * 3 + [2] * 5)
+    for mask in (rs.documents([4, 3, 5]), rs.documents([4, 3, 5]) & rs.window(left=1), by_ids):
+        assert document_hulls(mask).tolist() == [[0, 4, 0, 4], [4, 7, 4, 7], [7, 12, 7, 12]]

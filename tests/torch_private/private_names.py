@@ -32,7 +32,7 @@ STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_ex
 
 # Where a private name that is given as a string may come from.
 OWNERS = (torch.Tensor, torch, torch._C, torch.ops.aten, torch.nn.functional, torch.nn.Module())
-OF_OPTIONAL_MODULES = {"_varlen_attn", "_flash_attn_fwd", "_flash_attn_bwd"}
+OF_OPTIONAL_MODULES = {"_varlen_attn", "_varlen_attn_out", "_flash_attn_fwd", "_flash_attn_bwd"}
 
 MODULE = re.compile(r"(torch|flash_attn)(\.[A-Za-z_]\w*)+")
 

@@ -69,7 +69,8 @@ USES = {
     f"{ATEN}._scaled_dot_product_flash_attention_backward": Use("attention_operators", "rs.activate overrides it"),
     "torch._native_multi_head_attention": Use("attention_operators", "a block refuses it"),
     "torch._transformer_encoder_layer_fwd": Use("attention_operators", "a block refuses it"),
-    "torch.nn.attention.varlen._varlen_attn": Use("attention_operators", "a block refuses it"),
+    "torch.nn.attention.varlen._varlen_attn": Use("attention_operators", "varlen_attn in a block"),
+    "torch.nn.attention.varlen._varlen_attn_out": Use("attention_operators", "a block refuses it"),
     "flash_attn.cute.interface._flash_attn_fwd": Use("flash_attention_4", 'backend="fa4"'),
     "flash_attn.cute.interface._flash_attn_bwd": Use("flash_attention_4", 'backend="fa4"'),
     "flash_attn.cute.interface._flash_attn_fwd.compile_cache": Use("flash_attention_4", "repeat launches of FlashAttention-4"),
@@ -82,6 +83,10 @@ ONLY_WHERE = {
     "torch.distributed._local_tensor.maybe_run_for_local_tensor": (
         importlib.util.find_spec("torch.distributed._local_tensor") is not None,
         "a PyTorch with LocalTensor",
+    ),
+    "torch.nn.attention.varlen._varlen_attn_out": (
+        hasattr(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn_out"),
+        "torch 2.12",
     ),
     **{
         name: (importlib.util.find_spec("flash_attn") is not None, "flash-attn-4")

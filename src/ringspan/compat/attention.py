@@ -16,7 +16,7 @@ from ringspan.compat.shard_registry import only_layouts_of_length, registry_of
 from ringspan.compat.sharding import contiguous_of_counts
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
-from ringspan.frontends.attention_block import AttentionCatcher
+from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
 from ringspan.layouts import Layout
 from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map
@@ -42,6 +42,11 @@ class MaskFromCallMode(AttentionCatcher):
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = parse_call(func, args, kwargs)
+        if is_varlen_attention(func):
+            raise UnplannedAttention(
+                "varlen_attn says which documents it attends to, but not how this block has split them: use `with cp:`, with "
+                "cp = rs.ContextParallel(mesh, rs.documents(lengths))"
+            )
         if call is None:
             # Any ContextParallel refuses the other attention functions, with an error that names the function.
             return ContextParallel(self._contexts.group, full(0)).caught(func, args, kwargs)

@@ -1,9 +1,9 @@
 """The engine: executes plans. It moves no bytes itself; a transport drives it."""
 
 from ringspan.engine.autograd import attend_ranks
-from ringspan.engine.entry import attend, is_traced
+from ringspan.engine.entry import attend, is_exporting, is_traced
 from ringspan.engine.executor import AttentionConfig, backward, forward
-from ringspan.engine.handles import PlanHandle, registry
+from ringspan.engine.handles import PlanHandle, copy_id, registry
 from ringspan.engine.inputs import DTYPES, shape_of
 from ringspan.engine.kernel_choice import check_mask_sizes, check_score_mod_heads, config_for
 from ringspan.engine.operator import attend_by_id
@@ -19,7 +19,9 @@ __all__ = [
     "check_mask_sizes",
     "check_score_mod_heads",
     "config_for",
+    "copy_id",
     "forward",
+    "is_exporting",
     "is_traced",
     "registry",
     "shape_of",

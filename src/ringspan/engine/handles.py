@@ -208,4 +208,11 @@ class HandleRegistry:
         )
 
 
+def copy_id(plan_id: Tensor) -> Tensor:
+    """Return a new tensor of the same id, for an operator's result. It owns the handle if ``plan_id`` does."""
+    copy = plan_id.clone()
+    copy.ringspan_handle = getattr(plan_id, "ringspan_handle", None)  # type: ignore[attr-defined]
+    return copy
+
+
 registry = HandleRegistry()

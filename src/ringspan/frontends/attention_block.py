@@ -22,8 +22,14 @@ from torch.utils.checkpoint import CheckpointFunction
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.validate import unequal_heads
+from ringspan.frontends.varlen import VarlenCall
 from ringspan.masks import Mask
-from ringspan.torch_private.attention_operators import NATIVE_MULTI_HEAD_ATTENTION, TRANSFORMER_ENCODER_LAYER, VARLEN_ATTENTION
+from ringspan.torch_private.attention_operators import (
+    NATIVE_MULTI_HEAD_ATTENTION,
+    TRANSFORMER_ENCODER_LAYER,
+    VARLEN_ATTENTION,
+    VARLEN_ATTENTION_OUT,
+)
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.flex_interception import (
     FlexInterceptor,
@@ -42,7 +48,7 @@ REFUSED = {
     TRANSFORMER_ENCODER_LAYER: "project q, k and v yourself and call F.scaled_dot_product_attention",
     "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
     "flex_attention_backward": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
-    VARLEN_ATTENTION: "give rs.documents(lengths) to ContextParallel and call F.scaled_dot_product_attention",
+    VARLEN_ATTENTION_OUT: "call varlen_attn, without out",
 }
 
 # Functions and methods of compiled classes.
@@ -69,7 +75,7 @@ def _treatment(func: Any) -> Treatment:
 
 def _find_treatment(func: Any) -> Treatment:
     name, treatment = _name(func), cast(Treatment, None)
-    if name in REFUSED or ("scaled_dot_product" in name and not name.endswith("backward")):
+    if name in REFUSED or name == VARLEN_ATTENTION or ("scaled_dot_product" in name and not name.endswith("backward")):
         treatment = "attention"
     elif isinstance(func, HigherOrderOperator):  # torch.cond, and checkpoint in compiled code
         treatment = "runs functions"
@@ -89,6 +95,11 @@ def _is_of_torch(func: Any) -> bool:
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "").split(".")[0]
     return name
+
+
+def is_varlen_attention(func: Any) -> bool:
+    """Whether a function is the operator that ``torch.nn.attention.varlen.varlen_attn`` calls."""
+    return _name(func) == VARLEN_ATTENTION
 
 
 class local_attention:  # noqa: N801 (used as `with local_attention():`)
@@ -177,7 +188,8 @@ class AttentionCatcher(FlexInterceptor):
 class AttentionMode(AttentionCatcher):
     """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, if its arguments agree with the plan's mask.
 
-    Hands ``flex_attention``, with all its arguments, to :meth:`flex_attention`.
+    Hands ``flex_attention``, with all its arguments, to :meth:`flex_attention`, and ``varlen_attn`` to
+    :meth:`varlen_attention`.
     """
 
     def __init__(self, mask: Mask) -> None:
@@ -194,6 +206,10 @@ class AttentionMode(AttentionCatcher):
     def flex_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """FlexAttention under the call's mask or, if it has none, the plan's."""
 
+    @abstractmethod
+    def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
+        """Attention of packed documents: out and lse."""
+
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is flex_attention:
             _refuse_reentrant_checkpoint()
@@ -201,6 +217,10 @@ class AttentionMode(AttentionCatcher):
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         name = _name(func)
+        if is_varlen_attention(func):
+            _refuse_reentrant_checkpoint()
+            # The operator's third result is the state of the random generator. varlen_attn does not return it.
+            return *self.varlen_attention(VarlenCall(*args, **kwargs)), None
         instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
         obstacle = flex_interception_unsupported_reason()
         if name == "flex_attention" and obstacle is not None:

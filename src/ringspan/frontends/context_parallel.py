@@ -21,6 +21,7 @@ from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
 from ringspan.frontends.validate import check_mask, check_parameters, check_weights
+from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
@@ -52,9 +53,9 @@ class ContextParallel(AttentionMode):
         cp.sum_gradients(model.parameters())
 
     ``F.scaled_dot_product_attention`` calls in the block use this mask; a call whose arguments contradict it raises. A
-    ``flex_attention`` call with a ``block_mask`` uses that mask, on this layout. The mode is thread-local. Blocks nest,
-    and the innermost one applies. On exit the mode is removed. (The wrapper around ``flex_attention`` stays installed.
-    It does nothing outside a block.)
+    ``flex_attention`` call with a ``block_mask`` uses that mask, on this layout, and a ``varlen_attn`` call the mask of
+    its ``cu_seq`` and ``window_size``. The mode is thread-local. Blocks nest, and the innermost one applies. On exit
+    the mode is removed. (The wrapper around ``flex_attention`` stays installed. It does nothing outside a block.)
 
     Strategy and layout are chosen by the constructor, before there are tensors. Pass ``hardware`` and ``shape`` to
     choose for your machine and model, as in :func:`ringspan.plan`.
@@ -280,6 +281,10 @@ class ContextParallel(AttentionMode):
             group=self.group,
             backend=self.backend,
         )
+
+    def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
+        """Called for ``torch.nn.attention.varlen.varlen_attn`` inside the block; see :mod:`ringspan.frontends.varlen`."""
+        return attend_packed(self._handle, call)
 
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.

@@ -5,7 +5,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ringspan.engine import attend_ranks, config_for, shape_of
 from ringspan.errors import InputError
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
 from ringspan.frontends.validate import check_mask, check_scale
+from ringspan.frontends.varlen import VarlenCall, from_four_dims, mask_of_call
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.layouts import Layout, LayoutLike, check_world
 from ringspan.masks import Mask, full
@@ -133,6 +134,36 @@ class LocalWorld:
             mask = mask_of(block_mask, lengths)
         plans = self.plans(full(*lengths) if mask is None else mask, strategy=strategy, layout=layout)
         return request.select(self.run(plans, query, key, value, scale=scale, backend=backend, score_mod=score_mod))
+
+    @dynamo_disable
+    def varlen_attn(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        backend: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``torch.nn.attention.varlen.varlen_attn`` of packed documents, split inside: q (S, H, D), k (T, G, D), v (T, G, E).
+
+        ``return_aux=AuxRequest(lse=True)`` gives out (S, H, E) and lse (H, S).
+        """
+        call = VarlenCall(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+        plans = self.plans(mask_of_call(call), strategy=strategy, layout=layout)
+        q, k, v = call.four_dims()
+        check_arguments(q, k, enable_gqa=enable_gqa, return_lse=False, return_aux=None)
+        out, lse = from_four_dims(self.run(plans, q, k, v, scale=scale, backend=backend))
+        return (out, lse) if return_aux is not None and return_aux.lse else out
 
     def plans(
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None

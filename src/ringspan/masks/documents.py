@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.causal import Align, diagonal
 from ringspan.masks.mask import Mask, length
 from ringspan.masks.mask import lengths as as_lengths
-from ringspan.masks.table import MAX_LENGTH
+from ringspan.masks.table import K0, K1, MAX_LENGTH, Q0, Q1
 
 
 def documents(
@@ -48,6 +49,52 @@ def documents(
     hi = k0 - q0 + np.asarray(offsets, dtype=np.int64) if causal else far
     bands = tables.tighten(np.stack([q0, q1, k0, k1, -far, hi], axis=1))
     return _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
+
+
+def document_windows(lengths: Any, kv_lengths: Any, *, left: int | None, right: int | None) -> Mask:
+    """Packed documents with a window in each, aligned at the end of the document; None means no limit on that side.
+
+    The last query of a document is aligned with its last key, as in flash attention: of ``n`` queries and ``m`` keys, query
+    ``q`` sees keys from ``q + m - n - left`` to ``q + m - n + right``, both counted from the start of the document.
+
+    >>> print(document_windows([1, 3], [2, 3], left=1, right=0).ascii())
+    x x . . .
+    . . x . .
+    . . x x .
+    . . . x x
+    """
+    q_lengths, k_lengths = as_lengths("lengths", lengths), as_lengths("kv_lengths", kv_lengths)
+    q1, k1 = np.cumsum(q_lengths), np.cumsum(k_lengths)
+    offset = k1 - q1
+    lo = offset - (MAX_LENGTH if left is None else length("left", left))
+    hi = offset + (MAX_LENGTH if right is None else length("right", right))
+    bands = tables.tighten(np.stack([q1 - q_lengths, q1, k1 - k_lengths, k1, lo, hi], axis=1))
+    causal = left is None and right == 0
+    mask = _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
+    sides = [f"{side}={n}" for side, n in (("left", left), ("right", right)) if n is not None]
+    if causal or not sides:
+        return mask
+    return Mask(bands, mask.q_len, mask.k_len, name=f"{mask.name} & window({', '.join(sides)})")
+
+
+def document_hulls(mask: Mask) -> NDArray[np.int64]:
+    """The smallest rectangle (q0, q1, k0, k1) around each document of a mask, as the rows of an array.
+
+    Documents are groups of bands that follow each other both in the queries and in the keys. They are derived from the bands,
+    for any numbers of queries and keys.
+
+    >>> document_hulls(documents([1, 3], kv_lengths=[2, 2], causal=False)).tolist()
+    [[0, 1, 0, 2], [1, 4, 2, 4]]
+    """
+    bands = mask.table[np.argsort(mask.table[:, Q0], kind="stable")]
+    if not len(bands):
+        return np.zeros((0, 4), dtype=np.int64)
+    starts, stops = bands[:, [Q0, K0]], bands[:, [Q1, K1]]
+    reached = np.maximum.accumulate(stops)  # by this band and those before it
+    ahead = np.minimum.accumulate(starts[::-1])[::-1]  # of this band and those after it
+    opens = np.flatnonzero(np.append(True, (ahead[1:] >= reached[:-1]).all(axis=1)))
+    low, high = np.minimum.reduceat(starts, opens), np.maximum.reduceat(stops, opens)
+    return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=1)
 
 
 def _by_ids(ids: Any, causal: bool) -> Mask:
