@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,10 +42,20 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @contextmanager
-def options(*, balance: bool = True, rotation: str = "allgather") -> Iterator[None]:
-    """Change the process-wide settings for a block. Workers run many jobs, so they must be restored."""
-    before = dict(vars(_cp_options))
-    _cp_options.enable_load_balance = balance
+def options(*, balance: bool | None = None, rotation: str = "allgather") -> Iterator[None]:
+    """Change the process-wide settings for a block. ``balance=None`` leaves the order of the tokens as it is."""
+    before = _cp_options.enable_load_balance, _cp_options.rotate_method
+    if balance is not None:
+        _cp_options.enable_load_balance = balance
     set_rotate_method(rotation)
     yield
-    vars(_cp_options).update(before)
+    _cp_options.rotate_method = before[1]
+    if balance is not None:
+        _cp_options.enable_load_balance = before[0]
+
+
+def with_defaults(rank: int, job: Callable[..., Any], *args: Any) -> Any:
+    """Run a job with torch's default settings. Workers run many jobs, and sharding changes the settings."""
+    _cp_options.enable_load_balance = True
+    set_rotate_method("allgather")
+    return job(rank, *args)

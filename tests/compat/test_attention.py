@@ -64,13 +64,16 @@ def test_any_sdpa_backend_can_be_requested(pools: Pools, backend: str) -> None:
 
 
 def no_buffers(rank: int) -> None:
-    """Tokens that were not sharded by this module are contiguous, in shards of any size."""
+    """The switch says the order: contiguous, in shards of any size, or head-tail."""
     mesh, whole = mesh_of_all(), qkv(9)
     for is_causal in (True, False):
         q, k, v = (x.tensor_split([1 + 2 * r for r in range(mesh.size() - 1)], dim=2)[rank] for x in whole)
-        with context_parallel(mesh):
-            out = sdpa(q, k, v, is_causal=is_causal)
-        assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=is_causal)[0])
+        with options(balance=False):
+            with context_parallel(mesh):
+                out = sdpa(q, k, v, is_causal=is_causal)
+            assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=is_causal)[0])
+    with context_parallel(mesh), pytest.raises(rs.InputError, match=r"in head-tail order.*set it to False"):
+        sdpa(q, k, v, is_causal=True)
 
 
 def two_lengths(rank: int) -> None:
@@ -88,8 +91,10 @@ def nested(rank: int) -> None:
     want = single_process(q, k, v, is_causal=True)[0], single_process(a, b, c, is_causal=False)[0]
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
         first = sdpa(q, k, v, is_causal=True)
-        with options(balance=False), context_parallel(mesh, buffers=[a, b, c], buffer_seq_dims=[2] * 3):
-            inner = sdpa(a, b, c)
+        with options(balance=False):
+            with context_parallel(mesh, buffers=[a, b, c], buffer_seq_dims=[2] * 3):
+                inner = sdpa(a, b, c)
+            assert_near(context_parallel_unshard(mesh, [inner], [2])[0], want[1])
         with context_parallel(mesh):
             again = sdpa(q, k, v, is_causal=True)
         with rs.local_attention():
@@ -98,7 +103,6 @@ def nested(rank: int) -> None:
         assert torch.equal(first, again)
         assert torch.equal(first, last)
         assert_near(context_parallel_unshard(mesh, [first], [2])[0], want[0])
-        assert_near(context_parallel_unshard(mesh, [inner], [2])[0], want[1])
     assert q.shape[2] == 12
 
 
@@ -196,12 +200,17 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
         "rs.ContextParallel.*rs.documents",
     ),
     "another length": (lambda mesh, x: sdpa(*qkv(9)), rs.PeerMismatch, "has 9 queries where the plan says 4"),
-    "unsharding another length": (
-        lambda mesh, x: context_parallel_unshard(mesh, [torch.ones(501)], [0]),
+    "none of two lengths": (
+        lambda mesh, x: in_a_block_of_two_lengths(mesh, lambda: sdpa(*qkv(501))),
         ValueError,
-        "together have 1002 tokens, but the sequences sharded over this mesh have",
+        "together have 1002 tokens, but the buffers of the context_parallel block have 8, 10",
     ),
 }
+
+
+def in_a_block_of_two_lengths(mesh: Any, call: Callable[[], Any]) -> None:
+    with context_parallel(mesh, buffers=[torch.zeros(10)], buffer_seq_dims=[0]):
+        call()
 
 
 def refused(rank: int, name: str) -> None:

@@ -99,15 +99,20 @@ def test_layouts_of_whole_blocks_add_no_partial_blocks() -> None:
         assert sum(int(getattr(shard, name).sum()) for shard in shards) == int(getattr(whole, name).sum())
 
 
+def test_queries_and_keys_of_different_lengths() -> None:
+    whole = create_block_mask(lambda b, h, q, k: 2 * q >= k, None, None, 32, 70, device="cpu", BLOCK_SIZE=16)
+    layouts, kv_layouts = layouts_of(None, 32, 2), layouts_of(None, 70, 2)
+    for rank in range(2):
+        shard = shard_block_mask(whole, layouts, rank, kv_layouts)
+        assert torch.equal(cells(shard, 1, 1)[0, 0], cells(whole, 1, 1)[0, 0][16 * rank : 16 * rank + 16])
+
+
 def test_a_rank_without_tokens() -> None:
     shard = shard_block_mask(documents_mask([[3]], block=16), layouts_of(None, 3, 4), 0)
     assert shard.seq_lengths == (0, 3)
 
 
 def test_masks_that_cannot_be_sharded_are_refused() -> None:
-    cross = create_block_mask(causal, None, None, 32, 64, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(rs.InputError, match=r"only masks of self-attention.*32 queries and 64 keys"):
-        shard_block_mask(cross, layouts_of(None, 32, 2), 0)
     rows = _PerDocumentHeadTailLoadBalancer([[N], [N], [N]], 2, "cpu").layouts
     with pytest.raises(rs.InputError, match="3 rows and the BlockMask 2"):
         shard_block_mask(documents_mask(DOCUMENTS, block=16), rows, 0)

@@ -58,7 +58,7 @@ def test_shard_and_unshard_all_ranks(mesh: DeviceMesh, balancer: _LoadBalancer |
     assert torch.cat(of_ranks(here), dim=1).tolist() == order
     for shard, at in zip(of_ranks(mine), of_ranks(here), strict=True):
         assert torch.equal(shard, torch.stack([row[i] for row, i in zip(of_ranks(x)[0], at, strict=True)]))
-    whole, *_ = context_parallel_unshard(mesh, [mine + 0], [1])
+    whole, *_ = context_parallel_unshard(mesh, [mine + 0], [1], balancer)
     assert all(torch.equal(every, of_ranks(x)[0]) for every in of_ranks(whole))
 
 

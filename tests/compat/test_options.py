@@ -15,7 +15,8 @@ from ringspan.layouts import Layout, contiguous, zigzag
 def restore_options() -> Iterator[None]:
     before = dict(vars(_cp_options))
     yield
-    vars(_cp_options).update(before)
+    for name, value in before.items():
+        setattr(_cp_options, name, value)
 
 
 @pytest.mark.parametrize(

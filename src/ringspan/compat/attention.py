@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ringspan.compat.attention_calls import AttentionCall, parse_call
 from ringspan.compat.balancers import Layouts
 from ringspan.compat.context_cache import ContextCache, ContextKey
+from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
+from ringspan.compat.meshes import OpenBlock, innermost_block
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shard_registry import only_layouts_of_length, registry_of
-from ringspan.compat.sharding import contiguous_of_counts
+from ringspan.compat.shardings import shardings
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
@@ -21,23 +20,29 @@ from ringspan.layouts import Layout
 from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map
 
+NAME_THE_LAYOUT = (
+    "attend in a context_parallel block whose buffers have this length, use flex_attention with a BlockMask of "
+    "_context_parallel_shard, or rs.ContextParallel(mesh, mask, layout=...)"
+)
+
 
 class MaskFromCallMode(AttentionCatcher):
     """Passes each attention call on to a :class:`ContextParallel` that was made for the call's mask.
 
-    ``layouts`` are the layouts of the block's own buffers, by sequence length. If it is empty, the layouts of the
-    shards in use on the mesh apply. If there are none of those either, the ranks' tokens are taken to be contiguous, in
-    rank order. The rotate method is the one that was set when this mode was made.
+    The layouts of a call are, in this order: those of its sharded BlockMask; those of the ``context_parallel`` block that
+    was open over the mesh when this mode was made; what ``_cp_options.enable_load_balance`` says. The rotate method is the
+    one that was set when this mode was made.
     """
 
-    def __init__(self, contexts: ContextCache, layouts: Mapping[int, Layouts]) -> None:
+    def __init__(self, contexts: ContextCache) -> None:
         super().__init__()
-        self._contexts, self._registry, self._strategy = contexts, registry_of(contexts.mesh), _cp_options.strategy
-        self._own = {length: {own} for length, own in layouts.items()}
+        self._contexts, self._strategy = contexts, _cp_options.strategy
+        block = innermost_block(contexts.mesh)
+        self._block, self._is_in_block = block or OpenBlock({}, 0), block is not None
         # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
         self._ready: dict[bool, ContextParallel] = {}
-        if len(layouts) == 1:
-            ((layout,),) = layouts.values()
+        if len(self._block.layouts) == 1:
+            ((layout,),) = self._block.layouts.values()
             self._ready = {is_causal: self._context(layout, layout, is_causal) for is_causal in (False, True)}
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +67,7 @@ class MaskFromCallMode(AttentionCatcher):
 
     @torch.compiler.disable  # after a graph break in the caller, torch.compile would try to trace the planner
     def _planned(self, func: Any, call: AttentionCall) -> Any:
-        layouts, kv_layouts = self._layouts(call.query, call.key)
+        layouts, kv_layouts = self._layouts(call)
         rows = max(len(layouts), len(kv_layouts))
         if rows == 1:
             return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(func, (), call.arguments())
@@ -79,21 +84,48 @@ class MaskFromCallMode(AttentionCatcher):
     def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
         return self._contexts.get(ContextKey(layout, kv_layout, is_causal, self._strategy))
 
-    def _layouts(self, query: Tensor, key: Tensor) -> tuple[Layouts, Layouts]:
-        q_layouts, kv_layouts = self._registry.layouts_of_shard(query), self._registry.layouts_of_shard(key)
-        if q_layouts is not None and kv_layouts is not None:
-            return q_layouts, kv_layouts
-        known = self._own or self._registry.in_use()
-        if len(known) == 1:
-            (length,) = known
-            return only_layouts_of_length(known, length), only_layouts_of_length(known, length)
-        # The sum over ranks identifies the sequence. One rank's count may fit several whose lengths differ by little.
-        counts = self._contexts.group.all_gather_ints(
-            [query.shape[-2], key.shape[-2]], query.device, label="the all-gather of sequence lengths"
-        )
+    def _layouts(self, call: AttentionCall) -> tuple[Layouts, Layouts]:
+        block, origin = self._block.layouts, call.mask_origin
+        if origin is not None:
+            own = block.get(origin.layouts[0].length, origin.layouts)
+            if own != origin.layouts:
+                raise InputError(
+                    f"the BlockMask was sharded by {origin.layouts[0]!r}, but the buffers of the context_parallel block by "
+                    f"{own[0]!r}: shard the mask and the tensors in one way"
+                )
+            return origin.layouts, origin.kv_layouts
+        if len(block) == 1:  # ContextParallel compares its length with the tensors
+            (own,) = block.values()
+            self._check_block(call, own)
+            return own, own
+        q_counts, kv_counts = self._counts(call)
+        if block:
+            return self._of_block(call, sum(q_counts)), self._of_block(call, sum(kv_counts))
+        if not call.depends_on_order:
+            return (contiguous_of_counts(q_counts),), (contiguous_of_counts(kv_counts),)
+        return default_layouts(q_counts, remedy=NAME_THE_LAYOUT), default_layouts(kv_counts, remedy=NAME_THE_LAYOUT)
+
+    def _counts(self, call: AttentionCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many queries and how many keys each rank has."""
+        here, group = (call.query.shape[-2], call.key.shape[-2]), self._contexts.group
+        if not self._is_in_block and not shardings.has_uneven:
+            return (here[0],) * group.world, (here[1],) * group.world
+        counts = group.all_gather_ints(here, call.query.device, label="the all-gather of sequence lengths")
         q_counts, kv_counts = zip(*counts, strict=True)
-        if known:
-            return only_layouts_of_length(known, sum(q_counts)), only_layouts_of_length(known, sum(kv_counts))
-        found = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)
-        self._registry.keep_for_unshard_only({layouts[0].length: layouts for layouts in found})
-        return found
+        return q_counts, kv_counts
+
+    def _of_block(self, call: AttentionCall, length: int) -> Layouts:
+        own = self._block.layouts.get(length)
+        if own is None:
+            lengths = ", ".join(map(str, sorted(self._block.layouts)))
+            raise InputError(
+                f"the ranks together have {length} tokens, but the buffers of the context_parallel block have {lengths}: "
+                "make this sequence a buffer too, or put attention that is not split in `with rs.local_attention():`"
+            )
+        self._check_block(call, own)
+        return own
+
+    def _check_block(self, call: AttentionCall, own: Layouts) -> None:
+        """Raise if tensors of this length were sharded in another order while the block is open."""
+        if shardings.count > self._block.opened and call.depends_on_order:
+            default_layouts(own[0].counts, since=self._block.opened, block=own, remedy=NAME_THE_LAYOUT)

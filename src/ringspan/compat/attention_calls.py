@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from ringspan.compat.block_masks import batch_row, unsharded
+from ringspan.compat.block_masks import MaskOrigin, batch_row, origin_of, unsharded
 from ringspan.kernels import ScoreMod
 from ringspan.torch_private.flex_interception import flex_attention
 
@@ -22,6 +22,16 @@ class SdpaCall(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether the result depends on the order of the tokens."""
+        return self.is_causal
+
+    @property
+    def mask_origin(self) -> None:
+        """None: SDPA has no BlockMask."""
+        return None
 
     def arguments(self) -> dict[str, Any]:
         return self._asdict()
@@ -47,6 +57,16 @@ class FlexCall(NamedTuple):
     def is_causal(self) -> bool:
         """Never: a FlexAttention call has its mask in ``block_mask``."""
         return False
+
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether the result depends on the order of the tokens: both functions receive their positions."""
+        return self.block_mask is not None or self.score_mod is not None
+
+    @property
+    def mask_origin(self) -> MaskOrigin | None:
+        """What a sharded ``block_mask`` was made from."""
+        return None if self.block_mask is None else origin_of(self.block_mask)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name. A ``block_mask`` that was sharded is replaced by that of the whole sequence."""

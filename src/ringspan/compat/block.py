@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.compat.attention import MaskFromCallMode
 from ringspan.compat.buffers import check_buffer, restore_buffer, shard_in_place
 from ringspan.compat.context_cache import ContextCache
+from ringspan.compat.meshes import opened
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shard_registry import registry_of
 from ringspan.compat.sharding import normalize_dim
+from ringspan.compat.shardings import shardings
 from ringspan.errors import InputError
 from ringspan.layouts import contiguous, zigzag
 from ringspan.masks import full
@@ -32,7 +33,8 @@ def context_parallel(
 
     On exit each buffer gets its own memory back, except ``no_restore_buffers``. The gradient of a buffer then has the
     shape of the whole sequence and is zero for other ranks' tokens; ``backward()`` must be called inside the block.
-    Shards are zigzag (torch: head-tail), or contiguous if ``_cp_options.enable_load_balance`` is off.
+    Shards are zigzag (torch: head-tail), or contiguous if ``_cp_options.enable_load_balance`` is off. Without buffers, the
+    layouts are those of the enclosing block or, if there is none, what ``_cp_options.enable_load_balance`` says.
     """
     dims = _dims_by_buffer(buffers or (), buffer_seq_dims or ())
     kept = {id(buffer) for buffer in no_restore_buffers or ()}
@@ -40,17 +42,13 @@ def context_parallel(
         raise InputError("no_restore_buffers has a tensor that is not among the buffers: give the same objects in both")
     make = zigzag if _cp_options.enable_load_balance else contiguous
     layouts = {length: (make(full(length), mesh.size()),) for length in {x.shape[dim] for x, dim in dims.values()}}
-    registry, mode, rank = registry_of(mesh), MaskFromCallMode(ContextCache(mesh), layouts), mesh.get_local_rank()
+    contexts, rank = ContextCache(mesh), mesh.get_local_rank()
     with ExitStack() as on_exit:
         for buffer, dim in dims.values():
-            before = registry.layouts_of_shard(buffer)
             sharded = shard_in_place(buffer, dim, layouts[buffer.shape[dim]][0], rank)
-            registry.set_layouts_of_buffer(buffer, (sharded.layout,))
             if id(buffer) not in kept:
-                on_exit.callback(registry.set_layouts_of_buffer, buffer, before)
                 on_exit.callback(restore_buffer, sharded, rank)
-        on_exit.callback(registry.keep_for_unshard_only, layouts)
-        with mode:
+        with opened(mesh, layouts, shardings.count), MaskFromCallMode(contexts):
             yield
 
 

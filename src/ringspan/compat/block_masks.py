@@ -9,6 +9,7 @@ Legend: B batch, H heads, Q and K blocks of queries and keys of the whole mask, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,13 +25,28 @@ from ringspan.masks.block_mask import kinds
 from ringspan.masks.predicate import MaskMod
 from ringspan.masks.survey import FULL, HIDDEN, PARTIAL
 
-# The whole mask of each shard, by the mask_mod of the shard, which BlockMask.to() and similar methods keep.
-_whole_masks: WeakKeyDictionary[MaskMod, BlockMask] = WeakKeyDictionary()
+
+class MaskOrigin(NamedTuple):
+    """What a sharded mask was made from: the mask of the whole sequence, and the layouts of its queries and keys."""
+
+    whole: BlockMask
+    layouts: Layouts
+    kv_layouts: Layouts
+
+
+# By the mask_mod of the shard, which BlockMask.to() and similar methods keep.
+_origins: WeakKeyDictionary[MaskMod, MaskOrigin] = WeakKeyDictionary()
+
+
+def origin_of(block_mask: BlockMask) -> MaskOrigin | None:
+    """Return what the mask is a shard of, or None for a mask that is not a shard."""
+    return _origins.get(block_mask.mask_mod)
 
 
 def unsharded(block_mask: BlockMask) -> BlockMask:
-    """The mask of the whole sequence that this is a shard of. A mask that is not a shard is returned as it is."""
-    return _whole_masks.get(block_mask.mask_mod, block_mask)
+    """Return the mask of the whole sequence. A mask that is not a shard is returned as it is."""
+    origin = origin_of(block_mask)
+    return block_mask if origin is None else origin.whole
 
 
 _rows: WeakKeyDictionary[BlockMask, dict[int, BlockMask]] = WeakKeyDictionary()
@@ -59,20 +75,16 @@ def batch_row(block_mask: BlockMask, row: int) -> BlockMask:
     return rows[row]
 
 
-def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int) -> BlockMask:
-    """The mask of this rank's queries over all keys, in rank order."""
-    q_len, kv_len = whole.seq_lengths
+def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: Layouts | None = None) -> BlockMask:
+    """Return the mask of this rank's queries over all keys, in rank order. ``kv_layouts`` are those of the queries if None."""
+    kv_layouts = layouts if kv_layouts is None else kv_layouts
     kinds_BHQK = kinds(whole)
     rows = kinds_BHQK.shape[0]
-    if q_len != kv_len:
-        raise InputError(
-            f"only masks of self-attention can be sharded, but this BlockMask has {q_len} queries and {kv_len} keys"
-        )
     if 1 not in (len(layouts), rows) and len(layouts) != rows:
         raise InputError(f"the balancer has {len(layouts)} rows and the BlockMask {rows}: both must be for the same batch")
     q_block, kv_block = whole.BLOCK_SIZE
     q_tokens = [_in_blocks(layout.positions(rank), q_block) for layout in layouts]
-    k_tokens = [_in_blocks(layout.order(), kv_block) for layout in layouts]
+    k_tokens = [_in_blocks(layout.order(), kv_block) for layout in kv_layouts]
     overlap_IQ = [_overlap(tokens, q_block, kinds_BHQK.shape[2]).to(kinds_BHQK.device) for tokens in q_tokens]
     overlap_JK = [_overlap(tokens, kv_block, kinds_BHQK.shape[3]).to(kinds_BHQK.device) for tokens in k_tokens]
     kinds_BHIJ = torch.cat(
@@ -83,13 +95,13 @@ def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int) -> BlockMask
     )
     flat = [torch.from_numpy(np.stack([t.ravel() for t in tokens])).to(kinds_BHQK.device) for tokens in (q_tokens, k_tokens)]
     mask_mod = _sharded_mask_mod(whole, kinds_BHQK, *flat)
-    _whole_masks[mask_mod] = whole
+    _origins[mask_mod] = MaskOrigin(whole, layouts, kv_layouts)
     return BlockMask.from_kv_blocks(
         *_block_lists(kinds_BHIJ == PARTIAL),
         *_block_lists(kinds_BHIJ == FULL),
         BLOCK_SIZE=whole.BLOCK_SIZE,
         mask_mod=mask_mod,
-        seq_lengths=(layouts[0].counts[rank], kv_len),
+        seq_lengths=(layouts[0].counts[rank], kv_layouts[0].length),
     )
 
 

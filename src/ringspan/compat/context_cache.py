@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.compat.shard_registry import check_mesh
+from ringspan.compat.meshes import check_mesh
 from ringspan.frontends import ContextParallel
 from ringspan.layouts import Layout
 from ringspan.masks import causal, full

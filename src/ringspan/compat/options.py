@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
+
+from ringspan.compat.shardings import shardings
 
 
 class _RotateMethod(Enum):
@@ -18,8 +21,9 @@ METHODS = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.ALL_
 
 @dataclass
 class _ContextParallelOptions:
-    """``enable_load_balance`` selects the zigzag layout for the buffers of ``context_parallel``.
+    """``enable_load_balance`` says that tensors are in head-tail order (zigzag) and not contiguous.
 
+    It is read when a ``context_parallel`` block is opened, and by calls whose tensors carry no layout.
     ``convert_to_f32`` has no effect: partial results are always merged in at least float32.
     """
 
@@ -32,7 +36,16 @@ class _ContextParallelOptions:
         return STRATEGIES[self.rotate_method]
 
 
-_cp_options = _ContextParallelOptions()
+class _ProcessOptions(_ContextParallelOptions):
+    """The settings of this process. Assigning ``enable_load_balance`` says which order is meant from now on."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "enable_load_balance":
+            shardings.clear()
+
+
+_cp_options: _ContextParallelOptions = _ProcessOptions()
 
 
 def set_rotate_method(rotate_method: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of
 from ringspan.compat.block_masks import shard_block_mask
-from ringspan.compat.shard_registry import check_mesh, registry_of
+from ringspan.compat.default_layouts import default_layouts, record_sharding
+from ringspan.compat.meshes import check_mesh, innermost_block
+from ringspan.compat.shardings import shardings
 from ringspan.errors import InputError
-from ringspan.layouts import Layout
 from ringspan.torch_private.process_groups import on_each_simulated_rank
 from ringspan.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
 from ringspan.transports import ProcessGroupTransport
@@ -33,7 +33,7 @@ def _context_parallel_shard(
 
     Tensors are split along their dim in ``seq_dims``. A ``BlockMask`` becomes the mask of this rank's queries over all
     keys, in the order in which :func:`flex_cp_allgather` returns them; its entry in ``seq_dims`` is ignored. Without a
-    balancer the shards are contiguous.
+    balancer the shards are contiguous. ``_cp_options.enable_load_balance`` is set to whether there is a balancer.
     """
     check_mesh(mesh)
     leaves, structure = tree_flatten(buffers, is_leaf=lambda x: isinstance(x, BlockMask))
@@ -41,44 +41,54 @@ def _context_parallel_shard(
     if len(buffers) != len(seq_dims) or len(leaves) != len(dims):
         raise InputError(f"{len(leaves)} buffers and {len(dims)} seq_dims: give each buffer its sequence dim, in one structure")
     shards: list[Any] = []
-    recorded: list[tuple[Tensor, Layouts]] = []
+    layouts_of_tensors: list[Layouts] = []
     for leaf, given in zip(leaves, dims, strict=True):
         if isinstance(leaf, BlockMask):
-            layouts = layouts_of(load_balancer, leaf.seq_lengths[0], mesh.size())
-            shards.append(shard_block_mask(leaf, layouts, mesh.get_local_rank()))
+            layouts, kv_layouts = _layouts_of_mask(load_balancer, leaf, mesh.size())
+            shards.append(shard_block_mask(leaf, layouts, mesh.get_local_rank(), kv_layouts))
         elif isinstance(leaf, Tensor):
             dim = normalize_dim(leaf, given)
             layouts = layouts_of(load_balancer, leaf.shape[dim], mesh.size())
             shards.append(local_shard(leaf, dim, layouts, mesh.get_local_rank()))
-            recorded.append((shards[-1], layouts))
+            layouts_of_tensors.append(layouts)
         else:
             raise InputError(f"buffers are tensors and BlockMasks, not {type(leaf).__name__}")
-    registry_of(mesh).register_shards(recorded)
+    record_sharding(load_balancer, layouts_of_tensors)
     return tree_unflatten(shards, structure)
+
+
+def _layouts_of_mask(balancer: _LoadBalancer | None, mask: BlockMask, world: int) -> tuple[Layouts, Layouts]:
+    """The layouts of a mask's queries and of its keys. A balancer orders both in one way, so they must be one sequence."""
+    q_length, kv_length = mask.seq_lengths
+    layouts = layouts_of(balancer, q_length, world)
+    if q_length == kv_length:
+        return layouts, layouts
+    if balancer is not None:
+        raise InputError(
+            f"this BlockMask has {q_length} queries and {kv_length} keys, which {type(balancer).__name__} cannot order in one "
+            "way: shard it, the queries and the keys without a balancer"
+        )
+    return layouts, layouts_of(None, kv_length, world)
 
 
 @torch.no_grad()
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: _LoadBalancer | None = None
 ) -> list[Tensor]:
-    """Each whole buffer on every rank, with its tokens in their original order.
+    """Return each whole buffer on every rank, with its tokens in their original order.
 
-    ``load_balancer`` can be omitted: the mesh's registry has the layouts by which sequences of this length were
-    sharded. It is needed for a tensor that is not itself a shard while sequences of its length are sharded in several
-    ways.
+    Without a balancer the order of the shards is that of the open ``context_parallel`` block, for sequences of the length
+    of one of its buffers. Else it is that of the latest sharding of this length or, if there is none, what
+    ``_cp_options.enable_load_balance`` says: head-tail, or contiguous.
     """
+    check_mesh(mesh)
     if len(buffers) != len(seq_dims):
         raise InputError(f"{len(buffers)} buffers and {len(seq_dims)} seq_dims: give each buffer its sequence dim")
-    registry, group = registry_of(mesh), ProcessGroupTransport(mesh)
-    whole = []
+    group, whole = ProcessGroupTransport(mesh), []
     for x, given in zip(buffers, seq_dims, strict=True):
         dim = normalize_dim(x, given)
         counts = tuple(count for (count,) in group.all_gather_ints([x.shape[dim]], x.device, label=UNSHARD))
-        length = sum(counts)
-        if load_balancer:
-            layouts = layouts_of(load_balancer, length, group.world)
-        else:
-            layouts = registry.layouts_to_unshard(x, length) or contiguous_of_counts(counts)
+        layouts = layouts_of(load_balancer, sum(counts), group.world) if load_balancer else _layouts_to_unshard(mesh, counts)
         if layouts[0].counts != counts:
             raise InputError(
                 f"the ranks hold {counts} tokens, but {layouts[0]!r} has {layouts[0].counts}: unshard with the layout that "
@@ -86,12 +96,16 @@ def context_parallel_unshard(
             )
         rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD)).movedim(0, dim)
         whole.append(select_tokens(rows, dim, [torch.from_numpy(layout.order()).argsort() for layout in layouts]))
+        shardings.end(sum(counts))
     return whole
 
 
-def contiguous_of_counts(counts: Sequence[int]) -> Layouts:
-    """Contiguous shards of these sizes, in rank order: the layout of tokens that were not sharded by this module."""
-    return (Layout([[(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)], name="contiguous"),)
+def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
+    block = innermost_block(mesh)
+    own = block.layouts.get(sum(counts)) if block else None
+    if block and own and not shardings.kinds(sum(counts), since=block.opened):
+        return own
+    return default_layouts(counts, latest_only=True, remedy="give load_balancer=")
 
 
 @on_each_simulated_rank

@@ -38,7 +38,7 @@ class _ContextParallel(ParallelStyle):
         contexts, entered = ContextCache(mesh), _EnteredModes()
 
         def enter_mode(module: nn.Module, args: Any) -> None:
-            mode = MaskFromCallMode(contexts, {})
+            mode = MaskFromCallMode(contexts)
             mode.__enter__()
             entered.modes.append(mode)
 

@@ -1,0 +1,87 @@
+"""The layouts of tensors by themselves: what torch's documentation says that their order is, or an error.
+
+A sharded BlockMask and an open ``context_parallel`` block have layouts of their own. All other tensors are in head-tail
+order if ``_cp_options.enable_load_balance`` is on, and in sequence order if it is off. ``_context_parallel_shard`` sets
+this switch. If shardings that disagree are in flight (:mod:`ringspan.compat.shardings`), an error is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from ringspan.compat.balancers import Layouts, _HeadTailLoadBalancer, _LoadBalancer
+from ringspan.compat.options import _cp_options
+from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, shardings
+from ringspan.errors import InputError
+from ringspan.layouts import Layout, zigzag
+from ringspan.masks import full
+
+
+def record_sharding(balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) -> None:
+    """Record a call of ``_context_parallel_shard``, with the layouts of its tensors. It sets the switch, as in torch."""
+    vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would clear the shardings in flight
+    for of_tensor in layouts:
+        kind, counts = _kind(balancer, of_tensor), of_tensor[0].counts
+        shardings.record(kind, sum(counts), is_even=len(set(counts)) == 1)
+
+
+def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
+    if balancer is None:
+        return CONTIGUOUS
+    if isinstance(balancer, _HeadTailLoadBalancer):
+        return HEAD_TAIL
+    # A balancer of the user, or of torch itself, can have one of the two orders as well.
+    for kind in (HEAD_TAIL, CONTIGUOUS):
+        if len(layouts) == 1 and np.array_equal(layouts[0].order(), _layout(kind, layouts[0].counts).order()):
+            return kind
+    return type(balancer).__name__
+
+
+def default_layouts(
+    counts: tuple[int, ...], *, remedy: str, latest_only: bool = False, since: int = 0, block: Layouts = ()
+) -> Layouts:
+    """Return the layouts of tensors of which each rank holds ``counts`` tokens.
+
+    They are those of the shardings in flight of this length, after the first ``since`` or the latest only. All of them and
+    those of an open block must be equal. If there are none, the switch decides. ``remedy`` ends the error messages.
+    """
+    kinds = shardings.kinds(sum(counts), since=since)[-1 if latest_only else 0 :]
+    others = [kind for kind in kinds if kind not in (HEAD_TAIL, CONTIGUOUS)]
+    if others:
+        raise InputError(
+            f"tensors of {sum(counts)} tokens were sharded by {' and '.join(others)}, and this one may be in its order: "
+            f"{remedy}"
+        )
+    if not kinds and not block:
+        kinds = [HEAD_TAIL if _cp_options.enable_load_balance else CONTIGUOUS]
+    layouts = tuple({_layout(kind, counts) for kind in kinds}.union(block))
+    if len(layouts) > 1:
+        names = " and ".join(sorted(layout.name for layout in layouts))
+        raise InputError(
+            f"tensors of {sum(counts)} tokens were sharded in several orders ({names}; zigzag is head-tail), and this one may "
+            f"be in any of them: set _cp_options.enable_load_balance to say which, or {remedy}"
+        )
+    if layouts[0].counts != counts:
+        raise InputError(
+            f"the ranks hold {counts} tokens, but in head-tail order, which _cp_options.enable_load_balance says, they would "
+            f"hold {layouts[0].counts}: set it to False if the shards are contiguous, or {remedy}"
+        )
+    return layouts
+
+
+@lru_cache(maxsize=1024)
+def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
+    """A layout of these token counts. In head-tail order the counts follow from their sum."""
+    if kind == HEAD_TAIL and len(counts) > 1:
+        return zigzag(full(sum(counts)), len(counts))
+    return contiguous_of_counts(counts)
+
+
+@lru_cache(maxsize=1024)
+def contiguous_of_counts(counts: tuple[int, ...]) -> Layout:
+    """Return contiguous shards of these sizes, in rank order."""
+    return Layout([[(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)], name="contiguous")

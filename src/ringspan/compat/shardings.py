@@ -1,0 +1,51 @@
+"""In which layouts ``_context_parallel_shard`` has sharded tensors, for calls that carry no layout of their own.
+
+torch decides the order of such tensors by one process-wide switch, ``_cp_options.enable_load_balance``, which each
+``_context_parallel_shard`` sets. Two shardings with different layouts in flight would make one of them wrong without an
+error. So the layouts of all shardings are kept until something says which of them is meant: an assignment to the switch,
+or an unsharding, after which the next sharding of that length is the only one that counts. What is kept depends on the
+calls of the program only, which are the same on every rank. It does not depend on which tensors are alive.
+"""
+
+from __future__ import annotations
+
+CONTIGUOUS = "contiguous"
+HEAD_TAIL = "head-tail"
+
+
+class Shardings:
+    """The kinds of layouts in flight for each sequence length.
+
+    A kind is ``CONTIGUOUS``, ``HEAD_TAIL``, or the name of another balancer's class.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.has_uneven = False  # whether any sharding has given the ranks different numbers of tokens
+        self._last_use: dict[int, dict[str, int]] = {}  # length -> kind -> the number of its latest sharding
+        self._ended: set[int] = set()  # the lengths that were unsharded since their latest sharding
+
+    def record(self, kind: str, length: int, *, is_even: bool) -> None:
+        self.count += 1
+        self.has_uneven |= not is_even
+        if length in self._ended:
+            self._ended.remove(length)
+            self._last_use.pop(length, None)
+        last_use = self._last_use.setdefault(length, {})
+        last_use.pop(kind, None)  # so that the kinds are in the order of their latest use
+        last_use[kind] = self.count
+
+    def kinds(self, length: int, *, since: int = 0) -> list[str]:
+        """Return the kinds used for this length after the first ``since`` shardings, the latest last."""
+        return [kind for kind, last_use in self._last_use.get(length, {}).items() if last_use > since]
+
+    def end(self, length: int) -> None:
+        """Let only the next sharding of this length count."""
+        self._ended.add(length)
+
+    def clear(self) -> None:
+        self._last_use.clear()
+        self._ended.clear()
+
+
+shardings = Shardings()

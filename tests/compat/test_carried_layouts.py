@@ -1,0 +1,243 @@
+"""The layout of a call comes from what carries it, and never from other tensors that happen to be sharded or alive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import ringspan as rs
+from ringspan.compat import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _cp_options,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    context_parallel,
+    context_parallel_unshard,
+)
+from tests.compat.jobs import assert_near, mesh_of_all, qkv, single_process
+from tests.compat.test_balancers import documents_mask
+from tests.conftest import Pools
+
+N, BLOCK = 64, 8
+DOCUMENTS = [[[8, 24, 32], [40, 24]], [[16, 48], [32, 8, 24]]]  # of two batches, for each row
+
+Make = Callable[[BlockMask, list[list[int]], int], _LoadBalancer | None]
+BALANCERS: dict[str, Make] = {
+    "none": lambda mask, lengths, world: None,
+    "head-tail": lambda mask, lengths, world: _HeadTailLoadBalancer(N, world, "cpu"),
+    "per document": lambda mask, lengths, world: _PerDocumentHeadTailLoadBalancer(lengths, world, "cpu"),
+    "round robin": lambda mask, lengths, world: _PTRRLoadBalancer(mask, world),
+}
+
+
+class Flex(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+
+class Sdpa(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def flex_style(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(Flex(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.FLEX))
+
+
+def sdpa_style(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(Sdpa(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.SDPA))
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+    b, tokens = torch.arange(len(q)).reshape(-1, 1, 1, 1), torch.arange(N)
+    allowed = mask.mask_mod(b, torch.zeros(1, 1, 1, 1, dtype=torch.int64), tokens[:, None], tokens)
+    return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=allowed)
+
+
+def head_tail(mesh: DeviceMesh) -> _HeadTailLoadBalancer:
+    return _HeadTailLoadBalancer(N, mesh.size(), "cpu")
+
+
+def clones(mesh: DeviceMesh, whole: list[torch.Tensor], balancer: _LoadBalancer | None) -> list[torch.Tensor]:
+    """Shards as they arrive in a model: ``.clone()`` and ``.to()`` make tensors that nothing has been recorded of."""
+    return [x.clone() for x in _context_parallel_shard(mesh, whole, [2] * 3, balancer)]
+
+
+# -- a sharded BlockMask -----------------------------------------------------------------------------------------------
+
+
+def inputs_first_masks_second(rank: int, name: str, last: str) -> None:
+    """The mask is sharded in a call of its own. ``last`` is what is sharded last: the mask, the inputs, or other tensors."""
+    mesh, whole, mask = mesh_of_all(), qkv(N), documents_mask(DOCUMENTS[0], block=BLOCK)
+    balancer = BALANCERS[name](mask, DOCUMENTS[0], mesh.size())
+    if last == "inputs":
+        (mask_shard,) = _context_parallel_shard(mesh, [mask], [2], balancer)
+    q, k, v = clones(mesh, whole, balancer)
+    if last != "inputs":
+        (mask_shard,) = _context_parallel_shard(mesh, [mask], [2], balancer)
+    others = clones(mesh, whole, None if balancer else head_tail(mesh)) if last == "others" else []
+    out = flex_style(mesh)(q, k, v, block_mask=mask_shard)
+    _cp_options.enable_load_balance = balancer is not None  # for unsharding, which follows the latest sharding
+    assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], dense(*whole, mask))
+    del others
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("last", ["mask", "inputs", "others"])
+@pytest.mark.parametrize("name", BALANCERS)
+def test_a_mask_that_was_sharded_in_its_own_call(pools: Pools, name: str, last: str, world: int) -> None:
+    pools(world).run(inputs_first_masks_second, name, last)
+
+
+def two_batches_in_flight(rank: int, name: str) -> None:
+    """Both are sharded before either is attended to, as in pipeline schedules. The mask's own layout is used for each."""
+    mesh, attend = mesh_of_all(), flex_style(mesh_of_all())
+    batches = []
+    for lengths in DOCUMENTS:
+        mask = documents_mask(lengths, block=BLOCK)
+        balancer = BALANCERS[name](mask, lengths, mesh.size())
+        whole = [x + len(batches) for x in qkv(N)]
+        shards = clones(mesh, whole, balancer)
+        (mask_shard,) = _context_parallel_shard(mesh, [mask], [2], balancer)
+        batches.append((whole, mask, balancer, shards, mask_shard))
+    for whole, mask, balancer, shards, mask_shard in batches:
+        out = attend(*shards, block_mask=mask_shard)
+        assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], dense(*whole, mask))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", BALANCERS)
+def test_two_batches_in_flight(pools: Pools, name: str, world: int) -> None:
+    pools(world).run(two_batches_in_flight, name)
+
+
+# -- SDPA, whose calls carry no layout ---------------------------------------------------------------------------------
+
+
+def after_a_block(rank: int, balance: bool, when: str) -> None:
+    """A context_parallel block of the same length, opened and closed, changes nothing for the tensors outside it."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    balancer = head_tail(mesh) if balance else None
+
+    def block() -> None:
+        with context_parallel(mesh, buffers=[torch.arange(N)], buffer_seq_dims=[0]):
+            pass
+
+    if when == "before":
+        block()
+    q, k, v = clones(mesh, whole, balancer)
+    if when == "after":
+        block()
+    for is_causal in (True, False):
+        out = sdpa_style(mesh)(q, k, v, is_causal=is_causal)
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=is_causal)[0])
+        assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], single_process(*whole, is_causal=is_causal)[0])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("balance", [True, False], ids=["balanced", "contiguous"])
+def test_sdpa_after_a_block(pools: Pools, balance: bool, when: str, world: int) -> None:
+    pools(world).run(after_a_block, balance, when)
+
+
+def several_live_shardings(rank: int) -> None:
+    """Results of the latest sharding are unsharded while shards of earlier ones are referenced."""
+    mesh, x, kept = mesh_of_all(), torch.arange(N), []
+    for balancer in (head_tail(mesh), None, head_tail(mesh), None):
+        (mine,) = _context_parallel_shard(mesh, [x], [0], balancer)
+        kept.append(mine)
+        assert torch.equal(context_parallel_unshard(mesh, [mine * 2], [0])[0], x * 2)
+        assert torch.equal(context_parallel_unshard(mesh, [mine], [0])[0], x)
+    for shard, balancer in zip(kept, (head_tail(mesh), None, head_tail(mesh), None), strict=True):
+        _cp_options.enable_load_balance = balancer is not None
+        assert torch.equal(context_parallel_unshard(mesh, [shard * 2], [0], balancer)[0], x * 2)
+
+
+def a_length_never_sharded(rank: int) -> None:
+    """It is gathered as the switch says: head-tail if load balancing is on, else in rank order."""
+    mesh = mesh_of_all()
+    _context_parallel_shard(mesh, [torch.arange(N)], [0], head_tail(mesh))
+    mine = torch.arange(4) + 4 * rank
+    for balance in (True, False):
+        _cp_options.enable_load_balance = balance
+        order = torch.arange(4 * mesh.size())
+        if balance:
+            order = _HeadTailLoadBalancer(len(order), mesh.size(), "cpu")._generate_indices(restore=True)[0].long()
+        assert torch.equal(context_parallel_unshard(mesh, [mine], [0])[0], order)
+
+
+def ambiguous(rank: int, alive: bool) -> None:
+    """Two shardings in flight with different layouts. Whether tensors of the other are alive makes no difference."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    gc.disable()
+    try:
+        q, k, v = clones(mesh, whole, head_tail(mesh))
+        others: list[Any] = clones(mesh, whole, None)
+        if not alive:
+            others.append(others)  # a cycle, which only the garbage collector frees
+            del others
+            if rank:
+                gc.collect()
+        with pytest.raises(rs.InputError, match=r"contiguous and zigzag.*enable_load_balance"):
+            sdpa_style(mesh)(q, k, v, is_causal=True)
+        everything = sdpa_style(mesh)(q, k, v)  # needs no order
+        assert torch.equal(context_parallel_unshard(mesh, [q], [2], head_tail(mesh))[0], whole[0])
+        _cp_options.enable_load_balance = True
+        out = sdpa_style(mesh)(q, k, v, is_causal=True)
+        for got, is_causal in ((out, True), (everything, False)):
+            assert_near(context_parallel_unshard(mesh, [got], [2])[0], single_process(*whole, is_causal=is_causal)[0])
+    finally:
+        gc.enable()
+
+
+def inside_a_block(rank: int) -> None:
+    """A block has its own layout. Tensors that were sharded otherwise while it is open make its calls ambiguous."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    _context_parallel_shard(mesh, [torch.arange(N)], [0], head_tail(mesh))
+    q, k, v = (x.clone() for x in whole)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        out = F.scaled_dot_product_attention(q.clone(), k, v, is_causal=True)
+        in_a_module = sdpa_style(mesh)(q.clone(), k, v, is_causal=True)
+        shards = clones(mesh, whole, None)
+        with pytest.raises(rs.InputError, match="contiguous and zigzag"):
+            F.scaled_dot_product_attention(*shards, is_causal=True)
+    _cp_options.enable_load_balance = True
+    for got in (out, in_a_module):
+        assert_near(context_parallel_unshard(mesh, [got], [2])[0], single_process(*whole, is_causal=True)[0])
+
+
+def other_balancers(rank: int) -> None:
+    """Neither an SDPA call nor an unsharding without a balancer can say that shards are in another order."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    balancer = _PerDocumentHeadTailLoadBalancer([[16, 48]], mesh.size(), "cpu")
+    q, k, v = _context_parallel_shard(mesh, whole, [2] * 3, balancer)
+    with pytest.raises(rs.InputError, match=r"_PerDocumentHeadTailLoadBalancer.*BlockMask.*layout="):
+        sdpa_style(mesh)(q, k, v, is_causal=True)
+    with pytest.raises(rs.InputError, match=r"_PerDocumentHeadTailLoadBalancer.*load_balancer="):
+        context_parallel_unshard(mesh, [q], [2])
+    out = sdpa_style(mesh)(q, k, v)
+    assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], single_process(*whole, is_causal=False)[0])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("job", [several_live_shardings, a_length_never_sharded, inside_a_block, other_balancers])
+def test_calls_that_carry_no_layout(pools: Pools, job: Callable[..., None], world: int) -> None:
+    pools(world).run(job)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_two_layouts_in_flight(pools: Pools, alive: bool) -> None:
+    pools(2).run(ambiguous, alive)
