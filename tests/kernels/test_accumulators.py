@@ -56,7 +56,7 @@ class OutputModel:
 
     def add(self, start: int, stop: int, partial: Partial, heads: tuple[int, int] | None) -> None:
         rows = Partial(*(x[start:stop, :, slice(*(heads or (0, HEADS)))] for x in self.partial))
-        merged = merge(rows, Partial(partial.out.permute(2, 0, 1, 3), partial.lse.permute(2, 0, 1)))
+        merged = merge(rows, partial)
         rows.out.copy_(merged.out)
         rows.lse.copy_(merged.lse)
 
@@ -66,12 +66,13 @@ class OutputModel:
 
 
 def random_partial(rows: int, heads: int, seed: int, dtype: torch.dtype = torch.float64) -> Partial:
-    """(B, H, rows, E), with a few rows that attend to no key."""
+    """(rows, B, H, E), views of heads-first tensors as kernels return them, with a few rows that attend to no key."""
     source = torch.Generator().manual_seed(seed)
     out = torch.randn(BATCH, heads, rows, VALUE_DIM, generator=source, dtype=torch.float64)
     lse = torch.randn(BATCH, heads, rows, generator=source, dtype=torch.float64) * 5
     empty = torch.rand(lse.shape, generator=source) < 0.2
-    return Partial(out.masked_fill(empty.unsqueeze(-1), 0.0).to(dtype), lse.masked_fill(empty, -torch.inf))
+    out, lse = out.masked_fill(empty.unsqueeze(-1), 0.0).to(dtype), lse.masked_fill(empty, -torch.inf)
+    return Partial(out.movedim(2, 0), lse.movedim(2, 0))
 
 
 heads_or_all = st.none() | st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).filter(lambda h: h[0] < h[1])
@@ -99,19 +100,22 @@ def test_outputs_equal_the_model(operations: list[tuple[object, ...]], reuse_ker
             heads, seed = rest
             low, high = heads or (0, HEADS)  # type: ignore[misc]
             partial = random_partial(stop - start, high - low, seed, dtype)  # type: ignore[arg-type]
-            accumulator.add(start, stop, partial, heads=heads)  # type: ignore[arg-type]
+            if heads is None:
+                accumulator.add(start, stop, *partial)
+            else:
+                accumulator.add_to_heads(start, stop, heads, *partial)  # type: ignore[arg-type]
             model.add(start, stop, partial, heads)  # type: ignore[arg-type]
         elif kind == "clear":
             accumulator.clear(start, stop)
             model.clear(start, stop)
         else:
-            rows_so_far = accumulator.accumulated(start, stop)
-            assert_same(rows_so_far.out, model.partial.out[start:stop], "accumulated out")
-            assert_same(rows_so_far.lse, model.partial.lse[start:stop], "accumulated lse")
-    result = accumulator.finish()
+            out, lse = accumulator.accumulated(start, stop)
+            assert_same(out, model.partial.out[start:stop], "accumulated out")
+            assert_same(lse, model.partial.lse[start:stop], "accumulated lse")
+    result = Partial(*accumulator.finish())
     assert_same(result.lse, model.partial.lse, "lse")
     assert_same(result.out, model.partial.out.to(result.out.dtype), "out")
-    again = accumulator.finish()
+    again = Partial(*accumulator.finish())
     assert torch.equal(again.out, result.out)
     assert torch.equal(again.lse, result.lse)
 
@@ -121,36 +125,38 @@ def test_an_output_of_all_rows_is_borrowed() -> None:
     accumulator = output_accumulator(reuse_kernel_output=True)
     first, second = random_partial(ROWS, HEADS, 0, torch.float32), random_partial(3, HEADS, 1, torch.float32)
     address, before = first.out.data_ptr(), first.out.clone()
-    rows = [Partial(x.out.permute(2, 0, 1, 3).double(), x.lse.permute(2, 0, 1)) for x in (first, second)]
+    rows = [Partial(x.out.double(), x.lse) for x in (first, second)]
     expected = merge(Partial(*(x[2:5] for x in rows[0])), rows[1])
-    accumulator.add(0, ROWS, first)
-    accumulator.add(2, 5, second)
+    accumulator.add(0, ROWS, *first)
+    accumulator.add(2, 5, *second)
     out, lse = accumulator.finish()
     assert (out.dtype, out.data_ptr()) == (torch.float32, address)
     assert torch.equal(out[2:5], expected.out.float())
     assert torch.equal(lse[2:5], expected.lse)
-    assert torch.equal(out[[0, 1, 5, 6]], before.permute(2, 0, 1, 3)[[0, 1, 5, 6]])
+    assert torch.equal(out[[0, 1, 5, 6]], before[[0, 1, 5, 6]])
 
 
 def test_only_a_third_partial_result_allocates_the_buffer() -> None:
     accumulator = output_accumulator(reuse_kernel_output=True, like=NoBuffers)
     for start, stop in ((0, ROWS), (0, 2), (3, ROWS)):
-        accumulator.add(start, stop, random_partial(stop - start, HEADS, start, torch.float32))
+        accumulator.add(start, stop, *random_partial(stop - start, HEADS, start, torch.float32))
     with pytest.raises(AssertionError, match="a buffer of 7 rows was allocated"):
-        accumulator.add(1, 4, random_partial(3, HEADS, 5, torch.float32))
-    assert accumulator.finish().out.dtype == torch.float32
+        accumulator.add(1, 4, *random_partial(3, HEADS, 5, torch.float32))
+    out, _ = accumulator.finish()
+    assert out.dtype == torch.float32
 
 
 def test_the_first_partial_result_of_a_row_is_copied_bit_for_bit() -> None:
     accumulator, partial = output_accumulator(), random_partial(ROWS, HEADS, 0)
-    accumulator.add(0, ROWS, partial)
-    assert torch.equal(accumulator.finish().out, partial.out.permute(2, 0, 1, 3))
+    accumulator.add(0, ROWS, *partial)
+    out, _ = accumulator.finish()
+    assert torch.equal(out, partial.out)
 
 
 def test_a_partial_result_of_some_heads_leaves_the_others_empty() -> None:
     accumulator = output_accumulator()
-    accumulator.add(2, 5, random_partial(3, 1, 0), heads=(1, 2))
-    lse = accumulator.finish().lse
+    accumulator.add_to_heads(2, 5, (1, 2), *random_partial(3, 1, 0))
+    _, lse = accumulator.finish()
     assert lse[:, :, [0, 2]].isneginf().all()
     assert not lse[2:5, :, 1].isneginf().all()
     assert lse[[0, 1, 5, 6], :, 1].isneginf().all()
@@ -189,7 +195,8 @@ def test_gradients_equal_the_model(operations: list[tuple[str, tuple[int, int], 
             accumulator.clear(start, stop)
             model[start:stop] = 0
         else:
-            assert torch.equal(accumulator.accumulated(start, stop), model[start:stop])
+            (rows,) = accumulator.accumulated(start, stop)
+            assert torch.equal(rows, model[start:stop])
     expected = model.split(list(WIDTHS), -1)
     for result, again, want in zip(accumulator.finish(), accumulator.finish(), expected, strict=True):
         assert torch.equal(result, want.to(result.dtype))

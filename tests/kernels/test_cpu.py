@@ -58,8 +58,8 @@ def tensors(q_len: int, k_len: int, dtype: torch.dtype, heads: int, kv_heads: in
 
 def forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, dtype: torch.dtype) -> Partial:
     accumulator = OutputAccumulator((q.shape[2], q.shape[0], q.shape[1], v.shape[-1]), like=torch.empty(0, dtype=dtype))
-    for part in kernel.attend(q, k, v, bands, scale=scale):
-        accumulator.add(*part)
+    for start, stop, (out, lse) in kernel.attend(q, k, v, bands, scale=scale):
+        accumulator.add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
     out, lse = accumulator.finish()
     return Partial(out.movedim(0, 2), lse.movedim(0, 2))
 

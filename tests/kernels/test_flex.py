@@ -50,8 +50,8 @@ def inputs(mask: rs.Mask, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 def forward(mask: rs.Mask, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     result = OutputAccumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
-    for part in flex.attend(q, k, v, mask.bands, scale=0.3):
-        result.add(*part)
+    for start, stop, (out, lse) in flex.attend(q, k, v, mask.bands, scale=0.3):
+        result.add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
     return Partial(*(x.movedim(0, 2) for x in result.finish()))
 
 
@@ -186,8 +186,8 @@ def test_score_mod_and_mask_mod_equal_the_eager_kernel(score_mod: Any, mask_mod:
     for kernel in (flex, eager):
         total = OutputAccumulator((q.shape[2], *q.shape[:2], v.shape[-1]), like=q)
         with torch.no_grad():
-            for part in kernel.attend(q, k, v, mask.bands, scale=0.3, mods=mods):
-                total.add(*part)
+            for start, stop, (out, lse) in kernel.attend(q, k, v, mask.bands, scale=0.3, mods=mods):
+                total.add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
         results.append(Partial(*(x.movedim(0, 2) for x in total.finish())))
     torch.testing.assert_close(*results)
     saved = Saved(q, torch.randn(results[1].out.shape, dtype=q.dtype), *results[1])

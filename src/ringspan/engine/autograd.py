@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from ringspan.engine.executor import AttentionConfig, Run, backward_pass, forward_pass
+from ringspan.engine.executor import AttentionConfig, Run, backward, forward, rows_to_save
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial
@@ -55,25 +55,27 @@ def positive_scale(scale: float) -> tuple[float, float]:
 
 
 class Attend(torch.autograd.Function):
-    """Of each rank out (S, B, H, E) and lse (S, B, H).
+    """Attention of the ranks in this process: of each rank out (S, B, H, E) and lse (S, B, H).
 
     Inputs are q, k and v of each rank, (B, heads, rows, dim), and the tensors that the user's functions learn.
     """
 
     @staticmethod
     def forward(ctx: Any, plans: Sequence[Plan], config: AttentionConfig, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
-        queries, key_values = [], []
-        for i in range(0, 3 * len(plans), 3):
-            q_BHSD, k_BGTD, v_BGTE = inputs[i : i + 3]
-            queries.append(q_BHSD.movedim(2, 0))
-            key_values.append(pack_kv(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0)))
+        queries, key_values, generators = [], [], []
+        for i, plan in enumerate(plans):
+            q_BHSD, k_BGTD, v_BGTE = inputs[3 * i : 3 * i + 3]
+            q_SBHD, kv_TBGF = q_BHSD.movedim(2, 0), pack_kv(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0))
+            queries.append(q_SBHD)
+            key_values.append(kv_TBGF)
+            generators.append(forward(plan, q_SBHD, kv_TBGF, config))
         outputs: list[Tensor] = []
-        for result, q in zip(forward_pass(plans, config, run, queries, key_values), queries, strict=True):
+        for out, lse in run(generators):
             # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.
-            outputs += [result.out.to(q.dtype).detach(), result.lse.detach()]
+            outputs += [out.to(inputs[0].dtype).detach(), lse.detach()]
         ctx.set_materialize_grads(False)
         ctx.plans, ctx.config, ctx.run = plans, config, run
-        # The functions keep what they have captured. It is saved so that autograd checks that it has not changed.
+        # The functions hold the tensors that they have captured. Saving these makes autograd check that they are not changed.
         captured = () if config.mods is None else config.mods.captured
         ctx.save_for_backward(*queries, *key_values, *outputs, *captured)
         return tuple(outputs)
@@ -87,11 +89,15 @@ class Attend(torch.autograd.Function):
         dlearned = [] if mods is None else [torch.zeros_like(x) for x in mods.learned]
         computed: list[Tensor] = []
         with torch.no_grad():
-            for parts in backward_pass(ctx.plans, ctx.config, ctx.run, queries, key_values, outputs, grads):
-                for part in parts[:3]:
-                    computed.append(part.movedim(0, 2).to(queries[0].dtype))
-                for i, part in enumerate(parts[3:]):
-                    dlearned[i] = dlearned[i] + part.to(dlearned[i].dtype)
+            generators = []
+            for i, plan in enumerate(ctx.plans):
+                saved = rows_to_save(queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
+                generators.append(backward(plan, saved, key_values[i], ctx.config))
+            for dq, dk, dv, *dlearned_of_rank in ctx.run(generators):
+                for grad in (dq, dk, dv):
+                    computed.append(grad.movedim(0, 2).to(queries[0].dtype))
+                for i, grad in enumerate(dlearned_of_rank):
+                    dlearned[i] = dlearned[i] + grad.to(dlearned[i].dtype)
         computed += dlearned
         again = torch.is_grad_enabled()  # create_graph=True: the gradient may be differentiated
         found: list[Tensor | None] = []

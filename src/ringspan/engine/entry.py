@@ -3,7 +3,7 @@
 ::
 
     eager code                     attend ──► Attend, an autograd function ───┐
-                                                                              ├──► forward_pass, backward_pass
+                                                                              ├──► executor: forward, backward
     traced, or in a dispatch mode  attend ──► ringspan::attend, an operator ──┘
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.

@@ -1,6 +1,6 @@
 """The executor: a generator for the forward pass of one rank, and one for its backward pass.
 
-They run the steps of a plan. Each yields its exchanges, and the transport that drives the generator performs them. The
+Both run the steps of a plan. They yield the exchanges, and the transport that drives a generator performs them. The
 messages of a step overlap with its kernel calls. A step without remote messages yields nothing::
 
     yield PostExchange ──► kernel, accumulate ──► yield WaitExchange ──► apply what has arrived
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,14 @@ from ringspan.engine.global_indices import indexed_mods
 from ringspan.engine.messages import schedule
 from ringspan.engine.packing import pack_saved, unpack_saved
 from ringspan.engine.slots import Slots
-from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Partial, Saved, accumulation_dtype
+from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype
 from ringspan.planner import Plan
-from ringspan.plans import Slot
+from ringspan.plans import Slot, Task
+from ringspan.plans.data import Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import RankGenerator, WaitExchange
+
+T = TypeVar("T")
 
 # Drives the generators of the ranks of this process to their results: ``transport.run``.
 Run = Callable[[Sequence[Any]], list[Any]]
@@ -40,7 +43,7 @@ NO_SPAN = nullcontext()  # opening a span of the profiler takes as long as a ker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """What is the same for all ranks and all steps of one call of attention."""
+    """The settings of one call of attention, which are the same for all ranks and all steps."""
 
     kernel: Kernel
     scale: float
@@ -48,51 +51,12 @@ class AttentionConfig:
     mods: Mods | None = None
 
 
-def forward_pass(
-    plans: Sequence[Plan], config: AttentionConfig, run: Run, queries: Sequence[Tensor], key_values: Sequence[Tensor]
-) -> list[Partial]:
-    """Out and lse of each rank of this process. Called by eager code and by the custom operator."""
-    generators = []
-    for i, plan in enumerate(plans):
-        generators.append(forward(plan, queries[i], key_values[i], config))
-    return run(generators)
+def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
+    """Return the generator of a rank's forward pass.
 
-
-def backward_pass(
-    plans: Sequence[Plan],
-    config: AttentionConfig,
-    run: Run,
-    queries: Sequence[Tensor],
-    key_values: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-) -> list[tuple[Tensor, ...]]:
-    """dq, dk, dv and the gradients of learned tensors of each rank.
-
-    ``outputs`` is flat, out and lse of each rank in turn, and ``grads`` are their gradients; None is zero. All gradients are
-    computed on every rank, needed or not: a rank that skipped its part would leave its peers with unmatched receives.
+    Its result is out (S, B, H, E), in the accumulation dtype or in the kernel's, and lse (S, B, H).
     """
-    generators = []
-    for i, plan in enumerate(plans):
-        out, lse = outputs[2 * i : 2 * i + 2]
-        dout, dlse = grads[2 * i : 2 * i + 2]
-        saved = Saved(
-            queries[i],
-            torch.zeros_like(out) if dout is None else dout,
-            out,
-            lse,
-            None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0),
-        )
-        generators.append(backward(plan, saved, key_values[i], config))
-    return run(generators)
-
-
-def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[Partial]:
-    """Run the forward steps.
-
-    Returns this rank's result: out (S, B, H, E), in the accumulation dtype or the kernel's, and lse (S, B, H).
-    """
-    program, kernel, head_dim = plan.program, config.kernel, config.head_dim
+    program, head_dim = plan.program, config.head_dim
     # Queries that move are sent from a contiguous copy; otherwise the kernel reads them in place.
     if program.moves_queries("forward"):
         q_rows = _slot_buffers(q_SBHD.contiguous(), program.q_slots)
@@ -109,39 +73,28 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     for x_TBGF in kv_rows:
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
-    slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
     options: dict[str, Any] = {"scale": config.scale}
 
-    for step in plan.derived(schedule, "forward"):
-        pending = None
-        if step.messages is not None:
-            exchange = slots.begin(step.messages, step.label)
-            if step.messages.is_on_wire:
-                pending = yield exchange
-            del exchange  # it holds the messages of this step
-        with record_function(f"ringspan::step {step.number} forward, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
-            for task in step.tasks:
-                if config.mods is not None:
-                    options["mods"] = indexed_mods(config.mods, plan, task, q_SBHD.device)
-                k_BGTD, v_BGTE = keys[task.kv_slot]
-                for start, stop, part in kernel.attend(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
-                    outputs[task.q_slot].add(start, stop, part)
-                    del part  # else it would be held while the next is computed
-        if step.messages is not None:
-            if step.messages.is_on_wire:
-                yield WaitExchange(pending)
-            del pending  # else the next step's messages would be packed while this step's are still held
-            slots.apply_arrivals()
-    return outputs[0].finish()
+    def compute(task: Task) -> None:
+        if config.mods is not None:
+            options["mods"] = indexed_mods(config.mods, plan, task, like.device)
+        k_BGTD, v_BGTE = keys[task.kv_slot]
+        for start, stop, (out, lse) in config.kernel.attend(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
+            outputs[task.q_slot].add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
+            del out, lse  # else they would be held while the next are computed
+
+    slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
+    return _run_steps(plan, "forward", slots, compute, outputs[0].finish)
 
 
 def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
-    """Run the backward steps. ``saved`` is rows first.
+    """Return the generator of a rank's backward pass. ``saved`` is rows first.
 
-    Returns the gradients dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), wide or as the kernel wrote them; and this
-    rank's part of the gradients of the tensors that the user's functions learn.
+    Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), in the accumulation dtype or in the kernel's, and this
+    rank's contribution to the gradients of the tensors that the user's functions learn (``Mods.learned``). All of them are
+    computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
     """
-    program, kernel, mods, head_dim = plan.program, config.kernel, config.mods, config.head_dim
+    program, mods, head_dim = plan.program, config.mods, config.head_dim
     value_dim = kv_TBGF.shape[-1] - head_dim
     q, dout, out, lse, dlse = saved
     q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
@@ -163,38 +116,60 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
         dkv.append(GradientAccumulator(x_TBGF.shape[:3], (head_dim, value_dim), like=like, reuse_kernel_output=not dkv))
     dlearned = [] if mods is None else [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in mods.learned]
-    slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv})
     options: dict[str, Any] = {"scale": config.scale}
 
-    for step in plan.derived(schedule, "backward"):
+    def compute(task: Task) -> None:
+        if mods is not None:
+            options["mods"] = indexed_mods(mods, plan, task, like.device)
+        k_BGTD, v_BGTE = keys[task.kv_slot]
+        for grads in config.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
+            dk_TBGD, dv_TBGE = grads.dk_BGTD.movedim(2, 0), grads.dv_BGTE.movedim(2, 0)
+            dq[task.q_slot].add(grads.rows.start, grads.rows.stop, grads.dq_BHSD.movedim(2, 0))
+            dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, dk_TBGD, dv_TBGE)
+            for total, grad in zip(dlearned, grads.dlearned, strict=True):
+                total.add_(grad)
+            del grads, dk_TBGD, dv_TBGE  # else they would be held while the next are computed
+
+    def finish() -> tuple[Tensor, ...]:
+        return *dq[0].finish(), *dkv[0].finish(), *dlearned
+
+    slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv})
+    return _run_steps(plan, "backward", slots, compute, finish)
+
+
+def _run_steps(
+    plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None], finish: Callable[[], T]
+) -> RankGenerator[T]:
+    """Exchange the messages of each step while its tasks are computed. The result of the generator is that of ``finish``."""
+    for step in plan.derived(schedule, phase):
         pending = None
         if step.messages is not None:
             exchange = slots.begin(step.messages, step.label)
             if step.messages.is_on_wire:
                 pending = yield exchange
-            del exchange
-        with record_function(f"ringspan::step {step.number} backward, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
+            del exchange  # it holds the messages of this step
+        with record_function(f"ringspan::step {step.number} {phase}, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
             for task in step.tasks:
-                if mods is not None:
-                    options["mods"] = indexed_mods(mods, plan, task, kv_TBGF.device)
-                k_BGTD, v_BGTE = keys[task.kv_slot]
-                for grads in kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
-                    dk_TBGD, dv_TBGE = grads.dk_BGTD.movedim(2, 0), grads.dv_BGTE.movedim(2, 0)
-                    dq[task.q_slot].add(grads.rows.start, grads.rows.stop, grads.dq_BHSD.movedim(2, 0))
-                    dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, dk_TBGD, dv_TBGE)
-                    for total, part in zip(dlearned, grads.dlearned, strict=True):
-                        total.add_(part)
-                    del grads, dk_TBGD, dv_TBGE  # else they would be held while the next are computed
+                compute(task)
         if step.messages is not None:
             if step.messages.is_on_wire:
                 yield WaitExchange(pending)
-            del pending
+            del pending  # else the next step's messages would be packed while this step's are still held
             slots.apply_arrivals()
-    return *dq[0].finish(), *dkv[0].finish(), *dlearned
+    return finish()
+
+
+def rows_to_save(q_SBHD: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Saved:
+    """Return what :func:`backward` needs of the queries, rows first. A gradient of None is zero."""
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+    return Saved(q_SBHD, dout, out, lse, dlse)
 
 
 def _slot_buffers(own: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """A buffer for each slot. That of slot 0 holds the rank's own rows."""
+    """Return a buffer for each slot. The buffer of slot 0 is ``own``, the rank's own rows."""
     buffers, (_, batch, all_heads, width) = [own], own.shape
     for slot in slots[1:]:
         heads = all_heads if slot.heads is None else slot.heads
@@ -203,7 +178,7 @@ def _slot_buffers(own: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
 
 
 def _heads_first(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Saved:
-    """(S, B, H, …) viewed as (B, H, S, …), as kernels take it."""
+    """View (S, B, H, …) as (B, H, S, …), the order of dims that kernels take."""
     return Saved(
         q.movedim(0, 2), dout.movedim(0, 2), out.movedim(0, 2), lse.movedim(0, 2), None if dlse is None else dlse.movedim(0, 2)
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringspan.engine.autograd import SECOND_DERIVATIVE, positive_scale, saved_tensors
-from ringspan.engine.executor import AttentionConfig, backward_pass, forward_pass
+from ringspan.engine.executor import AttentionConfig, backward, forward, rows_to_save
 from ringspan.engine.handles import registry
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import KernelError
@@ -59,7 +59,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> t
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         with _outside_operators(config):
-            ((out, lse),) = forward_pass([plan], config, handle.group.run, [q_SBHD], [pack_kv(k_TBGD, v_TBGE)])
+            ((out, lse),) = handle.group.run([forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)])
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -79,9 +79,9 @@ def _attend_backward(
     with disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
-        kv_TBGF = pack_kv(k_TBGD, v_TBGE)
+        saved = rows_to_save(q_SBHD, out, lse, dout, dlse)
         with _outside_operators(config):
-            ((dq, dk, dv, *_),) = backward_pass([plan], config, handle.group.run, [q_SBHD], [kv_TBGF], [out, lse], [dout, dlse])
+            ((dq, dk, dv, *_),) = handle.group.run([backward(plan, saved, pack_kv(k_TBGD, v_TBGE), config)])
         return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])
 
 

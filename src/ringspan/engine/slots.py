@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine.messages import StepMessages
-from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial
+from ringspan.kernels import GradientAccumulator, OutputAccumulator
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
 from ringspan.plans.shape import is_packed
@@ -87,8 +87,8 @@ class Slots:
         at = 0
         for start, stop in t.rows:
             out, lse = self.outputs[t.slot].accumulated(start, stop)
-            part = payload[at : at + stop - start]
-            part[..., :-1], part[..., -1] = _heads(out, t), _heads(lse, t)
+            rows = payload[at : at + stop - start]
+            rows[..., :-1], rows[..., -1] = _heads(out, t), _heads(lse, t)
             at += stop - start
         return payload
 
@@ -103,11 +103,14 @@ class Slots:
         return like.new_empty((t.count, batch, heads, width + (t.what == "out")))
 
     def _merge(self, t: Transfer, message: Tensor) -> None:
-        out_BHSE, lse_BHS = message[..., :-1].permute(1, 2, 0, 3), message[..., -1].permute(1, 2, 0)
         at = 0
         for start, stop in t.rows:
-            part = slice(at, at + stop - start)
-            self.outputs[t.slot].add(start, stop, Partial(out_BHSE[:, :, part], lse_BHS[:, :, part]), heads=t.heads)
+            rows = message[at : at + stop - start]
+            out, lse = rows[..., :-1], rows[..., -1]
+            if t.heads is None:
+                self.outputs[t.slot].add(start, stop, out, lse)
+            else:
+                self.outputs[t.slot].add_to_heads(start, stop, t.heads, out, lse)
             at += stop - start
 
     def _add(self, t: Transfer, message: Tensor) -> None:
@@ -128,7 +131,8 @@ class Slots:
         start, stop = t.rows[0] if len(t.rows) == 1 else _extent(t.rows)
         if t.what in self.rows:
             return self.rows[t.what][t.slot][start:stop]
-        return self.gradients[t.what][t.slot].accumulated(start, stop)
+        (rows,) = self.gradients[t.what][t.slot].accumulated(start, stop)
+        return rows
 
 
 def _heads(x: Tensor, t: Transfer) -> Tensor:

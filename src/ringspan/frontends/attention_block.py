@@ -211,11 +211,16 @@ class AttentionMode(AttentionCatcher):
         """Attention of packed documents: out and lse."""
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.scaled_dot_product_attention:
+            _refuse_reentrant_checkpoint()
+            q, k, v, scale = self._checked_sdpa(*args, **kwargs)
+            if q.ndim == 4:
+                return self.attention(q, k, v, scale=scale)
+            out = self.attention(_four_dims(q), _four_dims(k), _four_dims(v), scale=scale)
+            return out.reshape(*q.shape[:-1], v.shape[-1])
         if func is flex_attention:
             _refuse_reentrant_checkpoint()
             return self.flex_attention(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self._sdpa(*args, **kwargs)
         name = _name(func)
         if is_varlen_attention(func):
             _refuse_reentrant_checkpoint()
@@ -227,7 +232,7 @@ class AttentionMode(AttentionCatcher):
             instead = f"this PyTorch's cannot be caught ({obstacle}): call cp.flex_attention, which takes the same"
         raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
 
-    def _sdpa(
+    def _checked_sdpa(
         self,
         query: Tensor,
         key: Tensor,
@@ -237,8 +242,8 @@ class AttentionMode(AttentionCatcher):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
-        _refuse_reentrant_checkpoint()
+    ) -> tuple[Tensor, Tensor, Tensor, float | None]:
+        """Return q, k and v, under autocast in its dtype, and the scale. Raise if the call does not agree with the plan."""
         if attn_mask is not None:
             raise UnplannedAttention(
                 f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
@@ -262,11 +267,7 @@ class AttentionMode(AttentionCatcher):
             )
         if query.ndim > 3 and query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise unequal_heads(query.shape[-3], key.shape[-3])
-        query, key, value = under_autocast(query, key, value)
-        if query.ndim == 4:
-            return self.attention(query, key, value, scale=scale)
-        out = self.attention(_four_dims(query), _four_dims(key), _four_dims(value), scale=scale)
-        return out.reshape(*query.shape[:-1], value.shape[-1])
+        return *under_autocast(query, key, value), scale
 
 
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"

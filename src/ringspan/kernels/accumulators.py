@@ -17,9 +17,9 @@ result or two, so these cases must be cheap. Each row is in one of four states::
     ACCUMULATED  the combination so far, in a buffer of the accumulation dtype (at least float32)
 
 Three operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
-ACCUMULATED, from any state, and so does ``add`` with ``heads=``. They exist because partial results move between ranks:
+ACCUMULATED, from any state, and so does ``add_to_heads``. They exist because partial results move between ranks:
 ``accumulated`` gives the rows of a message, in the accumulation dtype; ``clear`` frees a slot for the rows of another rank;
-``heads=`` receives the result of some heads from the rank that computed them.
+``add_to_heads`` receives the result of some heads from the rank that computed them.
 
 A kernel that computes in bfloat16 returns bfloat16, which has lower precision than the accumulation dtype. Only an
 accumulator with ``reuse_kernel_output=True`` has the states BORROWED and PENDING. ``finish`` combines each pending partial
@@ -36,13 +36,101 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 from torch import Tensor
 
 from ringspan.kernels.partial import EMPTY_LSE, Partial, merge_, triton_kernels
-from ringspan.kernels.row_states import PendingPartials, RowState, RowStates
 
 Tensors = tuple[Tensor, ...]
+
+
+class RowState(IntEnum):
+    """The states of the drawing above."""
+
+    EMPTY = 0  # no partial result yet
+    BORROWED = 1  # one partial result, in the tensor that the kernel returned
+    PENDING = 2  # two partial results: one borrowed, one not yet combined with it
+    ACCUMULATED = 3  # in the buffer of the accumulation dtype
+
+
+class RowStates:
+    """The state of every row, stored as runs of rows in the same state.
+
+    >>> states = RowStates(8)
+    >>> states.set(2, 5, RowState.ACCUMULATED)
+    >>> [(start, stop, state.name) for start, stop, state in states.between(0, 4)]
+    [(0, 2, 'EMPTY'), (2, 4, 'ACCUMULATED')]
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._runs = [(0, rows, RowState.EMPTY)] if rows else []
+
+    def between(self, start: int, stop: int) -> list[tuple[int, int, RowState]]:
+        """Return the runs of the rows ``start:stop``."""
+        if len(self._runs) == 1:  # the common case
+            ((first, last, state),) = self._runs
+            return [(max(first, start), min(last, stop), state)] if first < stop and start < last else []
+        return [
+            (max(first, start), min(last, stop), state) for first, last, state in self._runs if first < stop and start < last
+        ]
+
+    def has(self, *states: RowState) -> bool:
+        """Return whether any row is in one of these states."""
+        return any(state in states for *_, state in self._runs)
+
+    def set(self, start: int, stop: int, state: RowState) -> None:
+        """Set the state of the rows ``start:stop``."""
+        if start >= stop:
+            return
+        if stop - start == self._rows:  # the common case
+            self._runs = [(start, stop, state)]
+            return
+        runs: list[tuple[int, int, RowState]] = []
+        for first, last, old in self._runs:
+            before = (first, min(last, start), old)
+            changed = (max(first, start), min(last, stop), state)
+            after = (max(first, stop), last, old)
+            for low, high, new in (before, changed, after):
+                if low >= high:
+                    continue
+                if runs and runs[-1][2] == new:
+                    runs[-1] = (runs[-1][0], high, new)
+                else:
+                    runs.append((low, high, new))
+        self._runs = runs
+
+
+class PendingPartials:
+    """Partial results that are not yet combined with a borrowed one, at most one for each row. Tensors have rows first."""
+
+    def __init__(self) -> None:
+        self._partials: list[tuple[int, int, Tensors]] = []
+
+    def put(self, start: int, stop: int, partial: Tensors) -> None:
+        """Keep a partial result of the rows ``start:stop``, which have none here yet."""
+        self._partials.append((start, stop, partial))
+
+    def pop(self, start: int, stop: int) -> list[tuple[int, int, Tensors]]:
+        """Remove and return the partial results of the rows ``start:stop``, each with the first and the last row + 1."""
+        if not self._partials:
+            return []
+        popped, left = [], []
+        for first, last, partial in self._partials:
+            low, high = max(first, start), min(last, stop)
+            if low >= high:
+                left.append((first, last, partial))
+                continue
+            if (low, high) == (first, last):
+                popped.append((first, last, partial))
+                continue
+            popped.append((low, high, tuple(x[low - first : high - first] for x in partial)))
+            for begin, end in ((first, low), (high, last)):
+                if begin < end:
+                    left.append((begin, end, tuple(x[begin - first : end - first] for x in partial)))
+        self._partials = left
+        return popped
 
 
 class RowAccumulator(ABC):
@@ -52,25 +140,22 @@ class RowAccumulator(ABC):
     dtype and the device of the buffers. ``shape`` (S, B, H, width) is the shape of the first buffer.
     """
 
-    def __init__(self, shape: Sequence[int], *, like: Tensor, reuse_kernel_output: bool) -> None:
+    def __init__(self, shape: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False) -> None:
         self.shape, self.like, self._reuse_kernel_output = tuple(shape), like, reuse_kernel_output
         self._states, self._pending = RowStates(self.shape[0]), PendingPartials()
         self._borrowed: Tensors | None = None
         self._buffers: Tensors | None = None
 
-    def clear(self, start: int, stop: int) -> None:
-        """Discard the partial results of the rows ``start:stop``."""
-        self._pending.pop(start, stop)
-        self._set_state(start, stop, RowState.EMPTY)
-
-    def _add(self, start: int, stop: int, partial: Tensors, *, can_be_borrowed: bool) -> None:
+    def add(self, start: int, stop: int, *partial: Tensor) -> None:
+        """Combine a partial result, rows first, with those of the rows ``start:stop`` so far."""
+        is_low_precision = partial[0].dtype != self.like.dtype
         for first, last, state in self._states.between(start, stop):
             new = partial if (first, last) == (start, stop) else _rows(partial, first - start, last - start)
             covers_all = last - first == self.shape[0]
-            if state == RowState.EMPTY and self._reuse_kernel_output and can_be_borrowed and covers_all:
+            if state == RowState.EMPTY and self._reuse_kernel_output and is_low_precision and covers_all:
                 self._borrowed, self._buffers = new, None
                 self._states.set(first, last, RowState.BORROWED)
-            elif state == RowState.BORROWED and can_be_borrowed:
+            elif state == RowState.BORROWED and is_low_precision:
                 self._pending.put(first, last, new)
                 self._states.set(first, last, RowState.PENDING)
             elif state == RowState.EMPTY:
@@ -80,11 +165,16 @@ class RowAccumulator(ABC):
                 self._combine_(self._buffer_rows(first, last), new, old=self._borrowed_rows(first, last))
                 self._set_state(first, last, RowState.ACCUMULATED)
             else:
-                accumulated = self._accumulate(first, last)
+                accumulated = self.accumulated(first, last)
                 self._combine_(accumulated, new, old=accumulated)
 
-    def _accumulate(self, start: int, stop: int) -> Tensors:
-        """Make the rows ``start:stop`` ACCUMULATED, and return them."""
+    def clear(self, start: int, stop: int) -> None:
+        """Discard the partial results of the rows ``start:stop``."""
+        self._pending.pop(start, stop)
+        self._set_state(start, stop, RowState.EMPTY)
+
+    def accumulated(self, start: int, stop: int) -> Tensors:
+        """Make the rows ``start:stop`` ACCUMULATED, and return them: views of the buffers, in the accumulation dtype."""
         accumulated = self._buffer_rows(start, stop)  # first: if there is no memory for it, nothing has changed
         runs = self._states.between(start, stop)
         if len(runs) == 1 and runs[0][2] == RowState.ACCUMULATED:
@@ -100,18 +190,18 @@ class RowAccumulator(ABC):
         self._set_state(start, stop, RowState.ACCUMULATED)
         return accumulated
 
-    def _finish(self) -> Tensors:
+    def finish(self) -> Tensors:
         """Return all rows: in the borrowed tensors if any row is still in them, else in the buffers."""
         rows = self.shape[0]
         if self._borrowed is None:
-            return self._accumulate(0, rows)
+            return self.accumulated(0, rows)
         for start, stop, partial in self._pending.pop(0, rows):
             borrowed = self._borrowed_rows(start, stop)
             self._combine_(borrowed, partial, old=borrowed)
             self._states.set(start, stop, RowState.BORROWED)
         for start, stop, state in self._states.between(0, rows):
             if state != RowState.BORROWED:
-                self._copy_(self._borrowed_rows(start, stop), self._accumulate(start, stop))
+                self._copy_(self._borrowed_rows(start, stop), self.accumulated(start, stop))
         return self._borrowed
 
     def _set_state(self, start: int, stop: int, state: RowState) -> None:
@@ -124,14 +214,9 @@ class RowAccumulator(ABC):
         assert self._borrowed is not None
         return self._borrowed if stop - start == self.shape[0] else _rows(self._borrowed, start, stop)
 
-    def _buffer_rows(self, start: int, stop: int) -> Tensors:
-        if self._buffers is None:
-            self._buffers = self._new_buffers()
-        return self._buffers if stop - start == self.shape[0] else _rows(self._buffers, start, stop)
-
     @abstractmethod
-    def _new_buffers(self) -> Tensors:
-        """Allocate the buffers."""
+    def _buffer_rows(self, start: int, stop: int) -> Tensors:
+        """Return the rows ``start:stop`` of the buffers. The first call allocates them."""
 
     @abstractmethod
     def _fill_neutral_(self, into: Tensors) -> None:
@@ -149,39 +234,23 @@ class RowAccumulator(ABC):
 class OutputAccumulator(RowAccumulator):
     """Outputs of attention with their lse, merged by :func:`ringspan.kernels.partial.merge_`.
 
+    A partial result is out (rows, B, H, E) and lse (rows, B, H). A row without partial results has out 0 and lse -inf.
+
     lse always has the accumulation dtype. Therefore the buffers need no lse of their own while a partial result is borrowed:
     they use the lse tensor of the borrowed partial result. A row of that tensor has the lse of the borrowed output if the row
     is BORROWED or PENDING, and the lse of the buffer if the row is ACCUMULATED.
     """
 
-    def __init__(self, shape_SBHE: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False) -> None:
-        super().__init__(shape_SBHE, like=like, reuse_kernel_output=reuse_kernel_output)
+    def add_to_heads(self, start: int, stop: int, heads: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+        """Merge a partial result of the head range ``heads`` into the rows ``start:stop``."""
+        so_far = [x[:, :, slice(*heads)] for x in self.accumulated(start, stop)]
+        merge_(Partial(*so_far), Partial(out, lse))
 
-    def add(self, start: int, stop: int, partial: Partial, *, heads: tuple[int, int] | None = None) -> None:
-        """Merge a partial result into the rows ``start:stop``, for all heads or for the range ``heads``.
-
-        The partial result has heads first, as kernels return it: out (B, H, rows, E) and lse (B, H, rows).
-        """
-        partial = Partial(partial.out.permute(2, 0, 1, 3), partial.lse.permute(2, 0, 1))
-        if heads is None:
-            self._add(start, stop, partial, can_be_borrowed=partial.out.dtype != self.like.dtype)
-        else:
-            merge_(Partial(*(x[:, :, slice(*heads)] for x in self.accumulated(start, stop))), partial)
-
-    def accumulated(self, start: int, stop: int) -> Partial:
-        """Return the rows ``start:stop`` in the accumulation dtype: views (rows, B, H, E) and (rows, B, H)."""
-        return Partial(*self._accumulate(start, stop))
-
-    def finish(self) -> Partial:
-        """Return all rows: out (S, B, H, E), in the accumulation dtype or in the kernel's, and lse (S, B, H).
-
-        A row without partial results has out 0 and lse -inf.
-        """
-        return Partial(*self._finish())
-
-    def _new_buffers(self) -> Tensors:
-        lse = self.like.new_empty(self.shape[:3]) if self._borrowed is None else self._borrowed[1]
-        return self.like.new_empty(self.shape), lse
+    def _buffer_rows(self, start: int, stop: int) -> Tensors:
+        if self._buffers is None:
+            lse = self.like.new_empty(self.shape[:3]) if self._borrowed is None else self._borrowed[1]
+            self._buffers = self.like.new_empty(self.shape), lse
+        return self._buffers if stop - start == self.shape[0] else _rows(self._buffers, start, stop)
 
     def _fill_neutral_(self, into: Tensors) -> None:
         out, lse = into
@@ -197,7 +266,11 @@ class OutputAccumulator(RowAccumulator):
 
 
 class GradientAccumulator(RowAccumulator):
-    """Sums of gradients: of one tensor, or of several (keys and values) that are side by side in the buffer."""
+    """Sums of gradients: of one tensor, or of several (keys and values) that are side by side in the buffer.
+
+    A partial result has one tensor (rows, B, H, D) for each gradient, or one tensor (rows, B, H, F) with all of them side by
+    side. So do the rows that ``accumulated`` returns. Rows without gradients are zero.
+    """
 
     def __init__(
         self, shape_SBH: Sequence[int], widths: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False
@@ -205,23 +278,15 @@ class GradientAccumulator(RowAccumulator):
         super().__init__((*shape_SBH, sum(widths)), like=like, reuse_kernel_output=reuse_kernel_output)
         self._widths = list(widths)
 
-    def add(self, start: int, stop: int, *partial_SBHD: Tensor) -> None:
-        """Add partial gradients to the rows ``start:stop``: one tensor for each, or one with all of them side by side."""
-        can_be_borrowed = partial_SBHD[0].dtype != self.like.dtype and len(partial_SBHD) == len(self._widths)
-        self._add(start, stop, partial_SBHD, can_be_borrowed=can_be_borrowed)
-
-    def accumulated(self, start: int, stop: int) -> Tensor:
-        """Return the rows ``start:stop`` in the accumulation dtype: a view (rows, B, H, F). Rows without gradients are zero."""
-        (rows,) = self._accumulate(start, stop)
-        return rows
-
     def finish(self) -> Tensors:
-        """Return each gradient of all rows, in the accumulation dtype or in the kernel's. Rows without gradients are zero."""
-        grads = self._finish()
+        """Return each gradient of all rows, in the accumulation dtype or in the kernel's."""
+        grads = super().finish()
         return grads if len(grads) == len(self._widths) else grads[0].split(self._widths, dim=-1)
 
-    def _new_buffers(self) -> Tensors:
-        return (self.like.new_empty(self.shape),)
+    def _buffer_rows(self, start: int, stop: int) -> Tensors:
+        if self._buffers is None:
+            self._buffers = (self.like.new_empty(self.shape),)
+        return self._buffers if stop - start == self.shape[0] else _rows(self._buffers, start, stop)
 
     def _fill_neutral_(self, into: Tensors) -> None:
         into[0].zero_()

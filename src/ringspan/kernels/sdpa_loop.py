@@ -39,8 +39,9 @@ class SdpaKernel:
     def attend(
         self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
     ) -> Iterator[PartialRows]:
+        dtype = self.compute_dtype(k_BGTD.dtype)
         for call in make_sdpa_calls(tuple(bands)):
-            q, k, v = self._operands(q_BHSD, k_BGTD, v_BGTE, call)
+            q, k, v = self._operands(q_BHSD, k_BGTD, v_BGTE, call, dtype)
             mask = _mask(call, q) if call.bands else None
             out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
             if mask is not None:
@@ -52,14 +53,15 @@ class SdpaKernel:
     def attend_backward(
         self, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
     ) -> Iterator[Gradients]:
+        dtype = self.compute_dtype(k_BGTD.dtype)
         for call in make_sdpa_calls(tuple(bands)):
             rows = saved.rows(call.q0, call.q1)
             dout, out, values = rows.dout_BHSE, rows.out_BHSE, v_BGTE
             if rows.dlse_BHS is not None:
                 dout, out, values = with_dlse_column(dout, out, v_BGTE, rows.dlse_BHS)
-            q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, call)
+            q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, call, dtype)
             lse = finite_lse(rows.lse_BHS)
-            dout, out = dout.to(q.dtype), out.to(q.dtype)
+            dout, out = dout.to(dtype), out.to(dtype)
             if dout.shape[-1] < q.shape[-1]:
                 dout, out = _padded(dout, q.shape[-1]), _padded(out, q.shape[-1])
             mask = _mask(call, q) if call.bands else None
@@ -67,10 +69,12 @@ class SdpaKernel:
             dq, dk, dv = dq[..., : saved.q_BHSD.shape[-1]], dk[..., : k_BGTD.shape[-1]], dv[..., : v_BGTE.shape[-1]]
             yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
 
-    def _operands(self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: RectangleCall) -> tuple[Tensor, Tensor, Tensor]:
+    def _operands(
+        self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: RectangleCall, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of the rectangle in this dtype, with all dims padded to one width."""
         width = max(q_BHSD.shape[-1], v_BGTE.shape[-1])
         width += -width % self.dim_multiple
-        dtype = self.compute_dtype(k_BGTD.dtype)
         q = q_BHSD[:, :, call.q0 : call.q1].to(dtype)
         k = k_BGTD[:, :, call.k0 : call.k1].to(dtype)
         v = v_BGTE[:, :, call.k0 : call.k1].to(dtype)
