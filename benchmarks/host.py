@@ -1,53 +1,61 @@
-"""The host's share of one call of attention: time without kernels, and Python function calls.
+"""The host's share of attention: time without kernels, Python function calls, and the cost of a context per operation.
 
     python benchmarks/host.py "exchange(stages=1)"
     python benchmarks/host.py --calls
+    python benchmarks/host.py --operations
 
 The time is that of rank 3 of 8 on the CPU, with a kernel that only allocates its results, a merge that does nothing and a
 transport that moves nothing. What is left is what the host does between launches, on a GPU as well. A signal samples the
 running file every millisecond of processor time; the time of a PyTorch operation counts for the file that calls it.
 
-``--calls`` counts, with ``sys.setprofile``, every call of a Python function whose code is in src/ringspan: comprehensions,
-generator expressions and each resumption of a generator count as one call, as the interpreter reports them (Python 3.11). Depth
-counts frames of ringspan on the stack. The case: gloo ranks on this machine, causal mask of 256 tokens, strategy "ring", 4
-heads of 32, float32, ``F.scaled_dot_product_attention`` or an eager ``flex_attention`` with a score_mod inside ``with cp:``;
-the third call of three, on the last rank. Two ranks have 2 steps, one rank has 1.
+``--calls`` prints the figures of ``ringspan.bench.calls``: Python calls, files and depth of the stack.
+
+``--operations`` prints the host time of ``torch.add`` on tensors of one number: outside of a context, in a torch function
+mode that only calls the function, in ``with cp:``, and in ``local_attention()`` in it. It is the smallest of many measurements.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import time
-import warnings
+import timeit
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
 
 import ringspan as rs
+from ringspan.bench.calls import count_calls
 from ringspan.engine import AttentionConfig, attend_ranks
 from ringspan.kernels import accumulators, flash_calls, flash_loop
 from ringspan.testing.workers import Pool
 from ringspan.transports.null import NullTransport
 
 SECONDS = 10.0
-SOURCES = str(Path(rs.__file__).parent)
+# Many short measurements, so that some of them are not interrupted by other processes.
+OPERATIONS, REPEATS, ROUNDS = 200, 50, 30
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategy", nargs="?", default="exchange(stages=1)")
     parser.add_argument("--calls", action="store_true", help="count Python calls instead of measuring time")
+    parser.add_argument("--operations", action="store_true", help="measure what a context adds to every torch operation")
     args = parser.parse_args()
-    print_calls() if args.calls else print_time(args.strategy)
+    if args.calls:
+        print_calls()
+    elif args.operations:
+        print_operations()
+    else:
+        print_time(args.strategy)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -105,57 +113,6 @@ def _sample(f: Callable[[], object]) -> tuple[int, Counter[str]]:
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-class CallCounter:
-    """A profile function: calls of functions of ringspan, the files they are in, and the deepest stack of them."""
-
-    def __init__(self) -> None:
-        self.calls, self.depth, self._now = Counter[str](), 0, 0
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        file = frame.f_code.co_filename
-        if not file.startswith(SOURCES):
-            return
-        if event == "call":
-            self.calls[file] += 1
-            self._now += 1
-            self.depth = max(self.depth, self._now)
-        elif event == "return":
-            self._now -= 1
-
-    @property
-    def figures(self) -> tuple[int, int, int]:
-        return self.calls.total(), len(self.calls), self.depth
-
-    def of(self, f: Callable[[], Any]) -> Any:
-        sys.setprofile(self)
-        try:
-            return f()
-        finally:
-            sys.setprofile(None)
-
-
-def _distance(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + (q - k)
-
-
-def count_calls(rank: int, with_flex: bool) -> list[tuple[int, int, int]]:
-    """(calls, files, depth) forward and backward."""
-    warnings.simplefilter("ignore")  # torch warns of an eager flex_attention, in which it is not called
-    cp = rs.ContextParallel(None, rs.causal(256), strategy="ring")
-    q, k, v = (x.requires_grad_() for x in cp.shard(*torch.randn(3, 1, 4, 256, 32).unbind(), dim=2))
-    counters = [CallCounter(), CallCounter()]
-    for _ in range(3):
-        counters = [CallCounter(), CallCounter()]
-        with cp:
-            if with_flex:
-                out = counters[0].of(lambda: flex_attention(q, k, v, score_mod=_distance))
-            else:
-                out = counters[0].of(lambda: F.scaled_dot_product_attention(q, k, v))
-        grad = torch.ones_like(out)
-        counters[1].of(lambda out=out, grad=grad: out.backward(grad))  # type: ignore[misc]
-    return [counter.figures for counter in counters]
-
-
 def print_calls() -> None:
     print("ranks  call                                        forward              backward")
     print("                                            calls files depth     calls files depth")
@@ -163,8 +120,43 @@ def print_calls() -> None:
         with Pool(ranks) as pool:
             for with_flex in (False, True):
                 name = "flex_attention with a score_mod" if with_flex else "F.scaled_dot_product_attention"
-                forward, backward = pool.run(count_calls, with_flex)[-1]
-                print(f"{ranks:5}  {name:36} " + "     ".join("{:5} {:5} {:5}".format(*x) for x in (forward, backward)))
+                figures = pool.run(count_calls, with_flex)[-1]
+                print(f"{ranks:5}  {name:36} " + "     ".join("{:5} {:5} {:5}".format(*x) for x in figures))
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+class PassingMode(TorchFunctionMode):
+    """A torch function mode that does nothing but call the function: what any mode costs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def print_operations() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cp = rs.ContextParallel(None, rs.causal(8))
+    cases: dict[str, list[AbstractContextManager[Any]]] = {
+        "outside": [],
+        "in a mode that only passes on": [PassingMode()],
+        "in `with cp:`": [cp],
+        "in local_attention() in `with cp:`": [cp, rs.local_attention()],
+    }
+    # In turns, so that all cases meet the same load of the machine.
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    a, b = torch.ones(()), torch.ones(())
+    for _ in range(ROUNDS):
+        for name, contexts in cases.items():
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                times[name] += timeit.repeat(lambda: torch.add(a, b), number=OPERATIONS, repeat=REPEATS)
+    print("torch.add                           µs")
+    for name, took in times.items():
+        print(f"{name:34} {min(took) / OPERATIONS * 1e6:4.2f}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

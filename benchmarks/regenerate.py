@@ -3,8 +3,9 @@
     python benchmarks/regenerate.py                    everything that this machine can measure
     python benchmarks/regenerate.py --only "bench cpu" only commands that contain this
 
-Every block of the page that begins with ``$ ringspan bench`` is run as it stands; its table is replaced by what was printed,
-and the line below the block by the date, the device and the versions. Commands that need a GPU are left alone where none is.
+Every block of the page that begins with ``$ ringspan bench`` or ``$ python benchmarks/`` is run as it stands. Its table is
+replaced by what was printed, and the line below the block by the date, the device and the versions. Commands that need a GPU
+are left alone where none is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-BLOCK = re.compile(r"```\n\$ (?P<command>ringspan bench [^\n]*)\n.*?```\n\n\*Measured [^\n]*\*\n", re.S)
+BLOCK = re.compile(r"```\n\$ (?P<command>(?:ringspan bench |python benchmarks/)[^\n]*)\n.*?```\n\n\*Measured [^\n]*\*\n", re.S)
 
 
 def main() -> int:
@@ -56,7 +57,8 @@ def run(command: str) -> str | None:
     """The table that a command prints, or None if it failed; the error is on the screen then."""
     code = "import sys; from ringspan.cli.main import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    arguments = [sys.executable, "-c", code, *shlex.split(command)[1:]]
+    program, *arguments = shlex.split(command)
+    arguments = [sys.executable, *(["-c", code] if program == "ringspan" else []), *arguments]
     done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, check=False)
     table = "\n".join(line for line in done.stdout.splitlines() if line and not line.startswith("{"))
     if done.returncode or not table:

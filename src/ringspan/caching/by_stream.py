@@ -63,9 +63,10 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
                 return make_tensors(*args)
             key = (stream, args)
             with lock:
-                if key in by_stream:
+                value = by_stream.get(key)
+                if value is not None:
                     by_stream.move_to_end(key)
-                    return by_stream[key]
+                    return value
             value = make_tensors(*args)
             with lock:
                 by_stream[key] = value

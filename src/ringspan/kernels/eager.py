@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.caching.by_stream import copy_to_device
 from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved, accumulation_dtype
 from ringspan.kernels.mods import IndexedMods
@@ -82,20 +83,30 @@ class RowBlock(NamedTuple):
     bands: Table
 
 
-def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> Iterator[RowBlock]:
-    all_bands = tables.table(*bands)
-    (batch, heads, *_), keys = q_BHSD.shape, k_BGTD.shape[2]
-    if not len(all_bands) or not batch * heads:
-        return
-    size = min(MAX_ROWS, max(1, MAX_SCORES // (batch * heads * keys)))
-    for start in range(int(all_bands[:, Q0].min()), int(all_bands[:, Q1].max()), size):
-        some = tables.intersect(all_bands, tables.table((start, start + size, 0, keys, -MAX_LENGTH, MAX_LENGTH)))
+def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> tuple[RowBlock, ...]:
+    """Split the rows into blocks of at most ``MAX_ROWS`` rows and ``MAX_SCORES`` scores."""
+    scores_per_row = q_BHSD.shape[0] * q_BHSD.shape[1] * k_BGTD.shape[2]
+    return make_row_blocks(tuple(bands), min(MAX_ROWS, max(1, MAX_SCORES // scores_per_row))) if scores_per_row else ()
+
+
+@cache_by_digest(1024, plain=True)
+def make_row_blocks(bands: tuple[Band, ...], rows: int) -> tuple[RowBlock, ...]:
+    """Return the blocks of ``rows`` rows that contain all pairs of the bands.
+
+    >>> [(block.rows, block.keys) for block in make_row_blocks((Band(0, 4, 0, 4, -3, 0),), 2)]
+    [(slice(0, 2, None), slice(0, 2, None)), (slice(2, 4, None), slice(0, 4, None))]
+    """
+    all_bands, blocks = tables.table(*bands), []
+    if not len(all_bands):
+        return ()
+    keys = int(all_bands[:, K1].max())
+    for start in range(int(all_bands[:, Q0].min()), int(all_bands[:, Q1].max()), rows):
+        some = tables.intersect(all_bands, tables.table((start, start + rows, 0, keys, -MAX_LENGTH, MAX_LENGTH)))
         if len(some):
-            rows, cols = (
-                slice(int(some[:, Q0].min()), int(some[:, Q1].max())),
-                slice(int(some[:, K0].min()), int(some[:, K1].max())),
-            )
-            yield RowBlock(rows, cols, some)
+            of_queries = slice(int(some[:, Q0].min()), int(some[:, Q1].max()))
+            of_keys = slice(int(some[:, K0].min()), int(some[:, K1].max()))
+            blocks.append(RowBlock(of_queries, of_keys, some))
+    return tuple(blocks)
 
 
 def _attend(
