@@ -8,8 +8,8 @@
     with cp:
         logits = model(tokens, positions=cp.positions())
 
-Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``; without tensors: ``rs.plan(mask, world=64,
-rank=17).explain()``.
+Without processes: ``rs.LocalWorld(4).attention(q, k, v, mask=mask)``.
+Without tensors: ``rs.plan(mask, world=64, rank=17).explain()``.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ old_names.install()
 
 
 def __getattr__(name: str) -> Any:
-    """``rs.compat`` is imported when it is first asked for: it hangs on parts of PyTorch that most programs do not need."""
+    """Import ``rs.compat`` on first use: it needs parts of PyTorch that most programs do not import."""
     if name == "compat":
         import importlib
 

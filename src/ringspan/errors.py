@@ -15,7 +15,7 @@ class MaskError(RingspanError, ValueError):
 
 
 class LayoutError(RingspanError, ValueError):
-    """Spans that are not a bijection from the tokens, or a layout made for another length or world."""
+    """An invalid layout: spans that do not own every token exactly once, or a layout for another length or world."""
 
 
 class PlanError(RingspanError, ValueError):
@@ -39,7 +39,7 @@ class UnknownKernel(KernelError, ValueError):
 
 
 class TransportError(RingspanError, RuntimeError):
-    """Communication failed. If it is no subclass, the cause is neither a lost nor a late peer."""
+    """Communication failed. The subclasses name the cause, if it is a peer."""
 
 
 class PeerMismatch(TransportError):
@@ -51,11 +51,11 @@ class PeerLost(TransportError):
 
 
 class PeerTimeout(TransportError):
-    """A rank of the group did not answer in time."""
+    """A rank of the group did not send or receive within the time limit."""
 
 
 def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:
-    """The message for a name that is not among the known ones, with the nearest of them.
+    """The error message for an unknown name, with the most similar known one.
 
     >>> unknown_name("mask", "casual", ["full", "causal", "window"])
     "no mask is called 'casual' (did you mean causal?); there are full, causal and window"

@@ -125,7 +125,7 @@ def test_cost(capsys: pytest.CaptureFixture[str]) -> None:
 def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ways to draw lengths × two worlds × six layouts; rows are None where there are too many tiles to count."""
     arguments = ["--lengths", "zipf", "one-giant", "--seq-len", "3000", "--documents", "9", "--world", "2", "8"]
-    monkeypatch.setattr(bench_layouts, "MOST_TILES", 1500)
+    monkeypatch.setattr(bench_layouts, "MAX_TILES", 1500)
     assert main(["bench", "layouts", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]

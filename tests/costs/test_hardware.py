@@ -42,7 +42,7 @@ def test_every_field_has_a_case() -> None:
 @pytest.mark.parametrize(("field", "value"), CASES)
 def test_an_impossible_number_is_refused_by_name(field: str, value: Any) -> None:
     outer, _, inner = field.partition(".")
-    with pytest.raises(rs.PlanError, match=rf"\.{inner or outer} must be a .*, not "):
+    with pytest.raises(rs.PlanError, match=rf"\.{inner or outer} must be an? .*, not "):
         replace(H200, **{outer: replace(getattr(H200, outer), **{inner: value}) if inner else value})
 
 

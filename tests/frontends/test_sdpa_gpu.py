@@ -144,7 +144,7 @@ def test_queries_without_keys() -> None:
 
 
 def test_is_causal_of_a_rectangle_still_means_the_upper_left() -> None:
-    """SDPA then uses another back end."""
+    """SDPA then uses another backend."""
     q, k, v = tensors(s=301, t=777)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     as_good_as_plain(out, q, k, v, visible(301, 777, is_causal=True, corner="start"))

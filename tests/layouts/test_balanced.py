@@ -93,9 +93,9 @@ def test_the_longest_sequences(n: int) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"block": 0}, "balanced: block must be a whole number of tokens, at least 1; got 0"),
+    ({"block": 0}, "balanced: block must be an integer number of tokens, at least 1; got 0"),
     ({"block": 1.5}, "block must be .* got 1.5"),
-    ({"slack": -1}, "slack must be a whole number of tokens, at least 0; got -1"),
+    ({"slack": -1}, "slack must be an integer number of tokens, at least 0; got -1"),
     ({"slack": None}, "slack must be .* got None"),
 ]
 

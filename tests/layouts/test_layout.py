@@ -174,7 +174,7 @@ def test_even_cuts_differ_by_at_most_one(length: int, parts: int) -> None:
 HALVES = [[(0, 4)], [(4, 8)]]
 
 GIVEN: list[tuple[Any, Layout, str]] = [
-    ("zigzag", zigzag(rs.causal(8), 2), "layout zigzag: as asked"),
+    ("zigzag", zigzag(rs.causal(8), 2), "layout zigzag: as given"),
     (zigzag, zigzag(rs.causal(8), 2), "layout zigzag: as given"),
     (lambda mask, world: Layout(HALVES), Layout(HALVES), "layout <lambda>: as given"),
     (HALVES, Layout(HALVES), "layout spans: as given"),
@@ -194,7 +194,7 @@ def test_make_layout(given: Any, layout: Layout, note: str) -> None:
 def test_every_layout_is_known_by_its_name(name: str) -> None:
     layout, note = make_layout(name, rs.causal(9), 2)
     assert layout.name == name == LAYOUTS[name].__name__
-    assert note == f"layout {name}: as asked"
+    assert note == f"layout {name}: as given"
 
 
 REFUSED: list[tuple[Any, int, str]] = [
@@ -207,8 +207,8 @@ REFUSED: list[tuple[Any, int, str]] = [
     (lambda mask, world: Layout([[(0, 8)]]), 2, "does not fit"),
     ("zigzag", 0, "world must be at least 1 rank, not 0"),
     ("zigzag", -1, "world must be at least 1 rank, not -1"),
-    ("zigzag", 2.0, r"world must be a whole number of ranks, not 2\.0"),
-    ("zigzag", None, "world must be a whole number of ranks, not None"),
+    ("zigzag", 2.0, r"world must be an integer number of ranks, not 2\.0"),
+    ("zigzag", None, "world must be an integer number of ranks, not None"),
 ]
 
 

@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan.errors import MaskError, RingspanError
 from ringspan.masks import MAX_LENGTH, Mask
 
-WHOLE = "must be a whole number of tokens"
+WHOLE = "must be an integer number of tokens"
 RANGE = rf"must be between 0 and {MAX_LENGTH} tokens, not"
 
 BAD: list[tuple[str, Callable[[], object], str]] = [
@@ -61,11 +61,11 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     ("documents(no align)", lambda: rs.documents([2], kv_lengths=[3]), "2 queries and 3 keys can mean two things"),
     ("documents(align=left)", lambda: rs.documents([2], kv_lengths=[3], align="left"), "align must be .* not 'left'"),
     # ids that are none
-    ("ids floats", lambda: rs.documents(ids=[0.0, 1.0]), "ids must be a flat list of whole numbers.*float64"),
+    ("ids floats", lambda: rs.documents(ids=[0.0, 1.0]), "ids must be a flat list of integers.*float64"),
     ("ids matrix", lambda: rs.documents(ids=[[0, 1]]), r"ids must be a flat list.*\(1, 2\)"),
     ("ids number", lambda: rs.documents(ids=3), r"ids must be a flat list.*shape \(\)"),
-    ("ids words", lambda: rs.documents(ids=["a"]), "ids must be a flat list of whole numbers"),
-    ("ids None", lambda: rs.documents(ids=[None]), "ids must be a flat list of whole numbers"),
+    ("ids words", lambda: rs.documents(ids=["a"]), "ids must be a flat list of integers"),
+    ("ids None", lambda: rs.documents(ids=[None]), "ids must be a flat list of integers"),
     # masks that do not go together
     ("3 & 4", lambda: rs.full(3) & rs.full(4), r"full\(3\) & full\(4\): the lengths differ, 3 × 3 and 4 × 4"),
     ("3 | 4", lambda: rs.full(3) | rs.full(4), "the lengths differ, 3 × 3 and 4 × 4"),

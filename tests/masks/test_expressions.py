@@ -73,7 +73,7 @@ def test_lengths_from_a_file(quote: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"3\n4.5\n", r"line 2: a length is a whole number of tokens, not '4.5'"),
+        (b"3\n4.5\n", r"line 2: a length is an integer number of tokens, not '4.5'"),
         (b"-1", "not '-1'"),
         (b"# nothing", "holds no length"),
         (b"\xff\xfe", "is not a text file"),

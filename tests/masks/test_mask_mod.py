@@ -192,7 +192,7 @@ REFUSED: dict[str, Callable[[rs.Mask], Any]] = {
 
 @pytest.mark.parametrize("expression", REFUSED.values(), ids=REFUSED)
 def test_operators_that_predicates_do_not_support(expression: Callable[[rs.Mask], Any]) -> None:
-    with pytest.raises(rs.MaskError, match=r"decided by a function.*write the function of the result.*& works"):
+    with pytest.raises(rs.MaskError, match=r"defined by a function.*write a function for the result.*& works"):
         expression(rs.mask_mod(odd, 40))
 
 
@@ -214,7 +214,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.mask_mod(lambda b, h, q, k: q - k, 5), "returns True or False for a pair .*returned torch.int64"),
     (lambda: rs.mask_mod(lambda q, k: q >= k, 5), r"takes \(b, h, q, k\)"),
     (lambda: rs.mask_mod(odd, -1), "q_len must be between 0"),
-    (lambda: rs.mask_mod(odd, 5, 2.5), "kv_len must be a whole number"),
+    (lambda: rs.mask_mod(odd, 5, 2.5), "kv_len must be an integer"),
     (lambda: rs.mask_mod(odd, 5, block=0), "block must be a number of tokens"),
     (lambda: rs.mask_mod(odd, 5, block=(1, 2, 3)), "block must be a number of tokens"),
     (lambda: rs.plan(rs.mask_mod(odd, 40), world=2).to_json(), "functions are not saved in files"),

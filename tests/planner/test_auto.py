@@ -47,11 +47,11 @@ def test_given_layouts_and_strategies_are_kept(given: dict[str, str], chosen: tu
     plan = rs.plan(DOCUMENTS, world=4, **given)  # type: ignore[arg-type]
     assert plan.q_layout.name == chosen[0] or chosen[0] is None
     assert plan.strategy == chosen[1] or chosen[1] is None
-    assert [note for note in plan.notes if note.endswith(": as asked")] == [f"{k} {v}: as asked" for k, v in given.items()]
+    assert [note for note in plan.notes if note.endswith(": as given")] == [f"{k} {v}: as given" for k, v in given.items()]
 
 
 def test_heads_of_unknown_number_are_not_split() -> None:
-    """Over a slow link splitting them is best, where they were counted or where it was asked for."""
+    """Over a slow link splitting them is best, where they were counted or where the strategy was given."""
     mask = rs.full(4096)
     slow_link = rs.costs.named_hardware("h200x1")
     known = rs.plan(mask, world=16, hardware=slow_link, shape=SHAPE)

@@ -10,7 +10,8 @@ import ringspan as rs
 from ringspan.costs import HARDWARE, Hardware, Speed
 from ringspan.layouts import named_layout
 from ringspan.planner import best_on
-from ringspan.planner.candidates import MANY_RANKS, layouts_for, strategies_for
+from ringspan.planner.candidates import MAX_RANKS_BALANCED as MANY
+from ringspan.planner.candidates import layouts_for, strategies_for
 from tests.plans.machines import LAPTOP, SLOW
 
 H200 = HARDWARE["h200"]
@@ -33,8 +34,13 @@ LAYOUTS: list[tuple[rs.Mask, int, Hardware, list[str]]] = [
     # documents of one length are even as they lie
     (rs.documents([16] * 8), 4, H200, EVEN),
     (rs.documents([900, 3000, 100, 96]), 4, H200, ["contiguous", "zigzag", "balanced", "per_document"]),
-    (rs.causal(8 * MANY_RANKS), 2 * MANY_RANKS, H200, ZIGZAG),
-    (rs.prefix(8 * MANY_RANKS, 3 * MANY_RANKS), 2 * MANY_RANKS, H200, ["contiguous", "zigzag", "round_robin"]),
+    (rs.causal(8 * MANY), 2 * MANY, H200, ZIGZAG),
+    (
+        rs.prefix(8 * MANY, 3 * MANY),
+        2 * MANY,
+        H200,
+        ["contiguous", "zigzag", "round_robin"],
+    ),
 ]
 
 

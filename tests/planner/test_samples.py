@@ -11,7 +11,7 @@ import ringspan as rs
 from ringspan.costs import HARDWARE
 from ringspan.layouts import LAYOUTS, Layout, areas
 from ringspan.planner import cost
-from ringspan.planner.auto import MOST_RANKS, plans_at, workload_of
+from ringspan.planner.auto import SAMPLE_SIZE, plans_at, workload_of
 from ringspan.planner.samples import sample
 from ringspan.plans import needed_rows
 from ringspan.strategies import parse_strategy
@@ -59,9 +59,9 @@ def test_a_sample_costs_what_all_ranks_cost(name: str, strategy: str, world: int
     if name == "documents" and strategy.startswith("ulysses"):
         pytest.skip("thousands of messages a rank: minutes")
     mask, layout = case(name, world)
-    every, some = (workload_of(mask, layout, layout, H200, SHAPE, most) for most in (world, MOST_RANKS))
+    every, some = (workload_of(mask, layout, layout, H200, SHAPE, most) for most in (world, SAMPLE_SIZE))
     whole, sampled = (cost(plans_at(workload, strategy), H200, SHAPE) for workload in (every, some))
-    assert (whole.is_exact, sampled.is_exact, len(sampled.ranks)) == (True, False, MOST_RANKS)
+    assert (whole.is_exact, sampled.is_exact, len(sampled.ranks)) == (True, False, SAMPLE_SIZE)
     within = FURTHER.get((name, strategy), STRATEGIES[strategy])
     assert sampled.seconds == pytest.approx(whole.seconds, rel=within)
     assert parse_strategy(strategy).least_seconds(some) <= 1.001 * sampled.seconds

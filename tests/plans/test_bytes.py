@@ -71,10 +71,10 @@ def test_unsupported_dtype_is_refused() -> None:
         ({"head_dim": 0}, "head_dim must be at least 1, not 0"),
         ({"v_dim": 0}, "v_dim must be at least 1, not 0"),
         ({"v_dim": -3}, "v_dim must be at least 1, not -3"),
-        ({"v_dim": "x"}, "v_dim must be a whole number, not 'x'"),
+        ({"v_dim": "x"}, "v_dim must be an integer, not 'x'"),
         ({"batch": -1}, "batch must be at least 0, not -1"),
-        ({"heads": "4"}, "heads must be a whole number, not '4'"),
-        ({"head_dim": 8.0}, r"head_dim must be a whole number, not 8\.0"),
+        ({"heads": "4"}, "heads must be an integer, not '4'"),
+        ({"head_dim": 8.0}, r"head_dim must be an integer, not 8\.0"),
     ],
     ids=str,
 )
@@ -261,4 +261,4 @@ def test_explain_names_the_peers() -> None:
     assert "q → rank 0 2 3; kv → rank 0 2 3; q ← rank 0 2 3; kv ← rank 0 2 3" in to_itself
     assert "work      1.000 × the mean of all ranks; 8 of 32 query heads here" in to_itself
     keys = rs.plan(rs.full(8, 16), world=4, strategy="ring", layout="zigzag").explain()
-    assert "  choice    layout zigzag: as asked\n            kv layout zigzag: as asked\n" in keys
+    assert "  choice    layout zigzag: as given\n            kv layout zigzag: as given\n" in keys

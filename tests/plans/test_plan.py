@@ -29,7 +29,7 @@ CAUSAL = rs.causal(16)
         ({"mask": "causal"}, rs.PlanError, "the first argument must be a mask, as from ringspan.causal(n); got str"),
         ({"mask": rs.window(left=3)}, rs.MaskError, "holds at any length and has none of its own"),
         ({"world": 0}, rs.LayoutError, "world must be at least 1 rank, not 0"),
-        ({"world": 2.5}, rs.LayoutError, "world must be a whole number of ranks, not 2.5"),
+        ({"world": 2.5}, rs.LayoutError, "world must be an integer number of ranks, not 2.5"),
         ({"rank": 4}, rs.PlanError, "rank must be one of 0 … 3, not 4"),
         ({"rank": -1}, rs.PlanError, "rank must be one of 0 … 3, not -1"),
         ({"rank": "0"}, rs.PlanError, "rank must be one of 0 … 3, not '0'"),
@@ -43,7 +43,7 @@ CAUSAL = rs.causal(16)
             rs.PlanError,
             "4 ranks are not a multiple of per_node=3: give per_node= one of 1, 2, 4",
         ),
-        ({"strategy": object()}, rs.PlanError, "is not a registered strategy; make it known with"),
+        ({"strategy": object()}, rs.PlanError, "is not a registered strategy; register it with"),
         ({"layout": "zagzig"}, rs.LayoutError, "no layout is called 'zagzig'; there are contiguous, zigzag"),
         ({"layout": [[(0, 16)]]}, rs.LayoutError, "does not fit: the mask has 16 tokens here and the group 4 ranks"),
         ({"layout": [[(0, 8)], [(8, 12)], [], []]}, rs.LayoutError, "token 12 has no owner: the spans hold 12 of 16 tokens"),
@@ -123,11 +123,11 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("ulysses(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
         ("hybrid(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
         ("hybrid(between='gather')", "between must be one of exchange, ring; got 'gather'"),
-        ("hybrid(per_node=0)", "per_node must be a whole number of ranks, at least 1; got 0"),
-        ("hierarchical(per_node=2.0)", "per_node must be a whole number of ranks, at least 1; got 2.0"),
-        ("gather(stages=0)", "stages must be a whole number, at least 1; got 0"),
-        ("gather(stages=1.5)", "stages must be a whole number, at least 1; got 1.5"),
-        ("exchange(stages='2')", "stages must be a whole number, at least 1; got '2'"),
+        ("hybrid(per_node=0)", "per_node must be an integer number of ranks, at least 1; got 0"),
+        ("hierarchical(per_node=2.0)", "per_node must be an integer number of ranks, at least 1; got 2.0"),
+        ("gather(stages=0)", "stages must be an integer of at least 1; got 0"),
+        ("gather(stages=1.5)", "stages must be an integer of at least 1; got 1.5"),
+        ("exchange(stages='2')", "stages must be an integer of at least 1; got '2'"),
         ("gather(4)", "cannot read strategy 'gather(4)': gather takes (stages=1)"),
         ("gather(steps=4)", "gather takes (stages=1)"),
         ("gather(stages=)", "gather takes (stages=1)"),
@@ -234,7 +234,7 @@ def test_a_plan_that_splits_no_heads_fits_any() -> None:
 
 
 def test_a_strategy_without_head_options_cannot_be_fitted() -> None:
-    with pytest.raises(rs.PlanError, match="strategy ring splits heads, and has no options heads= and kv_heads="):
+    with pytest.raises(rs.PlanError, match="strategy ring splits heads, but has no options heads= and kv_heads="):
         strategy_for_heads("ring", 6, 2)
 
 

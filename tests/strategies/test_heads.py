@@ -44,5 +44,5 @@ def test_no_other_assignment_is_better(heads: int, kv_heads: int, ranks: int) ->
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, 1), (4, 0), (6, 4), (4, 8), (4.0, 2), ("4", 2), (None, 1)])
 def test_head_counts_that_are_refused(heads: object, kv_heads: object) -> None:
-    with pytest.raises(rs.PlanError, match="heads must be a multiple of kv_heads, both whole numbers, at least 1; got heads="):
+    with pytest.raises(rs.PlanError, match="heads must be a multiple of kv_heads, both integers of at least 1; got heads="):
         check_heads(heads, kv_heads)

@@ -86,7 +86,7 @@ def test_it_is_planned_and_verified() -> None:
 @pytest.mark.usefixtures("one_by_one")
 def test_it_is_explained_and_costed() -> None:
     plan = rs.plan(CAUSAL, world=4, strategy="one_by_one", layout="zigzag")
-    assert "strategy one_by_one(at_once=1): as asked" in plan.explain(SHAPE)
+    assert "strategy one_by_one(at_once=1): as given" in plan.explain(SHAPE)
     assert plan.cost("h200x8", SHAPE).seconds > 0
 
 

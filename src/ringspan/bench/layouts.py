@@ -23,7 +23,7 @@ from ringspan.plans.problem import union
 BALANCED_ENOUGH = 1.02
 
 # Received rows are counted up to about this many tiles. Layouts that cut every document for every rank make more.
-MOST_TILES = 2**22
+MAX_TILES = 2**22
 
 
 def layout_rows(
@@ -48,7 +48,7 @@ def _row(name: str, lengths: list[int], world: int, layout_name: str) -> Row:
     layout = COMPARED[layout_name](mask, world)
     seconds = time.perf_counter() - start
     pieces = _pieces(mask, layout)
-    rows = _rows(mask, layout) if sum(pieces) ** 2 // max(1, len(lengths)) <= MOST_TILES else None
+    rows = _rows(mask, layout) if sum(pieces) ** 2 // max(1, len(lengths)) <= MAX_TILES else None
     fewest = fewest_rows(lengths, world, BALANCED_ENOUGH)
     return {
         "bench": "layouts",

@@ -19,5 +19,5 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{n} is too small: at least {least}")
         return n
 
-    number.__name__ = "whole number"  # argparse names it in its own errors
+    number.__name__ = "integer"  # argparse names it in its own errors
     return number

@@ -18,8 +18,8 @@ COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")
 INK, PAPER, GRID = "#222222", "#FFFFFF", "#BBBBBB"
 # How much lighter the colour of a pair is if its key comes from another rank.
 PALE = 0.62
-# The most tokens drawn along a side. Of a longer sequence every n-th token is drawn.
-MOST_CELLS = 3000
+# The maximum number of tokens along a side. Of a longer sequence every n-th token is drawn.
+MAX_CELLS_PER_SIDE = 3000
 DPI = 150
 # The middle of the mask's axes: title and legend are centred on it.
 MIDDLE = 0.545
@@ -40,7 +40,7 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
 
     colours = rank_colours(plan.world)
     n = plan.mask.lengths[0]
-    thin = slice(None, None, -(-n // MOST_CELLS))
+    thin = slice(None, None, -(-n // MAX_CELLS_PER_SIDE))
     q_owner, k_owner = owners(plan.q_layout)[thin], owners(plan.kv_layout)[thin]
     figure = Figure(figsize=(9.0, 9.6), facecolor=PAPER)
     main = figure.add_axes((0.13, 0.13, 0.83, 0.83 * 9.0 / 9.6))

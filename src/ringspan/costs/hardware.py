@@ -14,7 +14,7 @@ from ringspan.errors import PlanError
 
 
 class Range(NamedTuple):
-    """The numbers that a field may have, as text for errors and as a test."""
+    """The numbers that a field may have: as text for errors, their types, and a condition."""
 
     words: str
     kinds: tuple[type, ...]
@@ -24,12 +24,13 @@ class Range(NamedTuple):
 POSITIVE = Range("a number above 0", (int, float), lambda x: x > 0)
 NOT_NEGATIVE = Range("a finite number, 0 or more", (int, float), lambda x: 0 <= x < math.inf)
 SHARE = Range("a share between 0 and 1", (int, float), lambda x: 0 <= x <= 1)
-WHOLE_POSITIVE = Range("a whole number, at least 1", (int,), lambda x: x >= 1)
-WHOLE_NOT_NEGATIVE = Range("a whole number, 0 or more", (int,), lambda x: x >= 0)
+WHOLE_POSITIVE = Range("an integer of at least 1", (int,), lambda x: x >= 1)
+WHOLE_NOT_NEGATIVE = Range("an integer of at least 0", (int,), lambda x: x >= 0)
 
 
 def _check_numbers(of: object, **ranges: Range) -> None:
-    """Refuse wrong numbers. With NaN or negative numbers the automatic choice would choose something all the same."""
+    """Raise for invalid numbers. With NaN or negative numbers the automatic choice would not fail but choose
+    wrongly."""
     for name, (words, kinds, holds) in ranges.items():
         given: Any = getattr(of, name)
         if isinstance(given, bool) or not isinstance(given, kinds) or not holds(given):  # NaN is in no range
@@ -38,7 +39,7 @@ def _check_numbers(of: object, **ranges: Range) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How fast a rank sends to other ranks and, at the same time, receives from them."""
+    """Latency and bandwidth of a rank's link. It sends and receives at the same time, each at this bandwidth."""
 
     latency_s: float
     bytes_per_s: float
@@ -49,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """FLOP/s of the kernel in long bands: whole rectangles, bands cut by one diagonal, bands cut by two."""
+    """FLOP/s of the kernel in long bands: rectangles, bands with one diagonal, bands with two."""
 
     full: float
     causal: float
@@ -67,11 +68,11 @@ class Speed:
 class Hardware:
     """Ranks in nodes of ``per_node``: one link within a node, another between nodes.
 
-    A launch takes ``launch_s`` and its pairs at the kernel's speed. The kernel computes in tiles of ``tile`` tokens, so
-    a diagonal costs half a tile more for every row it cuts. ``overlap`` is the share of communication that computing
-    really hides, of what it could hide: 1 if the two do not slow each other down, 0 if they take turns, as on a CPU
-    that does both. Messages that are not contiguous are packed and unpacked, and partial results are merged, at
-    ``copy_bytes_per_s``.
+    A launch takes ``launch_s``, and then its pairs are computed at the kernel's speed. The kernel computes in tiles of
+    ``tile`` tokens, so a diagonal costs half a tile more for every row it crosses. ``overlap`` is the fraction of the
+    overlapping time that is really saved: 1 if compute and communication do not slow each other down, 0 if they take
+    turns, as on a CPU that does both. Messages that are not contiguous are packed and unpacked, and partial results are
+    merged, at ``copy_bytes_per_s``.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
-        """Back from :meth:`to_json`, which is what ``ringspan bench calibrate`` writes."""
+        """Read the output of :meth:`to_json`, which ``ringspan bench calibrate`` writes."""
         try:
             given: dict[str, Any] = json.loads(text)
             for name, kind in (("within", Link), ("between", Link), ("forward", Speed), ("backward", Speed)):
@@ -123,8 +124,8 @@ class Hardware:
 
 
 def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, source: str) -> Hardware:
-    """A GPU by the FLOP/s that a kernel reaches forward in long rectangles. The rest is in proportion to an H200, as
-    measured."""
+    """A GPU with the given forward FLOP/s in long rectangles. Other speeds are in the proportions measured on an
+    H200."""
     full = tflops * 1e12
     return Hardware(
         name=name,
@@ -164,7 +165,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """A machine by name, with the number of GPUs in a node (8 by default), or from a file of your own.
+    """A machine by name, with the number of GPUs of a node (8 by default), or from a hardware file.
 
     >>> hardware("h200x4").per_node
     4

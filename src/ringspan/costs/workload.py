@@ -1,5 +1,4 @@
-"""A mask with a layout on a machine: which rank computes how long with whose rows, and how many rows it needs of each
-rank.
+"""The work of a mask with a layout on a machine, for each pair of ranks: compute time, and rows that are needed.
 
 Strategies that move the same side share these numbers.
 
@@ -31,8 +30,10 @@ from ringspan.plans.shape import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """For each rank of the workload (row) and each rank of the world (column): seconds of computing with the rows of
-    the latter, how many of its rows are received, and how many own rows are sent to it."""
+    """Matrices with a row for each rank of the workload and a column for each rank of the world.
+
+    ``seconds``: compute with the rows of that rank. ``incoming``: rows received from it. ``outgoing``: rows sent to it.
+    """
 
     seconds: dict[Phase, Seconds]
     incoming: Ints
@@ -41,7 +42,7 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Mask, layouts, machine and tensors. ``ranks``, in order, are those to cost: all of the world, or a sample."""
+    """Mask, layouts, machine and tensors. ``ranks`` are the ranks to cost, in order: all of the world, or a sample."""
 
     mask: Mask
     q_layout: Layout
@@ -56,11 +57,11 @@ class Workload:
 
     @cached_property
     def whole(self) -> Workload:
-        """The same with all ranks."""
+        """The same workload with all ranks."""
         return replace(self, ranks=tuple(range(self.world)))
 
     def demand(self, moving: MovingSide) -> Demand:
-        """What ranks compute and exchange if keys move to the queries, or queries to the keys."""
+        """The work and the rows if keys move to the queries, or queries to the keys."""
         return self._demand_of_keys if moving is KEYS else self._demand_of_queries
 
     @cached_property
@@ -74,7 +75,7 @@ class Workload:
         return self._demand(QUERIES, self._seeing, self._seen, self._with_keys)
 
     def busiest(self, moving: MovingSide) -> float:
-        """Seconds of the rank that computes longest, if this side moves."""
+        """The compute time of the busiest rank, if this side moves."""
         computing = self._for_queries if moving is KEYS else self._with_keys
         return sum(float(seconds.sum(axis=1).max(initial=0.0)) for seconds in computing.values())
 
@@ -86,7 +87,7 @@ class Workload:
         return near
 
     def launched(self, seconds: Seconds) -> Seconds:
-        """Seconds of computing, plus one launch wherever there is something to compute."""
+        """Compute time, plus one launch wherever it is not zero."""
         return seconds + self.machine.launch_s * (seconds > 0)
 
     @cached_property
@@ -116,8 +117,8 @@ class Workload:
         return {phase: self._matrix(tiles.k_rank, tiles.q_rank, seconds[phase]) for phase in PHASES}
 
     def _demand(self, moving: MovingSide, computed: Tiles, elsewhere: Tiles, seconds: dict[Phase, Seconds]) -> Demand:
-        """``computed`` are the tiles of the workload's ranks, ``elsewhere`` those that any rank computes with their
-        rows."""
+        """``computed`` are the tiles that the workload's ranks compute, ``elsewhere`` the tiles that use their rows on
+        any rank."""
         here, of = (computed.q_rank, computed.k_rank) if moving is KEYS else (computed.k_rank, computed.q_rank)
         owner, receiver = (elsewhere.k_rank, elsewhere.q_rank) if moving is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
         return Demand(
@@ -139,10 +140,11 @@ class Workload:
 
 
 def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, Seconds]:
-    """How long the pairs of each band take at least, without launches; see :func:`ringspan.costs.plan_cost.tiled_area`.
+    """A lower bound of the compute time of each band, without launches; see
+    :func:`ringspan.costs.plan_cost.tiled_area`.
 
-    Bands that a layout has cut may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals
-    remain, so a tile becomes part of a band with as many cuts or more. It counts at the best speed among those.
+    Bands that a layout has split may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals
+    remain, so a tile becomes part of a band with as many diagonals or more. It counts at the best speed among those.
     """
     q0, q1, k0, k1, lo, hi = bands.T
     kind = (lo > k0 - q1 + 1).astype(np.int64) + (hi < k1 - 1 - q0)

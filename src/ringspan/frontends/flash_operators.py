@@ -1,6 +1,6 @@
-"""The two operators of SDPA's flash back end, forward and backward, computed by another implementation.
+"""The two operators of SDPA's flash backend, forward and backward, computed by another implementation.
 
-PyTorch chooses the back end, pads odd head dims, casts under autocast and registers the derivative, all above these
+PyTorch chooses the backend, pads odd head dims, casts under autocast and registers the derivative, all above these
 operators. The compiler takes shapes and strides from their meta functions, which are not replaced. So results must have
 the strides that the meta functions report: out those of q, each gradient those of its input. Nested tensors have other
 operators.

@@ -1,7 +1,7 @@
 """Run another flash attention behind plain ``F.scaled_dot_product_attention``: ``rs.sdpa``.
 
     rs.sdpa.available()           # ["FA4"]: what is installed on this machine
-    rs.sdpa.activate("FA4")       # SDPA's flash back end now runs FlashAttention-4
+    rs.sdpa.activate("FA4")       # SDPA's flash backend now runs FlashAttention-4
     rs.sdpa.current()             # "FA4"
     rs.sdpa.restore()             # PyTorch's own kernel again
 
@@ -34,11 +34,11 @@ _active: dict[str, Library] = {}
 
 
 def activate(name: str) -> None:
-    """Let the flash back end of SDPA run ``name`` until ``restore()``, or until another is activated.
+    """Let the flash backend of SDPA run ``name`` until ``restore()``, or until another is activated.
 
     If it cannot be activated, this raises and the active implementation stays active. Calls with inputs that it does
-    not support raise ``KernelError``. PyTorch still chooses SDPA's back end; ``torch.nn.attention.sdpa_kernel`` forces
-    the flash back end.
+    not support raise ``KernelError``. PyTorch still chooses SDPA's backend; ``torch.nn.attention.sdpa_kernel`` forces
+    the flash backend.
     """
     flash = _load(name)
     flash.load()
@@ -55,7 +55,7 @@ def activate(name: str) -> None:
 
 
 def restore() -> None:
-    """Let the flash back end run PyTorch's own kernel again. Does nothing if no implementation is active."""
+    """Let the flash backend run PyTorch's own kernel again. Does nothing if no implementation is active."""
     _active.clear()  # the only reference to the library: its kernels are unregistered with it
 
 

@@ -55,7 +55,7 @@ def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
         return auto(mask, world)
     if name not in LAYOUTS:
         raise LayoutError(f"{unknown_name('layout', name, [*LAYOUTS, 'auto'])}, or give a list of spans")
-    return LAYOUTS[name](mask, world), f"layout {name}: as asked"
+    return LAYOUTS[name](mask, world), f"layout {name}: as given"
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One span per rank: fewest bytes for local masks, poor balance for causal ones."""
+"""One span per rank: the fewest bytes for local masks, but poor balance for causal ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ringspan.masks import Mask
 
 
 def contiguous(mask: Mask, world: int) -> Layout:
-    """Equal shares in order.
+    """Split the sequence into equal spans, one per rank, in order.
 
     >>> from ringspan import full
     >>> print(contiguous(full(8), 3).ascii())

@@ -1,4 +1,4 @@
-"""A layout: which rank owns which tokens. A bijection from the global tokens to (rank, local position)."""
+"""A layout: which rank owns which tokens. It maps every global token to one (rank, local row)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Layout:
-    """For each rank an ordered list of spans; together they contain every token exactly once.
+    """An ordered list of spans for each rank. Together they contain every token exactly once.
 
     >>> Layout([[(0, 2), (6, 8)], [(2, 6)]])
     <Layout spans: 8 tokens over 2 ranks>
@@ -71,7 +71,7 @@ class Layout:
     name: str
 
     def __init__(self, spans: Sequence[Iterable[Sequence[int]]], *, length: int | None = None, name: str = "spans") -> None:
-        """``length`` is that of the sequence; without it, the sequence ends with the last span."""
+        """``length`` is the length of the sequence. Without it, the sequence ends with the last span."""
         for field, value in (("spans", _checked(spans)), ("name", name)):
             object.__setattr__(self, field, value)  # the dataclass is frozen
         _check_bijection(self.pieces, length)
@@ -82,7 +82,7 @@ class Layout:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens each rank owns."""
+        """The number of tokens of each rank."""
         return tuple(sum(s.size for s in of_rank) for of_rank in self.spans)
 
     @cached_property
@@ -125,12 +125,12 @@ class Layout:
         return f"<Layout {self.name}: {self.length} tokens over {self.world} rank{'s' * (self.world != 1)}>"
 
     def ascii(self) -> str:
-        """One line per rank with its spans."""
+        """The spans as text, one line per rank with its spans."""
         return "\n".join(f"rank {rank}: {' '.join(map(repr, s))}".rstrip() for rank, s in enumerate(self.spans))
 
 
 def even_cuts(length: int, parts: int) -> list[int]:
-    """Cuts into parts that differ by at most one token.
+    """Boundaries of parts whose sizes differ by at most one token.
 
     >>> even_cuts(10, 4)
     [0, 2, 5, 7, 10]
@@ -143,7 +143,7 @@ def check_world(world: Any) -> int:
     try:
         n = operator.index(world)
     except TypeError:
-        raise LayoutError(f"world must be a whole number of ranks, not {world!r}") from None
+        raise LayoutError(f"world must be an integer number of ranks, not {world!r}") from None
     if n < 1:
         raise LayoutError(f"world must be at least 1 rank, not {n}")
     return n
@@ -174,7 +174,7 @@ def _span(rank: int, given: Sequence[int]) -> Span:
 
 
 def _check_bijection(p: Pieces, length: int | None) -> None:
-    """Every token of ``range(length)`` exactly once; without a length, every token up to the last.
+    """Raise unless every token of ``range(length)`` has one owner; without a length, every token up to the last.
 
     All spans are first split into spans of their common step. Two of these overlap only within one residue class, where
     sorting finds them.

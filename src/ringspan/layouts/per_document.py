@@ -10,7 +10,7 @@ from ringspan.masks import Mask
 
 
 def per_document(mask: Mask, world: int) -> Layout:
-    """Each document of the mask is cut into ``2 * world`` chunks; a rank gets one from the front and one from the back.
+    """Split each document into ``2 * world`` chunks. A rank gets one from the front and one from the back of each.
 
     The documents are those of :meth:`Mask.documents`. Where a length is not divisible, the remaining tokens go to
     chunks in turn, continued from document to document, so that no rank gets them all.

@@ -11,7 +11,7 @@ BLOCKS_PER_RANK = 16
 
 
 def round_robin(mask: Mask, world: int) -> Layout:
-    """Equal blocks of queries, sorted by how many keys they see, assigned to ranks 0 1 2 … 2 1 0 0 1 2 ….
+    """Split the sequence into equal blocks, sort them by work, and assign them to ranks 0 1 2 … 2 1 0 0 1 2 ….
 
     The number of blocks, not their size, is fixed (16 per rank), so that the cost of planning does not grow with the
     sequence.

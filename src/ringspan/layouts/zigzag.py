@@ -7,7 +7,7 @@ from ringspan.masks import Mask
 
 
 def zigzag(mask: Mask, world: int) -> Layout:
-    """The sequence in ``2 * world`` chunks; rank r owns chunk r from the front and chunk r from the back.
+    """Split the sequence into ``2 * world`` chunks. Rank r owns chunk r from the front and chunk r from the back.
 
     >>> from ringspan import causal
     >>> print(zigzag(causal(8), 2).ascii())

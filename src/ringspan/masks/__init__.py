@@ -1,4 +1,4 @@
-"""Masks as sets of bands: which query sees which key, in O(bands) whatever the length."""
+"""Masks: which query sees which key, as sets of bands. Operations cost O(bands), independent of the length."""
 
 from ringspan.masks.band import Band
 from ringspan.masks.block_mask import block_mask

@@ -11,8 +11,8 @@ Query ``q`` sees key ``k`` iff ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= k 
     x x x x .                         . . x x x                         . . x x .
     x x x x x                         . . . x x                         . . x x x
 
-Every mask of this library is a set of disjoint bands, and they are closed under everything a planner does: cutting to a
-sub-rectangle, shifting, intersecting, and (as a small set) subtracting. The area of a band is a formula.
+Every mask of this library is a set of disjoint bands. Sets of bands are closed under all operations of the planner:
+clipping to a rectangle, shifting, intersection and difference. The area of a band is a closed formula.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 
 class Band(NamedTuple):
-    """One band, in *tight* form when it comes from a table: no row or column of it is empty, and ``lo`` and ``hi`` are
-    no looser than the rectangle's own corners."""
+    """One band. Bands of a table are *tight*: no row or column is empty, and ``lo`` and ``hi`` lie within the
+    rectangle's corners."""
 
     q0: int
     q1: int
@@ -41,22 +41,22 @@ class Band(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Neither diagonal cuts the rectangle."""
+        """Whether the band is the whole rectangle."""
         return self.lo <= self.k0 - self.q1 + 1 and self.hi >= self.k1 - 1 - self.q0
 
     @property
     def cut_below(self) -> bool:
-        """The lower diagonal hides keys that are far to the left (a window's left edge)."""
+        """Whether the lower diagonal hides keys on the left, as a sliding window does."""
         return self.lo > self.k0 - self.q1 + 1
 
     @property
     def cut_above(self) -> bool:
-        """The upper diagonal hides keys that are far to the right (causality)."""
+        """Whether the upper diagonal hides keys on the right, as a causal mask does."""
         return self.hi < self.k1 - 1 - self.q0
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs the band holds.
+        """The number of (query, key) pairs in the band.
 
         >>> Band(0, 5, 0, 5, -4, 0).area
         15
@@ -70,8 +70,8 @@ class Band(NamedTuple):
 
     def shifted(self, dq: int, dk: int) -> Band:
         """The same shape, ``dq`` queries down and ``dk`` keys to the right."""
-        turn = dk - dq
-        return Band(self.q0 + dq, self.q1 + dq, self.k0 + dk, self.k1 + dk, self.lo + turn, self.hi + turn)
+        shift = dk - dq
+        return Band(self.q0 + dq, self.q1 + dq, self.k0 + dk, self.k1 + dk, self.lo + shift, self.hi + shift)
 
 
 def _staircase(x: int, width: int) -> int:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def block_mask(mask: BlockMask) -> Mask:
     """A BlockMask of the *whole* sequence as a mask, as the compiled FlexAttention reads it.
 
-    A block is hidden, full, or partial; the ``mask_mod`` decides in partial blocks only. (Without ``torch.compile``,
-    FlexAttention ignores the blocks and asks the ``mask_mod`` alone.) The ``mask_mod`` is evaluated in partial blocks, and
-    where these are too many it is left to the kernels to call it.
+    A block is hidden, full or partial, and the ``mask_mod`` applies in partial blocks only. (Without ``torch.compile``,
+    FlexAttention ignores the blocks and calls the ``mask_mod`` for all pairs.) The ``mask_mod`` is evaluated in partial
+    blocks. If these are too many, the kernels call it instead.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> block_mask(create_block_mask(lambda b, h, q, k: k <= q, None, None, 300, 300, device="cpu"))
@@ -38,10 +38,10 @@ def block_mask(mask: BlockMask) -> Mask:
         raise MaskError(f"expected a BlockMask of FlexAttention, got {type(mask).__name__}") from None
     lengths, block = (q_len, k_len), (q_block, k_block)
     kinds_BHQK = kinds(mask)
-    if mask.mask_mod is noop_mask:  # it shows everything
+    if mask.mask_mod is noop_mask:  # all pairs are visible
         kinds_BHQK[kinds_BHQK == PARTIAL] = FULL
     function = _pair_function(kinds_BHQK, mask.mask_mod, block)
-    # A BlockMask for any batch and one for a batch of one have tables of the same shape: what is read tells them apart.
+    # A BlockMask for any batch and one for a batch of one have tables of the same shape. They differ in what is read.
     read = inputs_read(function, lengths)
     of_members = kinds_BHQK.cpu().numpy()
     found = survey_blocks(
@@ -63,7 +63,7 @@ def block_mask(mask: BlockMask) -> Mask:
 
 
 def _pair_function(kinds_BHQK: Tensor, mask_mod: MaskMod, block: tuple[int, int]) -> MaskMod:
-    """The blocks and the mask_mod as one function of a pair."""
+    """Combine the block table and the mask_mod into one function of a pair."""
     from ringspan.masks.survey import FULL, PARTIAL
 
     (q_block, k_block), (batch, heads, *_) = block, kinds_BHQK.shape
@@ -79,7 +79,7 @@ def _pair_function(kinds_BHQK: Tensor, mask_mod: MaskMod, block: tuple[int, int]
 
 
 def kinds(mask: BlockMask) -> Tensor:
-    """Whether each block is hidden, partial or full."""
+    """The kind of each block: HIDDEN, PARTIAL or FULL."""
     import torch
 
     from ringspan.masks.survey import FULL, HIDDEN, PARTIAL
@@ -89,7 +89,7 @@ def kinds(mask: BlockMask) -> Tensor:
     kind_BHQK = torch.full((*mask.kv_num_blocks.shape, columns + 1), HIDDEN, dtype=torch.int8, device=mask.kv_indices.device)
     for kind, counts, indices in lists:
         if counts is not None and indices is not None:
-            # A list is as long as its count. What follows is not valid, and goes to an extra column.
+            # Entries after the count of a list are not valid. They are written to an extra column.
             listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
             kind_BHQK.scatter_(-1, torch.where(listed, indices, columns).long(), kind)
     return kind_BHQK[..., :columns]

@@ -16,8 +16,8 @@ def causal(q_len: int | None = None, k_len: int | None = None, *, align: Align |
     """Query ``q`` sees keys ``k <= q``. With no length it is a relation, for use with another mask.
 
     If the numbers of queries and keys differ there are two conventions and no safe default, so ``align`` is required:
-    ``"start"`` aligns the first query with the first key (PyTorch's ``is_causal``), ``"end"`` the last query with the last key
-    (flash-attention's ``causal``; decoding with a cache).
+    ``"start"`` aligns the first query with the first key (PyTorch's ``is_causal``), ``"end"`` the last query with the
+    last key (flash-attention's ``causal``; decoding with a cache).
 
     >>> print(causal(2, 4, align="end").ascii())
     x x x .

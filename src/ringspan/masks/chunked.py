@@ -1,4 +1,4 @@
-"""Chunked attention: the sequence in chunks of equal size that do not see each other."""
+"""Chunked attention: the sequence is split into chunks of equal size that do not see each other."""
 
 from __future__ import annotations
 

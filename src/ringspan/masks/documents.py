@@ -20,8 +20,9 @@ def documents(
 ) -> Mask:
     """Documents packed end to end, given by their ``lengths`` or by the document ``ids`` of every token.
 
-    Tokens of one id see each other at any distance; ids need not be sorted. ``kv_lengths`` gives each document another
-    number of keys (cross-attention between packed pairs); causal then needs ``align`` (see :func:`ringspan.causal`).
+    Tokens with the same id see each other at any distance; ids need not be sorted. ``kv_lengths`` gives each document
+    another number of keys (cross-attention between packed pairs). A causal mask then needs ``align`` (see
+    :func:`ringspan.causal`).
 
     >>> print(documents([1, 3]).ascii())
     x . . .
@@ -101,9 +102,9 @@ def _by_ids(ids: Any, causal: bool) -> Mask:
     try:
         id_of = np.asarray(ids.tolist() if hasattr(ids, "tolist") else ids)
     except ValueError:
-        raise MaskError(f"ids must be a flat list of whole numbers, one per token; got {ids!r}") from None
+        raise MaskError(f"ids must be a flat list of integers, one per token; got {ids!r}") from None
     if id_of.ndim != 1 or (len(id_of) and id_of.dtype.kind not in "iu"):
-        raise MaskError(f"ids must be a flat list of whole numbers, one per token; got {id_of.dtype} of shape {id_of.shape}")
+        raise MaskError(f"ids must be a flat list of integers, one per token; got {id_of.dtype} of shape {id_of.shape}")
     n = length("the number of ids", len(id_of))
     start = np.flatnonzero(np.concatenate([[True], id_of[1:] != id_of[:-1]])) if n else np.zeros(0, dtype=np.int64)
     stop = np.append(start[1:], n) if n else start

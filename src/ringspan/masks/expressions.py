@@ -1,4 +1,4 @@
-"""Masks as text: the expression that a user would write in Python, parsed without running any of it.
+"""Masks as text: the expression that a user would write in Python, parsed without executing it.
 
 ::
 
@@ -27,7 +27,8 @@ from ringspan.masks.window import window
 
 
 def parse_mask(text: str) -> Mask:
-    """The mask that an expression describes. Only calls of the constructors with literals and ``& | - ~`` are evaluated.
+    """The mask that an expression describes. Only calls of the constructors with literals and ``& | - ~`` are
+    evaluated.
 
     >>> parse_mask("causal(6) & ~window(left=2)")
     <Mask causal(6) & ~window(left=2): 6 × 6, area 6, 1 band>
@@ -80,21 +81,22 @@ def _call(name: str, call: ast.Call) -> Mask:
 
 
 def read_lengths(path: str) -> list[int]:
-    """The lengths in a file: integers separated by spaces, commas or line ends. The rest of a line after ``#`` is a comment."""
+    """The lengths in a file: integers separated by spaces, commas or line ends. The rest of a line after ``#`` is a
+    comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise MaskError(f"cannot read the lengths in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise MaskError(f"{path} is not a text file: lengths are whole numbers, one or many a line") from None
+        raise MaskError(f"{path} is not a text file: lengths are integers, one or many a line") from None
     found = []
     for number, line in enumerate(lines, start=1):
         for word in line.partition("#")[0].replace(",", " ").split():
             if not word.isdecimal():
-                raise MaskError(f"{path}, line {number}: a length is a whole number of tokens, not {word[:40]!r}")
+                raise MaskError(f"{path}, line {number}: a length is an integer number of tokens, not {word[:40]!r}")
             found.append(int(word))
     if not found:
-        raise MaskError(f"{path} holds no length: write whole numbers, one or many a line")
+        raise MaskError(f"{path} holds no length: write integers, one or many a line")
     return found
 
 

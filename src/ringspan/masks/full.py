@@ -1,4 +1,4 @@
-"""Every query sees every key."""
+"""Full masks: every query sees every key."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from ringspan.masks.table import HI, K0, K1, MAX_LENGTH, Q0, Q1, Table
 
 
 class Mask:
-    """Which queries see which keys. Immutable; build one with ``causal``, ``documents``, … and combine with ``& | ~ -``.
+    """Which queries see which keys. Immutable; build one with ``causal``, ``documents``, … and combine with ``& | ~
+    -``.
 
     ``q_len`` and ``k_len`` are None for a *relation*, which holds at any length (``window``) and takes the lengths of
     the mask it is combined with.
@@ -75,7 +76,8 @@ class Mask:
 
     @classmethod
     def from_bands(cls, bands: Iterable[tuple[int, int, int, int, int, int]], q_len: int, k_len: int | None = None) -> Mask:
-        """The union of the given ``(q0, q1, k0, k1, lo, hi)``, which may overlap; parts outside the lengths are cut away.
+        """The union of the given ``(q0, q1, k0, k1, lo, hi)``, which may overlap; parts outside the lengths are cut
+        away.
 
         >>> Mask.from_bands([(0, 4, 0, 2, -9, 9), (0, 4, 0, 4, -9, 0)], 4)
         <Mask from_bands(2 bands): 4 × 4, area 11, 2 bands>
@@ -90,16 +92,16 @@ class Mask:
             union = np.concatenate([union, tables.subtract(fresh, union)])
         return cls(tables.coalesce(union), q_len, k_len, name=f"from_bands({len(given)} band{'s' * (len(given) != 1)})")
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def is_relation(self) -> bool:
-        """It has no lengths of its own."""
+        """Whether the mask has no lengths of its own."""
         return self.q_len is None
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """``(q_len, k_len)``; an error for a relation."""
+        """``(q_len, k_len)``. Raises for a relation."""
         if self.q_len is None or self.k_len is None:
             raise MaskError(
                 f"{self.name} holds at any length and has none of its own: combine it with a mask that has one, as in "
@@ -109,7 +111,7 @@ class Mask:
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs are visible; with a predicate, at most."""
+        """The number of visible (query, key) pairs. With a predicate, an upper bound."""
         try:
             return self._area
         except AttributeError:
@@ -121,8 +123,8 @@ class Mask:
     def digest(self) -> str:
         """Sixteen hex digits that are equal if and only if the tables of bands and the lengths are, on every machine.
 
-        With a predicate, its fingerprint must be equal too: it follows from the results for all pairs, or for a BlockMask with
-        many partial blocks from its blocks, its function and a sample.
+        With a predicate, its fingerprint must be equal too: it follows from the results for all pairs, or for a
+        BlockMask with many partial blocks from its blocks, its function and a sample.
         """
         try:
             return self._digest
@@ -235,7 +237,8 @@ class Mask:
     def documents(self) -> NDArray[np.int64]:
         """Boundaries ``[0, …, n]`` of documents: no query sees a key across one.
 
-        They are derived from the bands, so they are right for every mask with as many queries as keys, however it was made.
+        They are derived from the bands, so they are right for every mask with as many queries as keys, however it was
+        made.
 
         >>> from ringspan import documents, window
         >>> (documents([2, 3, 1]) & window(left=1)).documents().tolist()
@@ -261,7 +264,7 @@ class Mask:
     def dense(self, *, b: int = 0, h: int = 0) -> NDArray[np.bool_]:
         """The mask as a (q_len, k_len) boolean array: for tests and pictures, not for planning.
 
-        If the mask differs over the batch or the heads, that of member ``b`` and head ``h``.
+        If the mask depends on the batch or the head, ``b`` and ``h`` select a batch row and a head.
         """
         in_bands = tables.dense(self.table, *self.lengths)
         if self.predicate is None:
@@ -272,7 +275,7 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """No query sees a later key."""
+        """Whether no query sees a later key."""
         # Bands are tight: each has a pair on its last diagonal.
         if self.predicate is None or (self.table[:, HI] <= 0).all():
             return bool((self.table[:, HI] <= 0).all())
@@ -283,7 +286,7 @@ class Mask:
         return not any_visible(self.predicate, later, self.lengths)
 
     def ascii(self) -> str:
-        """A picture for small masks: a row for each query, ``x`` where it sees the key."""
+        """Draw a small mask: a row for each query, ``x`` where it sees the key."""
         q_len, k_len = self.lengths
         if q_len > 128 or k_len > 128:
             raise MaskError(f"{q_len} × {k_len} is too large to print (128 × 128 at most)")
@@ -299,7 +302,7 @@ def length(what: str, value: Any) -> int:
     try:
         n = operator.index(value)
     except TypeError:
-        raise MaskError(f"{what} must be a whole number of tokens, not {value!r}") from None
+        raise MaskError(f"{what} must be an integer number of tokens, not {value!r}") from None
     if not 0 <= n <= MAX_LENGTH:
         raise MaskError(f"{what} must be between 0 and {MAX_LENGTH} tokens, not {n}")
     return n
@@ -318,12 +321,12 @@ def lengths(what: str, values: Any) -> NDArray[np.int64]:
 
 
 def _band(given: Any) -> Band:
-    """A band given by a user, as integers; numbers beyond the longest sequence are clamped, which changes nothing."""
+    """A band given by a user, as integers. Numbers beyond the longest sequence are clamped, which changes no pair."""
     try:
         numbers = [operator.index(x) for x in given]
         return Band(*(min(max(x, -MAX_LENGTH), MAX_LENGTH) for x in numbers))
     except TypeError:
-        raise MaskError(f"a band is six whole numbers (q0, q1, k0, k1, lo, hi), not {given!r}") from None
+        raise MaskError(f"a band is six integers (q0, q1, k0, k1, lo, hi), not {given!r}") from None
 
 
 def _refuse_predicate(sign: str, *masks: Mask) -> None:
@@ -331,7 +334,7 @@ def _refuse_predicate(sign: str, *masks: Mask) -> None:
     for mask in masks:
         if mask.predicate is not None:
             raise MaskError(
-                f"{mask.name} is decided by a function, and {sign} is not defined for such masks: write the function of the "
+                f"{mask.name} is defined by a function, and {sign} is not supported for such masks: write a function for the "
                 "result, as in rs.mask_mod(lambda b, h, q, k: ~hidden(b, h, q, k), q_len). & works with any mask"
             )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ringspan.masks.survey import Survey
 
 BLOCK = 128
-FEW = 16  # a mask of this many bands is always written as bands
+MAX_EXACT_BANDS = 16  # up to this many bands, a mask is always converted to bands
 
 
 def mask_mod(
@@ -32,12 +32,13 @@ def mask_mod(
     heads: int | None = None,
     block: int | tuple[int, int] = BLOCK,
 ) -> Mask:
-    """Query ``q`` of head ``h`` of member ``b`` of the batch sees key ``k`` iff ``function(b, h, q, k)``, as in FlexAttention.
+    """A mask from a function, as in FlexAttention: query ``q`` sees key ``k`` in batch row ``b`` and head ``h`` iff
+    ``function(b, h, q, k)``.
 
-    The function is evaluated for every pair, some rows at a time, which costs O(q_len × kv_len): prefer masks of bands where
-    they can express the same. If the result is a small set of bands (causal, windows, documents), the mask is these bands, and
-    every kernel supports it. If not, the mask is planned by its non-empty blocks, and kernels call the function. A function
-    that reads ``b`` or ``h`` needs their sizes: ``batch=``, ``heads=``.
+    The function is evaluated for every pair, some rows at a time, which costs O(q_len × kv_len): prefer masks of bands
+    where they can express the same. If the result is a small set of bands (causal, windows, documents), the mask is
+    these bands, and every kernel supports it. If not, the mask is planned by its non-empty blocks, and kernels call the
+    function. A function that reads ``b`` or ``h`` needs their sizes: ``batch=``, ``heads=``.
 
     >>> mask_mod(lambda b, h, q, k: (k <= q) & (q - k < 3), 6)
     <Mask mask_mod(<lambda>): 6 × 6, area 15, 1 band>
@@ -69,9 +70,9 @@ def mask_mod(
 
 
 def mask_of_survey(found: Survey, predicate: Predicate, lengths: tuple[int, int], block: tuple[int, int], name: str) -> Mask:
-    """A mask of bands alone where these are few; else bands around the touched blocks, decided by the predicate."""
+    """A mask of bands alone if these are few. Otherwise bands around the non-empty blocks, with the predicate."""
     exact = None if found.runs is None else bands_of_runs(found.runs)
-    if exact is not None and len(exact) <= FEW:
+    if exact is not None and len(exact) <= MAX_EXACT_BANDS:
         return Mask(exact, *lengths, name=name)
     around = _bands_of_blocks(found.touched_QK, block, lengths)
     if exact is not None and len(exact) <= len(around):
@@ -97,7 +98,7 @@ def _block(block: Any) -> tuple[int, int]:
 
 
 def _bands_of_blocks(touched_QK: NDArray[np.bool_], block: tuple[int, int], lengths: tuple[int, int]) -> Table:
-    """The blocks as few bands, cut at the end of the sequence."""
+    """The blocks as few bands, clipped at the end of the sequence."""
     edges = np.diff(np.pad(touched_QK, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     q, first = np.nonzero(edges == 1)  # neighbours in a row of blocks are one rectangle
     last = np.nonzero(edges == -1)[1]

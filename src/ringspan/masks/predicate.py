@@ -1,8 +1,8 @@
-"""A predicate: functions that decide, pair by pair, what is visible within the bands of a mask.
+"""A predicate: functions that decide which pairs within the bands of a mask are visible.
 
-A mask that is not a small set of bands (per batch, per head, or irregular) has bands around its blocks, and a predicate. It is
-planned by its bands: pairs outside are never computed, and their keys not exchanged. Inside, kernels call the functions with
-global indices::
+A mask that is not a small set of bands (it depends on the batch or the head, or is irregular) has bands around its
+blocks, and a predicate. It is planned by its bands: pairs outside of them are never computed, and their keys are not
+exchanged. Inside of them, kernels call the functions with global indices::
 
     bands, by blocks of 2      b, h, q, k -> (q + k) % 3 == 0      the mask
     x x . .                    x . . x                             x . . .
@@ -29,8 +29,9 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 class Predicate:
     """A pair is visible if all functions return True for it.
 
-    ``batch`` and ``heads`` are the sizes that the functions distinguish, or None if they ignore the index. ``fingerprint`` is
-    equal for equal predicates, on all ranks. ``captured`` are the tensors they use, each with its version counter.
+    ``batch`` and ``heads`` are the sizes that the functions distinguish, or None if they ignore the index.
+    ``fingerprint`` is equal for equal predicates, on all ranks. ``captured`` are the tensors they use, each with its
+    version counter.
     """
 
     functions: tuple[MaskMod, ...]

@@ -9,7 +9,7 @@ from ringspan.masks.table import MAX_LENGTH
 
 
 def prefix(n: int, prefix: int) -> Mask:
-    """Of ``n`` tokens the first ``prefix`` are visible to all queries; of the others a query sees itself and earlier ones.
+    """Every query sees the first ``prefix`` of ``n`` tokens, itself and earlier tokens.
 
     >>> print(prefix(4, 2).ascii())
     x x . .

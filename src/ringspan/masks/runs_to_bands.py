@@ -1,7 +1,7 @@
 """Convert runs of visible keys, row by row, into bands.
 
-The n-th run of a row continues that of the row above if each end stays where it is or moves by one. As long as the ends keep
-moving in the same way, the runs are one band::
+The n-th run of a row continues that of the row above if each end stays or moves by one key. As long as the ends move in
+the same way, the runs are one band::
 
     x x . . .      ends: 0 2      one band: both ends move by one
     . x x . .            1 3

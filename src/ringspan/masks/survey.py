@@ -1,7 +1,7 @@
 """Evaluate a mask_mod: for all pairs (:func:`survey_pairs`) or only inside partial blocks (:func:`survey_blocks`).
 
-The function is called for a bounded number of pairs at a time, so that memory stays small. This module imports PyTorch, so it
-is imported only where there is a function to call.
+The function is called for a bounded number of pairs at a time, so that memory stays small. This module imports PyTorch,
+so it is imported only where there is a function to call.
 
 Legend: N blocks evaluated together, R rows, T keys, Q and K blocks of queries and keys.
 """
@@ -29,7 +29,8 @@ from ringspan.user_functions.index_reads import inputs_read
 MAX_CELLS = 2**24
 # The maximum number of runs of visible keys, per row on average, of a mask that is converted to bands.
 MAX_RUNS = 16
-# Partial blocks are all evaluated if together they have no more pairs than this. Otherwise a sample of them is evaluated.
+# Partial blocks are all evaluated if together they have no more pairs than this. Otherwise a sample of them is
+# evaluated.
 MAX_PARTIAL_CELLS = 2**27
 SAMPLED_BLOCKS = 64
 # The maximum number of values of a captured tensor that enter a fingerprint.
@@ -40,20 +41,20 @@ HIDDEN, PARTIAL, FULL = range(3)
 
 Lengths = tuple[int, int]
 Member = tuple[int, int]
-"""The index of a member of the batch, and of a head."""
+"""The indices of a batch row and of a head."""
 Bools = NDArray[np.bool_]
 
 
 class Survey(NamedTuple):
     """The result of evaluating a function.
 
-    ``touched_QK`` are the blocks in which a pair is visible, or may be. ``runs`` are the visible keys of each row; None if they
-    are too many, not known, or not the same for the whole batch and all heads.
+    ``touched_QK`` are the blocks in which a pair is visible, or may be. ``runs`` are the visible keys of each row; None
+    if they are too many, not known, or not the same for the whole batch and all heads.
 
-    ``fingerprint`` enters ``Mask.digest``, so it must be equal on all ranks that were given the same arguments. It may differ
-    between equal masks: that of :func:`survey_blocks` depends on the block sizes, and that of a sample on the code of the
-    function. After a sample, two masks that differ only in pairs outside of it can have equal fingerprints if the function
-    captures a tensor with more than SAMPLED_VALUES values.
+    ``fingerprint`` enters ``Mask.digest``, so it must be equal on all ranks that were given the same arguments. It may
+    differ between equal masks: that of :func:`survey_blocks` depends on the block sizes, and that of a sample on the
+    code of the function. After a sample, two masks that differ only in pairs outside of it can have equal fingerprints
+    if the function captures a tensor with more than SAMPLED_VALUES values.
     """
 
     touched_QK: Bools
@@ -155,9 +156,9 @@ def survey_blocks(
 ) -> Survey:
     """Evaluate the function inside the partial blocks of each member, ``kinds[member]`` being a (Q, K) table.
 
-    If these have too many pairs, only a sample of the blocks is evaluated, and none if a single block has more than MAX_CELLS
-    pairs. No runs are returned then. The fingerprint then follows from the sample, from all block tables, from the code of the
-    function, and from the values of the tensors that it captured.
+    If these have too many pairs, only a sample of the blocks is evaluated, and none if a single block has more than
+    MAX_CELLS pairs. No runs are returned then. The fingerprint then follows from the sample, from all block tables,
+    from the code of the function, and from the values of the tensors that it captured.
     """
     hashed = hashlib.sha256(repr((lengths, block, list(kinds))).encode())
     for kinds_QK in kinds.values():
@@ -209,7 +210,8 @@ def _full_runs(kinds_QK: NDArray[np.int8], lengths: Lengths, block: tuple[int, i
 def _in_blocks(
     function: MaskMod, member: Member, q: Ints, k: Ints, lengths: Lengths, block: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[Bools, Ints, Ints]]:
-    """Evaluate these blocks, some at a time; yields their pairs and their numbers. Pairs beyond the lengths are not visible."""
+    """Evaluate these blocks, some at a time; yields their pairs and their numbers. Pairs beyond the lengths are not
+    visible."""
     rows, keys = (min(size, n) for size, n in zip(block, lengths, strict=True))
     together = max(1, MAX_CELLS // max(1, rows * keys))
     for start in range(0, len(q), together):

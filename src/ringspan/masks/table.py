@@ -1,9 +1,9 @@
 """Tables of bands: the algebra of :class:`~ringspan.masks.band.Band`, vectorised over bands.
 
-A table is an int64 array with one band per row and the columns of ``Band``. A band has all pairs of a query q and a key k
-with ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= k - q <= hi``. All functions are pure. They return tight bands (see
-:func:`tighten`), except :func:`intersect_pairwise`. Their cost grows with the number of bands and of pairs of bands whose
-rows overlap. It does not grow with the number of tokens, except for :func:`dense`.
+A table is an int64 array with one band per row and the columns of ``Band``. A band has all pairs of a query q and a key
+k with ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= k - q <= hi``. All functions are pure. They return tight bands
+(see :func:`tighten`), except :func:`intersect_pairwise`. Their cost grows with the number of bands and of pairs of
+bands whose rows overlap. It does not grow with the number of tokens, except for :func:`dense`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def area(t: Table) -> Ints:
 
 
 def _staircase(x: Ints, width: Ints) -> Ints:
-    """Return the sum of ``min(i, width)`` for i from 1 to x: the area of a staircase of x steps that is cut off at a width."""
+    """Return the sum of ``min(i, width)`` for i from 1 to x: the area of a staircase of x steps that is cut off at a
+    width."""
     t = np.minimum(np.maximum(x, 0), width)  # np.clip takes three times as long on tables of a few rows
     return t * (t + 1) // 2 + np.maximum(x - width, 0) * width
 
@@ -103,7 +104,8 @@ def intersect(a: Table, b: Table) -> Table:
 
 
 def intersect_pairwise(a: Table, b: Table) -> Table:
-    """Intersect each band of ``a`` with the band of ``b`` in the same row. The results are not tight, and may be empty."""
+    """Intersect each band of ``a`` with the band of ``b`` in the same row. The results are not tight, and may be
+    empty."""
     lower, upper = np.maximum(a, b), np.minimum(a, b)
     out = np.empty_like(a)
     out[:, [Q0, K0, LO]] = lower[:, [Q0, K0, LO]]
@@ -141,7 +143,8 @@ def _without(a: Table, band: Ints) -> Table:
         clipped[:, column] = tighter(clipped[:, column], bound)
         return clipped
 
-    # At each bound of the removed band: what lies outside is a piece of the result, what lies inside is clipped further.
+    # At each bound of the removed band: what lies outside is a piece of the result, what lies inside is clipped
+    # further.
     for outer_column, inner_column, outer_bound, inner_bound in (
         (Q1, Q0, q0, q0),
         (Q0, Q1, q1, q1),
@@ -167,7 +170,8 @@ def coalesce(t: Table) -> Table:
 
 
 def coalesce_grouped(t: Table, group: Ints) -> tuple[Table, Ints]:
-    """:func:`coalesce` within each group. Returns the bands and their groups, ordered by group, then rows, then columns."""
+    """:func:`coalesce` within each group. Returns the bands and their groups, ordered by group, then rows, then
+    columns."""
     by_rows, by_cols = (K0, Q1, Q0), (Q0, K1, K0)
     while True:
         before = len(t)

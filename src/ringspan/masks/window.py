@@ -1,4 +1,4 @@
-"""A query sees the keys near it."""
+"""Sliding windows: a query sees the keys near it."""
 
 from __future__ import annotations
 

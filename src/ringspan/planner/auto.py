@@ -19,8 +19,8 @@ from ringspan.plans.shape import EXAMPLE, Shape
 from ringspan.strategies.registry import BY_STRATEGY_NAME
 
 ASSUMED = "h200x8"
-# So many ranks are planned first to find what a candidate costs at least.
-MOST_RANKS = 16
+# The number of ranks that are planned first, to estimate the cost of a candidate.
+SAMPLE_SIZE = 16
 
 
 def best(
@@ -32,11 +32,11 @@ def best(
     shape: Shape | None,
     on_progress: OnProgress | None = None,
 ) -> Choice:
-    """Choose what the request leaves open.
+    """Choose the layouts and the strategy that the request does not name.
 
     Without a machine one is assumed, and no plan is rejected for lack of memory. Without a shape heads are not split
-    unless the request names the strategy. The choice is cached, except with ``on_progress``: a look-up has no progress
-    to report.
+    unless the request names such a strategy. The choice is cached, except with ``on_progress``, because a look-up has
+    no progress to report.
     """
     find = _find_cached if on_progress is None else partial(_find, on_progress=on_progress)
     return find(
@@ -66,7 +66,7 @@ def _find(
 ) -> Choice:
     layouts = layouts_for(mask, world, machine, shape, kv_layout) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
-    workloads = [workload_of(mask, one, kv_layout or one, machine, shape, MOST_RANKS) for one in layouts]
+    workloads = [workload_of(mask, one, kv_layout or one, machine, shape, SAMPLE_SIZE) for one in layouts]
     return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
 
 

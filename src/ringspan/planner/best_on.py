@@ -1,4 +1,4 @@
-"""``ringspan.best_on``: all candidates on a machine, with what they cost."""
+"""``ringspan.best_on``: all candidates on a machine, with their costs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ def best_on(
     on_progress: OnProgress | None = None,
     hear: OnProgress | None = None,
 ) -> Choice:
-    """All candidates on a machine, with what they cost, the best first. What is not ``"auto"`` is taken as given.
+    """All candidates on a machine, with their costs, the best first. A layout or strategy other than ``"auto"`` is
+    fixed.
 
-    The best is what :func:`plan` makes of the same arguments. ``on_progress`` is called with the share of candidates
-    that are decided and the name of the one that is planned next. ``hear`` is its deprecated name.
+    The best candidate is the one that :func:`plan` takes for the same arguments. ``on_progress`` is called with the
+    fraction of candidates that are decided and the name of the one that is planned next. ``hear`` is its deprecated
+    name.
     """
     if hear is not None:
         warnings.warn("best_on(hear=...) is now best_on(on_progress=...)", DeprecationWarning, stacklevel=2)

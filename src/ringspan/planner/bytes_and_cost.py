@@ -1,4 +1,4 @@
-"""Bytes and seconds of plans, for tensors with any number of heads: the plan is fitted to them first."""
+"""Bytes and cost of plans. A plan is first fitted to the number of heads of the tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ringspan.plans.shape import Shape
 
 
 def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
-    """How many bytes this rank sends and how many it receives in a phase."""
+    """The bytes that this rank sends and receives in a phase."""
     return shapes.bytes_moved(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 
 def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory that a phase holds in buffers of its own, in any step."""
+    """The peak of the buffers of a phase, over all steps."""
     return memory.peak_bytes(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 
 def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The most memory that a phase holds in any step, beside its inputs and results: buffers, kernel, partial
-    results."""
+    """The peak memory of a phase, over all steps: buffers, allocations of the kernel, partial results. Inputs and
+    results are not counted."""
     return memory.memory_bytes(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 
 def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> plan_cost.Cost:
-    """What the plans of all ranks cost together, or of a sample of ranks, in order."""
+    """The cost of the plans of all ranks, or of a sample of ranks, in rank order."""
     return plan_cost.cost([plan.for_heads(shape.heads, shape.kv_heads) for plan in plans], machine, shape)

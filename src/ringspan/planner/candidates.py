@@ -1,4 +1,4 @@
-"""Which layouts and strategies the automatic choice compares, the simpler first."""
+"""The layouts and strategies that the automatic choice compares, the simplest first."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from ringspan.plans.shape import Shape
 from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.registry import STRATEGIES, spec
 
-# If a simple layout has at most this balance, a layout that balances the work could save too little to be made.
+# If a simple layout has at most this imbalance, a layout that balances the work could save too little.
 EVEN_ENOUGH = 1.02
-# Perfectly balanced, but it cuts every document into two pieces for each rank: for few documents, whose pieces stay
-# long.
+# This layout is perfectly balanced, but it cuts every document into two pieces for each rank. It is tried for few
+# documents, whose pieces stay long.
 FOR_FEW_DOCUMENTS, DOCUMENTS_PER_RANK = "per_document", 2
-# It cuts windows into rectangles and triangles. Though it needs many keys, that pays where a kernel is slow in windows.
+# This layout cuts windows into rectangles and triangles. It needs many keys, but it pays if a kernel is slow in
+# windows.
 FOR_SLOW_WINDOWS = "round_robin"
 # With more ranks than this, making the layout ``balanced`` takes minutes.
-MANY_RANKS = 1024
+MAX_RANKS_BALANCED = 1024
 
 
 def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layout: Layout | None = None) -> list[Layout]:
-    """Layouts of the queries, without those that need as much work and as many keys as a simpler one. If ``kv_layout``
-    is None the keys have the same layout."""
-    if world > MANY_RANKS:
+    """Layouts of the queries to compare. A layout is left out if a simpler one needs no more work and no more keys.
+
+    If ``kv_layout`` is None the keys have the same layout.
+    """
+    if world > MAX_RANKS_BALANCED:
         return _quick_layouts(mask, world)
     slow_windows = _has_slow_windows(mask, machine)
     found: list[Layout] = []
@@ -52,7 +55,7 @@ def _has_slow_windows(mask: Mask, machine: Hardware) -> bool:
 
 
 def _seconds(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape) -> float:
-    """How long the busiest rank computes."""
+    """The compute time of the busiest rank."""
     ranks = tuple(range(q_layout.world))
     workload = Workload(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
     return rounded(workload.busiest(KEYS))
@@ -78,12 +81,12 @@ def _quick_layouts(mask: Mask, world: int) -> list[Layout]:
 
 
 def _most_fetched(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """The most keys that any rank receives from others or sends to them."""
+    """The largest number of keys that a rank receives from others or sends to them."""
     away = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(q_layout.world, dtype=np.int64))
     return int(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
 
 
 def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
-    """What the registered strategies offer, in the order of the registry."""
+    """The candidates of the registered strategies, in the order of the registry."""
     kinds = (kind for kind in STRATEGIES.values() if issubclass(kind, Strategy))
     return [spec(strategy) for kind in kinds for strategy in kind.candidates(world, machine, shape)]

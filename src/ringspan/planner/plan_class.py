@@ -1,4 +1,4 @@
-"""The plan that users hold: one rank's data, with the methods that make, check, cost and save plans."""
+"""``ringspan.Plan``: the plan of one rank, with methods that make, check, cost and save plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Machine = str | Hardware  # ``hardware`` is also the name of an argument below
 class Plan(RankPlan):
     """One rank's program, and the mask, layouts and strategy it was made from.
 
-    Make one with :func:`ringspan.plan`; no process group is needed. ``notes`` say what was chosen for you and why.
+    Make one with :func:`ringspan.plan`; no process group is needed. ``notes`` explain the automatic choice.
     """
 
     def at(self, rank: int) -> Plan:
@@ -31,8 +31,8 @@ class Plan(RankPlan):
         return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
 
     def for_heads(self, heads: int, kv_heads: int) -> Plan:
-        """The plan for tensors of so many heads: this one, unless it splits heads and was made for other numbers of
-        them."""
+        """The plan for tensors with these numbers of heads: this plan, unless it splits heads and was made for
+        others."""
         if self.program.heads in (None, (heads, kv_heads)):
             return self
         strategy = strategy_for_heads(self.strategy, heads, kv_heads)
@@ -40,22 +40,22 @@ class Plan(RankPlan):
         return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes)
 
     def verify(self) -> Plan:
-        """Prove from the data of all ranks that every visible pair is computed exactly once, that sends match receives,
-        that no row is read before it has arrived or overwritten while in use, and that every partial result and
-        gradient reaches the rank that owns it.
+        """Check the plans of all ranks by simulating them (:mod:`ringspan.plans.verify`).
 
-        Raises :class:`~ringspan.errors.PlanError` naming rank and step; returns the plan itself if all is well.
+        Every visible pair must be computed exactly once, and sends must match receives. No row may be read before it
+        has arrived, or overwritten while in use. Every partial result and gradient must reach the rank that owns it.
+        Raises :class:`~ringspan.errors.PlanError` with rank and step; returns the plan itself if all checks pass.
         """
         verify([self.at(rank) for rank in range(self.world)])
         return self
 
     def explain(self, shape: Shape | None = None) -> str:
-        """What this rank does, step by step, with bytes for tensors of the given shape."""
+        """The steps of this rank as text, with bytes for tensors of the given shape."""
         for_shape = EXAMPLE if shape is None else check_shape(shape)
         return explain(self.for_heads(for_shape.heads, for_shape.kv_heads), shape)
 
     def cost(self, hardware: Machine, shape: Shape | None = None) -> Cost:
-        """What the plans of all ranks cost on a machine: seconds, exposed communication, memory, a timeline of each
+        """The cost of the plans of all ranks on a machine: seconds, exposed time, memory, and a timeline of each
         rank."""
         return _cost(self, hardware, EXAMPLE if shape is None else check_shape(shape))
 
@@ -64,9 +64,9 @@ class Plan(RankPlan):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """A plan back from :meth:`to_json`.
+        """Read the output of :meth:`to_json`.
 
-        A malformed one raises :class:`~ringspan.errors.PlanError` with the field's name.
+        A malformed text raises :class:`~ringspan.errors.PlanError` with the name of the field.
         """
         return from_json(text, Plan)
 
@@ -77,7 +77,7 @@ def _cost(plan: Plan, machine: Machine, shape: Shape) -> Cost:
 
 
 def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
-    """The plan of one rank, with layouts and strategy chosen. A repeated call is a dictionary look-up.
+    """The plan of one rank for given layouts and a given strategy. A repeated call is a dictionary look-up.
 
     A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a
     GPU. So the plan of such a mask is not cached, only its program.

@@ -1,4 +1,4 @@
-"""``ringspan.plan``: the plan of one rank. What is not given is chosen for the machine."""
+"""``ringspan.plan``: make the plan of one rank. Layout and strategy are chosen automatically unless given."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def plan(
     hardware: str | Hardware | None = None,
     shape: Shape | None = None,
 ) -> Plan:
-    """The plan of one rank. Pure and deterministic: every rank computes its own, and they fit together.
+    """Make the plan of one rank. It is deterministic: every rank makes its own plan, and the plans match.
 
-    ``layout`` is that of the queries. The keys have the same one unless their number differs or ``kv_layout`` is given.
-    What is ``"auto"`` is chosen to be the fastest on ``hardware`` (a name as ``"h200x8"``, or a :class:`Hardware`) for
-    tensors of a ``shape``. Where these are not given they are assumed, and :meth:`Plan.explain` says so. Without a
-    shape no strategy is chosen that splits heads, because their number is not known.
+    ``layout`` is the layout of the queries. The keys have the same one unless their number differs or ``kv_layout`` is
+    given. ``"auto"`` chooses the fastest on ``hardware`` (a name such as ``"h200x8"``, or a :class:`Hardware`) for
+    tensors of a ``shape``. If these are not given they are assumed, and :meth:`Plan.explain` says so. Without a shape
+    no strategy is chosen that splits heads, because their number is not known.
 
     >>> from ringspan import causal
     >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")

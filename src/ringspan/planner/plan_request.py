@@ -1,4 +1,4 @@
-"""What a caller of ``plan`` or ``best_on`` has asked for, checked."""
+"""The validated arguments of ``plan`` and ``best_on``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ringspan.strategies.registry import spec
 
 
 class PlanRequest(NamedTuple):
-    """The strategy and layouts that were given. None means: to be chosen. A ``kv_layout`` of None is that of the
-    queries."""
+    """The strategy and layouts that were given. None: to be chosen. A ``kv_layout`` of None is that of the queries."""
 
     strategy: str | None
     q_layout: Layout | None
@@ -23,7 +22,7 @@ class PlanRequest(NamedTuple):
 def check_request(
     mask: Mask, world: int, *, strategy: str | Strategy, layout: LayoutLike, kv_layout: LayoutLike | None
 ) -> PlanRequest:
-    """The arguments of a user as a request, with a note for each thing that was given."""
+    """Validate the arguments of a user. Returns a request, and a note for each argument that was given."""
     text, q_layout, k_layout = None, None, None
     notes = []
     is_named = isinstance(layout, str) and layout != "auto"
@@ -36,5 +35,5 @@ def check_request(
         notes.append(f"kv {note}")
     if strategy != "auto":
         text = spec(strategy)
-        notes.append(f"strategy {text}: as asked")
+        notes.append(f"strategy {text}: as given")
     return PlanRequest(text, q_layout, k_layout, tuple(notes))

@@ -10,9 +10,9 @@ from ringspan.layouts import Layout, areas
 from ringspan.masks import Mask
 from ringspan.plans.problem import estimated_tiles, needed_rows
 
-# Up to so many tiles, the rows that each rank needs are counted. With more, nearly every rank sees nearly all keys, and
-# all ranks wait for about as many.
-MANY_TILES = 2**21
+# Up to this many tiles, the rows that each rank needs are counted. With more, nearly every rank needs nearly all keys,
+# so all ranks need about equally many.
+MAX_COUNTED_TILES = 2**21
 
 
 def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, most: int) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, m
     if q_layout.world <= most:
         return tuple(range(q_layout.world))
     work = areas(mask, q_layout)
-    longest = np.argsort(-_wire(mask, q_layout, kv_layout, machine), kind="stable")[: max(1, most // 4)].tolist()
+    longest = np.argsort(-_transfer_time(mask, q_layout, kv_layout, machine), kind="stable")[: max(1, most // 4)].tolist()
     extremes = list(dict.fromkeys((int(work.argmax()), *longest, int(work.argmin()))))[:most]
     chosen = set(extremes)
     evenly = np.linspace(0, q_layout.world - 1, most).round().astype(int).tolist()
@@ -39,10 +39,10 @@ def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, m
     return tuple(sorted(chosen))
 
 
-def _wire(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:
-    """How long the slower link of each rank takes for the keys it receives or sends, in rows per byte/s."""
+def _transfer_time(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:
+    """The time of each rank's slower link for the keys it receives or sends, in rows per byte/s."""
     world = q_layout.world
-    if estimated_tiles(mask, q_layout, kv_layout) > MANY_TILES:
+    if estimated_tiles(mask, q_layout, kv_layout) > MAX_COUNTED_TILES:
         return np.zeros(world)
     rows = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(world, dtype=np.int64))
     node = np.arange(world) // machine.per_node

@@ -1,4 +1,4 @@
-"""A plan as text: what was chosen, and what each step sends and computes."""
+"""A plan as text: the choice, and the messages and the work of each step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_heads_fit, c
 
 
 def explain(plan: RankPlan, shape: Shape | None = None) -> str:
-    """The plan of one rank: what was chosen, how balanced it is, and what each step sends and computes.
+    """The plan of one rank as text: the choice, its balance, and the messages and the work of each step.
 
-    Bytes depend on the tensors. Without a shape they are those of 32 query heads and 8 key heads of 128 in bfloat16,
-    and the text says so. The plan must fit the heads of the shape.
+    Bytes depend on the tensors. Without a shape they are those of an example, 32 query heads and 8 key heads of dim 128
+    in bfloat16, and the text says so. The plan must fit the heads of the shape.
     """
     example = " (an example; explain(shape) is about yours)" if shape is None else ""
     shape = EXAMPLE if shape is None else check_shape(shape)
@@ -64,7 +64,7 @@ def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
 
 
 def _wire(plan: RankPlan, step: Step) -> str:
-    """What is sent to and received from which ranks. Messages of a rank to itself are left out."""
+    """The payloads and peers of a step. Messages of a rank to itself are left out."""
     ways = [(arrow, [t for t in ts if t.peer != plan.rank]) for arrow, ts in (("→", step.sends), ("←", step.recvs))]
     return "; ".join(
         f"{what} {arrow} {_ranks([t for t in transfers if t.what == what])}"

@@ -19,7 +19,7 @@ from ringspan.plans.slot_tokens import SlotTokens
 T = TypeVar("T")
 P = TypeVar("P", bound=RankPlan)
 
-MOST_HEADS = 2**16  # bounds the memory that verify() takes for a file from elsewhere
+MAX_HEADS = 2**16  # bounds the memory of verify() for a file from an unknown source
 
 
 def to_json(plan: RankPlan) -> str:
@@ -54,12 +54,12 @@ def to_json(plan: RankPlan) -> str:
 
 
 def from_json(text: str, kind: type[P]) -> P:
-    """The plan back, as an instance of ``kind``. Every field is checked here; ``plan.verify()`` checks the program."""
+    """Read a plan as an instance of ``kind``. Every field is checked here; ``plan.verify()`` checks the program."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        where = f" from line {error.lineno}, column {error.colno} on" if isinstance(error, json.JSONDecodeError) else ""
-        raise PlanError(f"not a plan file: this is no JSON{where}. A plan file is what plan.to_json() gives") from None
+        where = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise PlanError(f"not a plan file: invalid JSON{where}. A plan file is the output of plan.to_json()") from None
     top = _Field(data, "plan")
     version = top.get("ringspan_plan").whole()
     if version != VERSION:
@@ -86,7 +86,7 @@ def from_json(text: str, kind: type[P]) -> P:
         notes=top.get("notes").items(_Field.text),
     )
     if plan.digest != top.get("digest").text():
-        raise PlanError(f"plan.digest: says {top.get('digest').text()}, but what the file holds has digest {plan.digest}")
+        raise PlanError(f"plan.digest: is {top.get('digest').text()}, but the plan in the file has digest {plan.digest}")
     return plan
 
 
@@ -109,7 +109,7 @@ class _Field:
 
     def whole(self, low: int = -(2**63), high: int = 2**63 - 1) -> int:
         if not isinstance(self.value, int) or isinstance(self.value, bool) or not low <= self.value <= high:
-            raise self.wrong("a whole number" if low < 0 else f"a whole number from {low} to {high}")
+            raise self.wrong("an integer" if low < 0 else f"an integer from {low} to {high}")
         return self.value
 
     def text(self) -> str:
@@ -162,7 +162,7 @@ def _pair(field: _Field) -> tuple[int, int]:
 
 
 def _heads(field: _Field) -> tuple[int, int]:
-    q, kv = field.items(lambda x: x.whole(1, MOST_HEADS), 2)
+    q, kv = field.items(lambda x: x.whole(1, MAX_HEADS), 2)
     return q, kv
 
 
@@ -186,7 +186,7 @@ def _tokens(field: _Field) -> SlotTokens:
         return start, stop, step
 
     spans = np.array(field.get("spans").items(span), dtype=np.int64).reshape(-1, 3)
-    return SlotTokens(spans, first_head=field.get("first_head").whole(0, MOST_HEADS))
+    return SlotTokens(spans, first_head=field.get("first_head").whole(0, MAX_HEADS))
 
 
 def _step_out(step: Step) -> dict[str, Any]:

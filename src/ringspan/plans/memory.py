@@ -1,4 +1,4 @@
-"""How much memory a rank needs beside its input tensors: buffers of the engine, and what a kernel allocates."""
+"""The memory that a rank needs beside its input tensors: buffers of the engine, and allocations of a kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
 def peak_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """The most memory that a phase holds in buffers, in any step. The plan must fit the heads of the shape."""
+    """The peak of the buffers of a phase, over all steps. The plan must fit the heads of the shape."""
     return max(buffer_bytes(plan, shape, phase), default=0)
 
 
@@ -20,7 +20,7 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     check_heads_fit(plan, shape)
     program = plan.program
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
-    if program.moves_queries(phase):  # they are sent from a row-major copy
+    if program.moves_queries(phase):  # they are sent from a contiguous copy
         held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
     results: tuple[PayloadKind, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
     for what in results:
@@ -35,28 +35,30 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
 
 
 def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """The most memory that a phase holds in any step, beside its inputs and results: its buffers, what the kernel
-    allocates, and partial results that are not merged yet. The plan must fit the heads of the shape."""
+    """The peak memory of a phase, over all steps, without inputs and results.
+
+    It consists of the buffers, the allocations of the kernel, and partial results that are not merged yet. The plan
+    must fit the heads of the shape.
+    """
     steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
     taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
     return max(taken, default=0) + _waiting_bytes(plan.program, shape, phase)
 
 
 def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
-    """Partial results of the rank's own rows that are kept as the kernel wrote them until a second one comes: at most
-    one a row.
+    """Bytes of partial results of the rank's own rows that wait for a second one, at most one for each row.
 
-    Only in half precision, and only where a row may get several. Since a plan does not know how many bands a kernel
-    computes in one launch, every band counts as one partial result.
+    They exist only in half precision, and only if a row may get several. A plan does not know how many bands a kernel
+    computes in one launch, so every band counts as one partial result.
     """
-    if shape.item == shape.wide_item:
+    if shape.item == shape.accumulator_item:
         return 0
     tasks = [task for step in program.steps(phase) for task in step.tasks]
     bands_of_queries = sum(len(task.bands) for task in tasks if task.q_slot == 0)
     bands_of_keys = sum(len(task.bands) for task in tasks if task.kv_slot == 0)
     d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     queries, keys = program.q_slots[0], program.kv_slots[0]
-    of_query = e * shape.item + shape.wide_item if phase == "forward" else d * shape.item
+    of_query = e * shape.item + shape.accumulator_item if phase == "forward" else d * shape.item
     waiting = queries.rows * (queries.heads or shape.heads) * of_query if bands_of_queries > 1 else 0
     if phase == "backward" and bands_of_keys > 1:
         waiting += keys.rows * (keys.heads or shape.kv_heads) * (d + e) * shape.item
@@ -64,7 +66,7 @@ def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
 
 
 def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
-    """What FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may take more.
+    """Bytes that FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may allocate more.
 
     Forward: the results in the dtype of the tensors, and lse. Backward: the gradients, float32 sums for dq, for dk and
     dv where query heads share them, and two numbers for each query.
@@ -74,7 +76,7 @@ def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> i
     kv_heads = program.kv_slots[task.kv_slot].heads or shape.kv_heads
     d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     if phase == "forward":
-        return shape.batch * rows * heads * (e * shape.item + shape.wide_item)
-    sums = shape.wide_item if heads != kv_heads else 0
-    of_queries = rows * heads * (d * (shape.item + shape.wide_item) + 2 * shape.wide_item)
+        return shape.batch * rows * heads * (e * shape.item + shape.accumulator_item)
+    sums = shape.accumulator_item if heads != kv_heads else 0
+    of_queries = rows * heads * (d * (shape.item + shape.accumulator_item) + 2 * shape.accumulator_item)
     return shape.batch * (of_queries + keys * kv_heads * (d + e) * (shape.item + sums))

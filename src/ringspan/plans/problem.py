@@ -1,4 +1,4 @@
-"""What a strategy gets: mask, layouts and rank, and what they say about who sees which rows."""
+"""The input of a strategy: mask, layouts and rank, and the tiles and rows that follow from them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ringspan.plans.local_rows import LocalRows
 Rows = tuple[tuple[int, int], ...]
 Ints = NDArray[np.int64]
 
-# Up to so many tiles, cutting them for all ranks at once takes about as long as for one rank.
-FEW_TILES = 4096
+# Up to this many tiles, computing the tiles of all ranks takes about as long as those of one rank.
+MAX_TILES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +31,18 @@ class Problem(LocalRows):
     rank: int
 
     def seen(self) -> Tiles:
-        """What this rank's queries see of the keys of all ranks."""
+        """The tiles of this rank's queries with the keys of all ranks."""
         return _seen(self.mask, self.q_layout, self.kv_layout, self.rank)
 
     def seeing(self) -> Tiles:
-        """What the queries of all ranks see of this rank's keys."""
+        """The tiles of the queries of all ranks with this rank's keys."""
         return _seeing(self.mask, self.q_layout, self.kv_layout, self.rank)
 
 
 # Cached because all strategies that are compared need the same tiles, and so do ranks that are planned in turn.
 @cache_by_digest(64)
 def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
-    if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
+    if estimated_tiles(mask, q_layout, kv_layout) <= MAX_TILES_AT_ONCE:
         tiles = whole_tiles(mask, q_layout, kv_layout)
         return _where(tiles, tiles.q_rank == rank)
     return cut(mask, q_layout.pieces.of(rank), kv_layout.pieces)
@@ -50,7 +50,7 @@ def _seen(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
 
 @cache_by_digest(64)
 def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles:
-    if estimated_tiles(mask, q_layout, kv_layout) <= FEW_TILES:
+    if estimated_tiles(mask, q_layout, kv_layout) <= MAX_TILES_AT_ONCE:
         tiles = whole_tiles(mask, q_layout, kv_layout)
         return _where(tiles, tiles.k_rank == rank)
     return cut(mask, q_layout.pieces, kv_layout.pieces.of(rank))
@@ -58,14 +58,17 @@ def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles
 
 @cache_by_digest(8)
 def whole_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> Tiles:
-    """What the queries of all ranks see of the keys of all ranks."""
+    """The tiles of the queries of all ranks with the keys of all ranks."""
     return cut(mask, q_layout.pieces, kv_layout.pieces)
 
 
 @cache_by_digest(8)
 def estimated_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """About how many tiles there are for all ranks. A band has at most as many as its pieces of queries times its
-    pieces of keys, unless their steps differ and pieces are split further."""
+    """An estimate of the number of tiles of all ranks.
+
+    A band has at most as many tiles as spans of queries times spans of keys that overlap it, unless spans with
+    different steps are split further.
+    """
     q0, q1, k0, k1, _, _ = mask.table.T
     queries = tables.count_overlapping(q0, q1, *q_layout.pieces.extent)
     keys = tables.count_overlapping(k0, k1, *kv_layout.pieces.extent)
@@ -78,7 +81,7 @@ def _where(tiles: Tiles, chosen: NDArray[np.bool_]) -> Tiles:
 
 @cache_by_digest(64)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
-    """A matrix: how many keys of rank ``column`` the queries of rank ``row`` see at least one pair with."""
+    """A matrix: the number of keys of rank ``column`` that at least one query of rank ``row`` sees."""
     tiles = whole_tiles(mask, q_layout, kv_layout)
     pair, start, stop = union(tiles.q_rank * q_layout.world + tiles.k_rank, tiles.bands[:, K0], tiles.bands[:, K1])
     total = np.zeros(q_layout.world**2, dtype=np.int64)
@@ -90,8 +93,8 @@ def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.i
 def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bool_]:
     """A matrix: whether the queries of rank ``row`` see any key of rank ``column``.
 
-    A run of queries sees a run of keys without gaps through a tight band, which is a run of the keys' pieces. So no
-    tile is needed for each pair of thousands of ranks.
+    Through a tight band, contiguous queries see contiguous keys, which belong to consecutive spans. So no tile is
+    computed for each pair of thousands of ranks.
     """
     queries, keys = q_layout.pieces, kv_layout.pieces
     if (queries.step[queries.size > 1] > 1).any() or (keys.step[keys.size > 1] > 1).any():
@@ -112,17 +115,17 @@ def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bo
 
 
 def union(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Within each group, the intervals [start, stop) joined where they touch; sorted by group, then start."""
+    """Join the intervals [start, stop) of each group where they touch. The result is sorted by group, then start."""
     if not len(group):
         return group, start, stop
     order = np.lexsort((start, group))
     group, start, stop = group[order], start[order], stop[order]
-    apart = group << 32  # intervals are shorter than 2**31, so those of different groups never touch
-    reach = np.maximum.accumulate(apart + stop)
-    opens = np.concatenate([[True], (apart + start)[1:] > reach[:-1]])
+    offset = group << 32  # intervals are shorter than 2**31, so those of different groups never touch
+    reach = np.maximum.accumulate(offset + stop)
+    opens = np.concatenate([[True], (offset + start)[1:] > reach[:-1]])
     first = np.flatnonzero(opens)
     last = np.append(first[1:], len(group)) - 1
-    return group[first], start[first], (reach - apart)[last]
+    return group[first], start[first], (reach - offset)[last]
 
 
 def as_bands(table: Table) -> tuple[Band, ...]:

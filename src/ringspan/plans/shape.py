@@ -16,14 +16,14 @@ ROW_ALIGNMENT = 16
 DIRECTIONS: tuple[Literal["sends", "recvs"], ...] = ("sends", "recvs")
 
 # The smallest value of each field. A batch may be empty, and queries may have no heads.
-FEWEST = {"heads": 0, "kv_heads": 1, "head_dim": 1, "v_dim": 1, "batch": 0}
+MINIMUM = {"heads": 0, "kv_heads": 1, "head_dim": 1, "v_dim": 1, "batch": 0}
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Batch, heads, head dims and dtype of a call. ``v_dim`` is ``head_dim`` unless said otherwise."""
+    """Batch, heads, head dims and dtype of a call. ``v_dim`` is ``head_dim`` by default."""
 
     heads: int
     kv_heads: int
@@ -37,7 +37,7 @@ class Shape:
             raise InputError(
                 f"attention is computed in {', '.join(ITEM_BYTES)}; got {self.dtype!r}: give its name, as in dtype='bfloat16'"
             )
-        for name, fewest in FEWEST.items():
+        for name, fewest in MINIMUM.items():
             if name != "v_dim" or self.v_dim is not None:
                 _check_count(name, getattr(self, name), fewest)
         if self.heads % self.kv_heads:
@@ -51,9 +51,9 @@ class Shape:
         return ITEM_BYTES[self.dtype]
 
     @property
-    def wide_item(self) -> int:
+    def accumulator_item(self) -> int:
         """Bytes of an element of an accumulator: at least float32."""
-        return wide_item(self.item)
+        return accumulator_item(self.item)
 
     @property
     def words(self) -> str:
@@ -69,11 +69,11 @@ class Shape:
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
         if side(what) == "kv":
             heads = self.kv_heads if heads is None else heads
-            return self.batch * heads * (d + dv) * (self.item if what == "kv" else self.wide_item)
+            return self.batch * heads * (d + dv) * (self.item if what == "kv" else self.accumulator_item)
         heads = self.heads if heads is None else heads
         if what == "q":
             return self.batch * heads * (d * self.item if phase == "forward" else saved_bytes(d, dv, self.item))
-        return self.batch * heads * (d if what == "dq" else dv + 1) * self.wide_item
+        return self.batch * heads * (d if what == "dq" else dv + 1) * self.accumulator_item
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Bytes of a message: of the heads it names, or of all heads of its slot."""
@@ -107,7 +107,7 @@ def _check_count(name: str, given: Any, fewest: int) -> None:
     try:
         count = operator.index(given)
     except TypeError:
-        raise InputError(f"{name} must be a whole number, not {given!r}") from None
+        raise InputError(f"{name} must be an integer, not {given!r}") from None
     if count < fewest:
         raise InputError(f"{name} must be at least {fewest}, not {count}")
 
@@ -116,19 +116,19 @@ def _check_count(name: str, given: Any, fewest: int) -> None:
 EXAMPLE = Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 
 
-def wide_item(item: int) -> int:
+def accumulator_item(item: int) -> int:
     return max(4, item)
 
 
 def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
-    """Bytes of a query in backward. It is sent with all that its gradient needs: q, dout, out, lse and dlse (see
+    """Bytes of a query in the backward pass, where it is sent with dout, out, lse and dlse (see
     ``engine/packing.py``)."""
-    used = (head_dim + 2 * v_dim) * item + 2 * wide_item(item)
+    used = (head_dim + 2 * v_dim) * item + 2 * accumulator_item(item)
     return used + -used % ROW_ALIGNMENT
 
 
 def check_heads_fit(plan: RankPlan, shape: Shape) -> None:
-    """Raise if the plan splits heads and was made for other numbers of them than the shape has."""
+    """Raise if the plan splits heads and was made for other numbers of heads than those of the shape."""
     planned = plan.program.heads
     if planned not in (None, (shape.heads, shape.kv_heads)):
         raise PlanError(
@@ -138,13 +138,16 @@ def check_heads_fit(plan: RankPlan, shape: Shape) -> None:
 
 
 def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
-    """What this rank sends and what it receives in a phase. The plan must fit the heads of the shape."""
+    """The bytes that this rank sends and receives in a phase. The plan must fit the heads of the shape."""
     check_heads_fit(plan, shape)
     sends, recvs = ([t for t in plan.transfers(phase, direction) if t.peer != plan.rank] for direction in DIRECTIONS)
     return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
 
 
 def is_packed(t: Transfer) -> bool:
-    """Whether a message is packed into a buffer. Contiguous rows are sent from their slot in place, except results: out
-    and lse are two arrays in a slot and one message."""
+    """Whether a message is packed into a buffer.
+
+    Contiguous rows are sent from their slot in place, except outputs: out and lse are two arrays in a slot and one
+    message.
+    """
     return len(t.rows) != 1 or t.heads is not None or t.what == "out"

@@ -1,7 +1,7 @@
 """Which global tokens the rows of a slot hold, and which heads.
 
-Kernels see rows of slots. A user's function (``score_mod``, ``mask_mod``) asks for global indices, so every task
-records what its slots hold when it runs::
+Kernels compute on rows of slots. A user's function (``score_mod``, ``mask_mod``) takes global indices, so every task
+records which tokens its slots hold when it runs::
 
     ring, 3 ranks of 2 tokens: key slots of rank 0, while it computes step …
       0   slot 0: tokens 0 1        its own; not recorded, since they follow from the layout
@@ -51,7 +51,7 @@ class SlotTokens:
 
     @property
     def count(self) -> int:
-        """How many rows are described."""
+        """The number of rows that are described."""
         return int(self.sizes.sum())
 
     def expand(self, rows: int) -> Ints:
@@ -71,13 +71,13 @@ class SlotTokens:
             return NotImplemented
         return self is other or (self.first_head == other.first_head and np.array_equal(self.spans, other.spans))
 
-    def __hash__(self) -> int:  # of the ends only, so that a look-up does not read all spans
+    def __hash__(self) -> int:  # of the first and the last span, so that a look-up does not read all spans
         return hash((self.first_head, len(self.spans), self.spans[:1].tobytes(), self.spans[-1:].tobytes()))
 
 
 @cache_by_digest(64)
 def own_tokens(layout: Layout) -> tuple[SlotTokens, ...]:
-    """What slot 0 of each rank holds: its own tokens."""
+    """The tokens in slot 0 of each rank: its own."""
     spans = np.array([span for of_rank in layout.spans for span in of_rank], dtype=np.int64).reshape(-1, 3)
     ends = [0, *accumulate(map(len, layout.spans))]
     return tuple(SlotTokens(spans[first:last]) for first, last in pairwise(ends))

@@ -1,4 +1,4 @@
-"""Strategies: how the program of a rank is made from a mask and its layouts. One file each."""
+"""Strategies: each makes the program of a rank from a mask and its layouts. One file each."""
 
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather

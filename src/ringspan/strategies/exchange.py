@@ -20,7 +20,7 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Strategy):
-    """Send only what is needed. For packed documents and windows that is a small part of all keys."""
+    """Send only keys that are visible. For packed documents and windows they are a small part of all keys."""
 
     stages: int = 2
 

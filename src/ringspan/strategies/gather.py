@@ -1,4 +1,4 @@
-"""Gather: every rank receives all keys, at once or in stages. The simplest plan, and the one that takes most memory."""
+"""Gather: every rank receives all keys, at once or in stages. The plan is the simplest, but takes the most memory."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 ::
 
-    step 0          q and kv: of each token, to each rank of the node the heads that it computes
+    step 0          q and kv: each rank sends to each rank of its node the heads that this rank computes
     steps 1 … n     a program between nodes, run by the ranks that have the same heads
-    step n + 1      out (backward: dq and dkv) to the tokens' owners
+    step n + 1      out (backward: dq and dkv) is sent to the tokens' owners
 
-With one node the program in the middle is one task. Each run of a rank's heads (see ``heads.py``) has slots of its own.
-A rank gets its own heads of its own tokens by a message to itself, which no link carries.
+With one node the program in the middle is one task. Each run of a rank's heads (see ``heads.py``) has its own slots. A
+rank copies its own heads of its own tokens by a transfer to itself.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _messages(p: Pieces) -> dict[int, list[Rows]]:
 
 
 def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
-    """What ranks do at least: send queries, compute, send results back. ``whole`` is how long all heads of the tokens
-    of the busiest node take.
+    """A lower bound: send queries, compute, send results back. ``whole`` is the compute time of all heads of the
+    busiest node.
 
     No rank computes more query heads than ⌈heads / ranks⌉, so it sends all others of its own tokens away, and those
     that do not fit on its node to other nodes. Keys are not counted.

@@ -22,8 +22,8 @@ from ringspan.errors import PlanError
 
 
 class Run(NamedTuple):
-    """Query heads and the key heads that they share, with the same number of query heads for each: what one task can
-    compute."""
+    """A range of query heads and the key heads that they share, with equally many query heads for each key head. One
+    task computes a run."""
 
     q: tuple[int, int]
     kv: tuple[int, int]
@@ -42,8 +42,10 @@ def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...],
 
 
 def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
-    """Where the heads are cut: the fewest split groups, then the most even parts. Dynamic programming over the parts
-    and the heads at which a part may end."""
+    """The boundaries of the ranks' heads: the fewest split groups, then the most even parts.
+
+    Dynamic programming over the parts and the heads at which a part may end.
+    """
     most = -(-heads // ranks)
     best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), (0,))}
     for _ in range(ranks):
@@ -74,5 +76,5 @@ def _runs(start: int, stop: int, group: int) -> tuple[Run, ...]:
 def check_heads(heads: object, kv_heads: object) -> None:
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads >= 1 and heads >= 1 and heads % kv_heads == 0):
         raise PlanError(
-            f"heads must be a multiple of kv_heads, both whole numbers, at least 1; got heads={heads!r}, kv_heads={kv_heads!r}"
+            f"heads must be a multiple of kv_heads, both integers of at least 1; got heads={heads!r}, kv_heads={kv_heads!r}"
         )

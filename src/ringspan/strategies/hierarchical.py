@@ -7,7 +7,7 @@
                                                                   rank 2  rank 3    node 1
 
               communication                                       computing
-    step 0    k: 0 → 1 in the node, 0 → 2 across                  home
+    step 0    k: 0 → 1 in the node, 0 → 2 across                  own rows
     step 1    k: 2 → 3                                            rows from their owners
     step 2    –                                                   forwarded rows
 
@@ -49,7 +49,8 @@ SLOT = {OWN: 0, DIRECT: 1, FORWARDED: 2}
 
 @dataclass(frozen=True, slots=True)
 class Hierarchical(Strategy):
-    """Exchange for nodes whose ranks see the same keys: these are sent over the slow link once, not once for each rank.
+    """Exchange for nodes whose ranks see the same keys: a key is sent over the slow link once per node, not once per
+    rank.
 
     The last node may have fewer ranks. On one node, or on nodes of one rank, nothing is forwarded, and the program is
     that of ``exchange(stages=1)``.
@@ -67,7 +68,7 @@ class Hierarchical(Strategy):
         return _fan_out(problem, nodes) if nodes.count > 1 and nodes.per_node > 1 else Exchange(stages=1)(problem)
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
-        """Computing only: how many rows cross between nodes is not counted."""
+        """Compute only. Rows that are sent between nodes are not counted."""
         seconds = workload.demand(KEYS).seconds
         return {phase: without_messages(seconds[phase].sum(axis=1, keepdims=True)) for phase in PHASES}
 
@@ -134,7 +135,7 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
 
 
 def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
-    """What the ranks of this node see of the keys of these owners."""
+    """The tiles of the queries of this node's ranks with the keys of these owners."""
     members = nodes.ranks(nodes.of(problem.rank))
     return cut(problem.mask, problem.q_layout.pieces.of(*members), problem.kv_layout.pieces.of(*owners))
 

@@ -71,7 +71,7 @@ class Hybrid(Strategy):
         return split_heads(problem, nodes, self.heads, self.kv_heads, between=BETWEEN[self.between])
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
-        """The busiest node computes at the best speed; how many rows move between nodes is not counted."""
+        """Compute of the busiest node at the best speed. Rows that are sent between nodes are not counted."""
         per_node = min(self.per_node, workload.world)
         pairs = np.add.reduceat(areas(workload.mask, workload.q_layout), np.arange(0, workload.world, per_node)).max()
         shape, machine = workload.shape, workload.machine

@@ -1,4 +1,4 @@
-"""Make the program of one rank, with layouts and strategy chosen."""
+"""Make the program of one rank for given layouts and a given strategy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ringspan.strategies.registry import BY_STRATEGY_NAME, parse_strategy
 
 @cache_by_digest(512, group=BY_STRATEGY_NAME)
 def make_program(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Program:
-    """Cached by the digests of mask and layouts. A program holds bands, never the mask, so the cache keeps no tensor
-    alive that a mask's function has captured."""
+    """Make the program of a rank. Cached by the digests of mask and layouts.
+
+    A program holds bands, never the mask, so the cache keeps no tensor alive that a mask's function has captured.
+    """
     return parse_strategy(strategy)(Problem(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=rank))

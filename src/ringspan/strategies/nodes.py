@@ -1,4 +1,4 @@
-"""Ranks on nodes: ``per_node`` ranks each. The links within a node are faster than those between nodes.
+"""Nodes of ``per_node`` ranks each. The links within a node are faster than those between nodes.
 
 ::
 
@@ -68,4 +68,4 @@ def by_node(layout: Layout, nodes: Nodes) -> Layout:
 
 def check_per_node(per_node: Any) -> None:
     if not isinstance(per_node, int) or per_node < 1:
-        raise PlanError(f"per_node must be a whole number of ranks, at least 1; got {per_node!r}")
+        raise PlanError(f"per_node must be an integer number of ranks, at least 1; got {per_node!r}")

@@ -2,10 +2,10 @@
 
 ::
 
-    2 stages, forward (backward dq comes back in the place of out)
+    2 stages, forward (in backward, dq is sent back instead of out)
                       step 0              step 1              step 2              step 3
     communication     q of stage 0        q of stage 1        out of stage 0      out of stage 1
-    computing         home                stage 0             stage 1             –
+    computing         own rows            stage 0             stage 1             –
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ringspan.strategies.staged_loads import staged_loads
 
 @dataclass(frozen=True, slots=True)
 class PassQ(Strategy):
-    """Keys are not sent. Fewer bytes where there are few queries for many keys: cross-attention, decoding, chunks of a
-    prompt.
+    """Send queries instead of keys. This takes fewer bytes for few queries with many keys: cross-attention, decoding,
+    chunks of a prompt.
 
-    A query is sent to the keys, and its result is sent back in float32 at least. Backward, it is sent with all that its
-    gradient needs. The owner of the keys computes, so it is the layout of the *keys* that balances the work.
+    A query is sent to the keys, and its result is sent back in at least float32. In the backward pass it is sent with
+    dout, out and lse. The owner of the keys computes, so the layout of the *keys* balances the work.
     """
 
     stages: int = 2

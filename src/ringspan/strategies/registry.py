@@ -1,4 +1,4 @@
-"""Strategies by name: text such as ``"gather(stages=4)"`` to a strategy and back, and strategies of your own."""
+"""The registry of strategies by name, and strategies as text, such as ``"gather(stages=4)"``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringspan.strategies.ulysses import Ulysses
 # The group of caches whose results depend on which strategy a name means. They are cleared when a name is registered.
 BY_STRATEGY_NAME = "by strategy name"
 
-# From the simplest on: of candidates that cost the same, the automatic choice takes the first.
+# The simplest first: of candidates with equal cost, the automatic choice takes the first.
 STRATEGIES: dict[str, type[Any]] = {
     "exchange": Exchange,
     "ring": Ring,
@@ -34,10 +34,10 @@ STRATEGIES: dict[str, type[Any]] = {
 
 
 def register_strategy(name: str, strategy: type[Any]) -> None:
-    """Register a strategy of your own under a name: a frozen dataclass that derives from
-    :class:`ringspan.strategies.Strategy`.
+    """Register a strategy under a name: a frozen dataclass that derives from :class:`ringspan.strategies.Strategy`.
 
-    Any frozen dataclass whose instances make a Program of a Problem will do; the automatic choice does not consider it.
+    Any frozen dataclass whose instances map a Problem to a Program is accepted, but the automatic choice does not
+    consider it.
     """
     if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
         raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
@@ -49,7 +49,7 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
 
 @cache_by_digest(256, plain=True, group=BY_STRATEGY_NAME)
 def parse_strategy(text: str) -> Strategy:
-    """``"ring"``, ``"gather(stages=4)"``, … as a strategy.
+    """Make a strategy from text: ``"ring"``, ``"gather(stages=4)"``, ….
 
     >>> parse_strategy("gather(stages=4)")
     Gather(stages=4)
@@ -79,8 +79,7 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
     strategy: Any = parse_strategy(text)
     if not {"heads", "kv_heads"} <= {f.name for f in fields(strategy)}:
         raise PlanError(
-            f"strategy {text} splits heads, and has no options heads= and kv_heads= by which it could be told that there are "
-            f"{heads} and {kv_heads}"
+            f"strategy {text} splits heads, but has no options heads= and kv_heads= to set to {heads} and {kv_heads}"
         )
     return spec(replace(strategy, heads=heads, kv_heads=kv_heads))
 
@@ -97,4 +96,4 @@ def spec(strategy: str | Strategy) -> str:
         if type(strategy) is kind:
             options = ", ".join(f"{f.name}={getattr(strategy, f.name)!r}" for f in fields(strategy))  # type: ignore[arg-type]
             return f"{name}({options})" if options else name
-    raise PlanError(f"{strategy!r} is not a registered strategy; make it known with ringspan.planner.register_strategy")
+    raise PlanError(f"{strategy!r} is not a registered strategy; register it with ringspan.planner.register_strategy")

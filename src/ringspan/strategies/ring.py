@@ -7,9 +7,9 @@
     step 1              kv2      kv0      kv1
     step 2              kv1      kv2      kv0
 
-A block is passed on only as far as a rank still sees it. Backward, the blocks take the same path again. The gradient of
-a block follows one step behind it, each rank adds its share, and the last rank sends it to the owner. The memory is
-that of two blocks beside the rank's own, for any number of ranks.
+A block is passed on only up to the last rank that sees any of it. In the backward pass the blocks take the same path
+again. The gradient of a block follows one step behind it, each rank adds its part, and the last rank sends it to the
+owner. The memory is that of two blocks beside the rank's own, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Ring(Strategy):
 
 @cache_by_digest(64)
 def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
-    """For each block, how many ranks after its owner the last rank is that sees any of it."""
+    """For each block, the distance from its owner to the last rank that sees any of it."""
     sees = seen_ranks(mask, q_layout, kv_layout)
     ranks = np.arange(q_layout.world)
     distance = (ranks[:, None] - ranks[None, :]) % q_layout.world
@@ -122,8 +122,7 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _loads(workload: Workload) -> dict[Phase, Loads]:
-    """What the ranks do in each step at least. A rank receives the block of the next step and, one step later, its
-    gradient."""
+    """A lower bound of each step. A rank receives the block of the next step and, one step later, its gradient."""
     world, shape, machine = workload.world, workload.shape, workload.machine
     rows = np.array(workload.kv_layout.counts)
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))

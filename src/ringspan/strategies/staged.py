@@ -93,4 +93,4 @@ def staged(
 
 def check_stages(stages: Any) -> None:
     if not isinstance(stages, int) or stages < 1:
-        raise PlanError(f"stages must be a whole number, at least 1; got {stages!r}")
+        raise PlanError(f"stages must be an integer of at least 1; got {stages!r}")

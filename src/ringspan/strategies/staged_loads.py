@@ -1,5 +1,4 @@
-"""What ranks do in each step at least, where rows are transferred directly from their owners in stages: see
-``staged.py``."""
+"""A lower bound of each step for strategies that transfer rows directly from their owners in stages (``staged.py``)."""
 
 from __future__ import annotations
 
@@ -39,8 +38,9 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
 
 
 def _stage_of_peers(workload: Workload, stages: int) -> tuple[Ints, Ints]:
-    """For each rank of the workload (row) and each rank of the world (column): the stage in which its rows are
-    received, and the stage in which own rows are sent to it. Stages count from 1; 0 stands for the rank itself."""
+    """Matrices with a row for each rank of the workload and a column for each rank of the world: the stage in which
+    rows are received from it, and the stage in which rows are sent to it. Stages count from 1; 0 stands for the rank
+    itself."""
     distance = np.arange(workload.world)
     stage = np.where(distance > 0, 1 + (distance - 1) * stages // max(1, workload.world - 1), 0)
     rank, peer = np.array(workload.ranks)[:, None], np.arange(workload.world)[None, :]

@@ -21,12 +21,12 @@ from ringspan.strategies.protocol import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Ulysses(Strategy):
-    """Bytes shrink with the number of ranks, and one launch covers the whole sequence. No more ranks than query heads
-    can compute.
+    """Exchange heads for tokens. Bytes per rank shrink with the number of ranks, and one launch covers the whole
+    sequence. Ranks beyond the number of query heads have no work.
 
     Any number of heads is possible (see ``heads.py``). The options are defaults until the tensors are known: attention
-    calls :meth:`ringspan.Plan.for_heads`, which fits the plan to their heads. Work is shared by heads, so no layout is
-    needed to balance it. Long spans are best: the interleaved tokens of a striped layout leave many bands.
+    calls :meth:`ringspan.Plan.for_heads`, which fits the plan to their heads. Work is shared by heads, so it is
+    balanced on any layout. Long spans are best: the interleaved tokens of a striped layout give many bands.
     """
 
     heads: int = 32

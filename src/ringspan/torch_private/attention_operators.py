@@ -1,4 +1,4 @@
-"""aten's attention operators, a pair for each SDPA back end, and names of operators that are overridden or refused."""
+"""aten's attention operators, a pair for each SDPA backend, and names of operators that are overridden or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward
 efficient_forward = _aten._scaled_dot_product_efficient_attention
 efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 
-# The operators of SDPA's flash back end, by the names that ``torch.library`` takes.
+# The operators of SDPA's flash backend, by the names that ``torch.library`` takes.
 SDPA_FLASH_FORWARD = "_scaled_dot_product_flash_attention"
 SDPA_FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 

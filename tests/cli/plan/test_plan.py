@@ -16,7 +16,7 @@ from ringspan.cli.plan.study import Question, Study, study
 from ringspan.costs import HARDWARE
 from ringspan.layouts import LAYOUTS, named_layout
 from ringspan.planner import best_on, bytes_moved
-from ringspan.planner.candidates import MANY_RANKS
+from ringspan.planner.candidates import MAX_RANKS_BALANCED
 from ringspan.plans.data import PHASES
 from tests.cli.plan import browser
 
@@ -148,7 +148,7 @@ def test_candidates_are_compared_by_all_ranks_up_to_256_and_by_some_of_more(caps
 
 
 def test_thousands_of_ranks_say_what_was_not_tried() -> None:
-    found = study(question(rs.causal(2**16), MANY_RANKS * 2, strategy="exchange(stages=1)", most_ranks=3))
+    found = study(question(rs.causal(2**16), MAX_RANKS_BALANCED * 2, strategy="exchange(stages=1)", most_ranks=3))
     assert [c.layout.name for c in found.choice.candidates] == ["zigzag", "contiguous"]
     assert "balanced was not tried" in found.notes[0]
 

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         choices=[*torch_baseline.BACKENDS],
-        help="also measure PyTorch's own context_parallel with these back ends (causal masks on a GPU only)",
+        help="also measure PyTorch's own context_parallel with these backends (causal masks on a GPU only)",
     )
     add("--heads", type=one, default=32, metavar="N", help=f"query heads ({default})")
     add("--kv-heads", type=one, default=8, metavar="N", help=f"key heads ({default})")

@@ -15,9 +15,10 @@ from ringspan.layouts import areas
 from ringspan.masks import table as tables
 from ringspan.plans.data import PHASES
 
-# The most ranks along a side of a drawing, and the most steps of a rank and phase. Beyond that, neighbours are merged.
-MOST_RANKS = 64
-MOST_STEPS = 200
+# The maximum number of ranks along a side of a drawing, and of steps of a rank and phase. More are merged with their
+# neighbours.
+MAX_RANKS = 64
+MAX_STEPS = 200
 
 
 def drawings(study: Study) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def drawings(study: Study) -> dict[str, Any]:
 def slowest_of_groups(study: Study) -> list[int]:
     """The simulated ranks to draw: all, or from each group of neighbours the one that finishes last."""
     done = study.cost.forward.end[:, -1] + study.cost.backward.end[:, -1]
-    groups = np.array_split(np.arange(len(done)), min(MOST_RANKS, len(done)))
+    groups = np.array_split(np.arange(len(done)), min(MAX_RANKS, len(done)))
     return [int(group[np.argmax(done[group])]) for group in groups]
 
 
@@ -77,15 +78,15 @@ def traffic(study: Study) -> dict[str, Any]:
 
 
 def _groups(world: int) -> list[tuple[int, int]]:
-    """Groups of neighbouring ranks, at most MOST_RANKS of them."""
-    cuts = np.linspace(0, world, min(MOST_RANKS, world) + 1).round().astype(int).tolist()
+    """Groups of neighbouring ranks, at most MAX_RANKS of them."""
+    cuts = np.linspace(0, world, min(MAX_RANKS, world) + 1).round().astype(int).tolist()
     return list(pairwise(cuts))
 
 
 def _segments(line: Timeline, rows: list[int]) -> list[list[list[float]]]:
     """The steps of each row as (begin, computed, end). Many steps are merged to fewer that compute and then wait."""
     steps = line.begin.shape[1]
-    cuts = np.linspace(0, steps, min(MOST_STEPS, steps) + 1).round().astype(int)
+    cuts = np.linspace(0, steps, min(MAX_STEPS, steps) + 1).round().astype(int)
     begin = line.begin[rows][:, cuts[:-1]]
     computing: NDArray[np.float64] = np.add.reduceat((line.computed - line.begin)[rows], cuts[:-1], axis=1)
     end = line.end[rows][:, cuts[1:] - 1]

@@ -63,7 +63,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _ranks(study: Study) -> list[dict[str, Any]]:
-    """For each simulated rank: its rows, its work (relative to the mean of all ranks), its bytes and its waiting time."""
+    """For each simulated rank: its rows, its work (relative to the mean of all ranks), its bytes and its exposed time."""
     shape, lines = study.question.shape, (study.cost.forward, study.cost.backward)
     computing = [(line.computed - line.begin).sum(axis=1) for line in lines]
     exposed = np.sum([line.exposed for line in lines], axis=0)

@@ -36,13 +36,13 @@ function summary() {
   byId("basis").textContent = "Figures are " + data.basis + ".";
   const facts = [
     ["forward and backward", seconds(chosen.seconds)],
-    ["of it waiting for communication", seconds(chosen.exposed_s)],
+    ["largest exposed time of a rank", seconds(chosen.exposed_s)],
     ["buffers, fullest rank", bytes(chosen.peak_bytes)],
     ["balance, busiest ÷ mean", chosen.balance.toFixed(3)],
     ["ranks", `${whole(data.world)} × ${hardware.name}, ${hardware.per_node} a node`, "words"],
     ["tokens", mask.queries === mask.keys ? whole(mask.queries) : `${whole(mask.queries)} × ${whole(mask.keys)}`],
     ["mask", mask.name, "words"],
-    ["tensors", `${shape.heads} heads, ${shape.kv_heads} key heads, ${shape.head_dim} wide, ${shape.dtype}`, "words"],
+    ["tensors", `${shape.heads} heads, ${shape.kv_heads} key heads, head dim ${shape.head_dim}, ${shape.dtype}`, "words"],
   ];
   for (const [name, value, kind] of facts) {
     const box = put(byId("summary"), "div");
@@ -68,7 +68,7 @@ function tables() {
   table("candidates", [
     ["strategy", (c) => c.strategy, "words"], ["layout", (c) => c.layout, "words"],
     ["forward", known(seconds, "forward_s")], ["backward", known(seconds, "backward_s")],
-    ["waiting", known(seconds, "exposed_s")], ["buffers", known(bytes, "peak_bytes")],
+    ["exposed", known(seconds, "exposed_s")], ["buffers", known(bytes, "peak_bytes")],
     ["figures", (c) => (c.exact === null ? "–" : c.exact ? "exact" : "sampled")],
     ["why not", (c) => c.rejected || "", "words reason"],
   ], data.candidates, (c) => (c === data.candidates[0] ? "chosen" : c.rejected ? "rejected" : ""));
@@ -76,7 +76,7 @@ function tables() {
     ["rank", (r) => r.rank], ["queries", (r) => whole(r.queries)], ["keys", (r) => whole(r.keys)],
     ["work ÷ mean", (r) => r.work.toFixed(3)],
     ["computing", (r) => seconds(r.forward_computing_s + r.backward_computing_s)],
-    ["waiting", (r) => seconds(r.exposed_s)],
+    ["exposed", (r) => seconds(r.exposed_s)],
     ["sent", (r) => bytes(r.sent_bytes)], ["received", (r) => bytes(r.received_bytes)], ["buffers", (r) => bytes(r.peak_bytes)],
   ], data.ranks, () => "");
 }
@@ -116,13 +116,13 @@ function label(pen, text, x, y, align, name) {
   pen.fillText(text, x, y);
 }
 
-// Told apart by most eyes; more ranks take turns round the colour wheel, light and dark by turns.
+// Distinct for colour-blind readers. More ranks take colours of the colour wheel, alternately light and dark.
 const BRIGHT = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377"];
 function rankColour(rank) {
   return data.world <= BRIGHT.length ? BRIGHT[rank] : `hsl(${(360 * rank) / data.world} 60% ${42 + 16 * (rank % 2)}%)`;
 }
 
-// A drawing of so many cells, each as large as a pixel, brought to its size: without seams, whatever the two sizes are.
+// Draw cells of one pixel each into a small canvas and scale it to its size, so that there are no gaps between cells.
 function stretch(pen, columns, rows, x, y, width, height, draw) {
   if (!columns || !rows) return;
   const small = document.createElement("canvas");
@@ -219,7 +219,7 @@ function drawTraffic() {
   return cells;
 }
 
-// Which of so many rows or columns have room for a label.
+// The indices of the rows or columns that have room for a label.
 function every(count, room, least = 16) {
   const step = Math.max(1, Math.ceil((count * least) / room));
   return Array.from({ length: Math.ceil(count / step) }, (_, n) => n * step);
@@ -228,7 +228,7 @@ function every(count, room, least = 16) {
 function rowsOf() {
   const { rows, of_ranks } = data.drawings.timeline;
   const chosen = rows.map((row) => data.ranks[row]);
-  const words = rows.length < of_ranks ? `Of every ${Math.round(of_ranks / rows.length)} neighbours, the one that is done last. ` : "";
+  const words = rows.length < of_ranks ? `Of every ${Math.round(of_ranks / rows.length)} neighbours, the one that finishes last. ` : "";
   return { chosen, words: words + (data.exact ? "" : "Ranks of the sample only. ") };
 }
 
@@ -246,7 +246,7 @@ function timeAxis(pen, left, side, y, total) {
 function drawLoad() {
   const { chosen, words } = rowsOf();
   const total = data.chosen.seconds, left = 78, tall = chosen.length > 32 ? 9 : 16, right = 14;
-  byId("load-words").textContent = words + "One bar for each rank, as long as the slowest takes.";
+  byId("load-words").textContent = words + "One bar for each rank. All bars are as long as the time of the slowest rank.";
   const { element, pen, width } = canvas("load", () => chosen.length * tall + 30);
   const side = width - left - right;
   chosen.forEach((rank, n) => {
@@ -268,7 +268,7 @@ function drawLoad() {
   hover(element, (x, y) => {
     const rank = chosen[Math.floor(y / tall)];
     return rank ? `rank ${rank.rank}\ncomputing ${seconds(rank.forward_computing_s)} forward, ` +
-      `${seconds(rank.backward_computing_s)} backward\nwaiting for communication ${seconds(rank.exposed_s)}\n` +
+      `${seconds(rank.backward_computing_s)} backward\nexposed ${seconds(rank.exposed_s)}\n` +
       `sent ${bytes(rank.sent_bytes)}, received ${bytes(rank.received_bytes)}` : null;
   });
   return chosen.length;
@@ -307,7 +307,7 @@ function drawTimeline() {
       if (step < 0) continue;
       const [begin, computed, end] = rows[n][step];
       return `rank ${chosen[n].rank}, ${name}, part ${step + 1} of ${rows[n].length}\nfrom ${seconds(from + begin)}: computing ` +
-        `${seconds(computed - begin)}, then waiting for communication ${seconds(end - computed)}`;
+        `${seconds(computed - begin)}, then exposed ${seconds(end - computed)}`;
     }
     return `rank ${chosen[n].rank} is done`;
   });
@@ -323,6 +323,6 @@ function drawAll() {
 summary();
 tables();
 drawAll();
-let waiting;
-window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 100); });
+let resizing;
+window.addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 100); });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

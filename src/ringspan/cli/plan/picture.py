@@ -14,8 +14,8 @@ from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1
 
 Ints = NDArray[np.int64]
 
-# The most cells along a side. In a longer sequence a cell stands for the token in its middle.
-MOST_CELLS = 640
+# In a longer sequence a cell stands for the token in its middle.
+MAX_CELLS_PER_SIDE = 640
 
 
 class CellRuns(NamedTuple):
@@ -45,8 +45,8 @@ class Picture(NamedTuple):
         return cells
 
 
-def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MOST_CELLS) -> Picture:
-    """A run narrower than a cell still gets one cell: a narrow window is drawn as a line.
+def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MAX_CELLS_PER_SIDE) -> Picture:
+    """Draw a mask. A run narrower than a cell still gets one cell: a narrow window is drawn as a line.
 
     >>> layout = rs.Layout([[(0, 2)], [(2, 4)]])
     >>> picture(rs.causal(4), layout, layout).seen().astype(int).tolist()

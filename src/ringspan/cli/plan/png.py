@@ -14,8 +14,8 @@ from ringspan.cli.plan.study import Study
 from ringspan.cli.units import seconds
 from ringspan.errors import InputError
 
-# With more steps than these the edges would hide the bars.
-MOST_EDGES = 60
+# With more steps than this, the edges of the bars would hide the bars.
+MAX_STEPS_WITH_EDGES = 60
 FORWARD, BACKWARD, EXPOSED = COLOURS[0], COLOURS[2], COLOURS[1]
 
 
@@ -62,11 +62,11 @@ def _mask(axes: Any, study: Study) -> None:
 def _timeline(axes: Any, study: Study) -> None:
     rows = slowest_of_groups(study)
     start = 0.0
-    edge = PAPER if study.cost.backward.begin.shape[1] <= MOST_EDGES else "none"
+    edge = PAPER if study.cost.backward.begin.shape[1] <= MAX_STEPS_WITH_EDGES else "none"
     for name, line, colour in (("forward", study.cost.forward, FORWARD), ("backward", study.cost.backward, BACKWARD)):
         for begin, end, shade, words in (
             (line.begin, line.computed, colour, f"computing, {name}"),
-            (line.computed, line.end, EXPOSED, "waiting for communication"),
+            (line.computed, line.end, EXPOSED, "exposed"),
         ):
             for place, row in enumerate(rows):
                 bars = np.stack([start + begin[row], (end - begin)[row]], axis=1)

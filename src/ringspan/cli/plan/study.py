@@ -11,13 +11,13 @@ from ringspan.costs import Cost, Hardware
 from ringspan.errors import PlanError
 from ringspan.layouts import check_world
 from ringspan.planner import Candidate, Choice, Plan, best_on, cost, plan_rank
-from ringspan.planner.auto import MOST_RANKS, workload_of
-from ringspan.planner.candidates import MANY_RANKS
+from ringspan.planner.auto import SAMPLE_SIZE, workload_of
+from ringspan.planner.candidates import MAX_RANKS_BALANCED
 from ringspan.plans import Shape
 from ringspan.strategies import parse_strategy
 
-# Each rank may have a message for every other rank. All ranks are simulated up to this number of messages.
-MOST_MESSAGES = 2**16
+# Each rank may have a message for every other rank. This bounds the messages of the simulated ranks.
+MAX_MESSAGES = 2**16
 # Units of the progress bar, for choosing and again for simulating the choice.
 WHOLE = 1000
 
@@ -44,7 +44,7 @@ class Question:
     @property
     def costed(self) -> int:
         """How many ranks of the choice to simulate."""
-        return min(self.world, self.most_ranks or max(MOST_RANKS, MOST_MESSAGES // self.world))
+        return min(self.world, self.most_ranks or max(SAMPLE_SIZE, MAX_MESSAGES // self.world))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,5 +88,8 @@ def study(question: Question) -> Study:
 
 def _left_out(question: Question) -> Iterator[str]:
     """Notes on candidates that were not tried."""
-    if question.world > MANY_RANKS and question.layout == "auto":
-        yield f"balanced was not tried: making it takes minutes for more than {MANY_RANKS:,} ranks. --layout balanced tries it"
+    if question.world > MAX_RANKS_BALANCED and question.layout == "auto":
+        yield (
+            f"balanced was not tried: making it takes minutes for more than {MAX_RANKS_BALANCED:,} ranks. "
+            "--layout balanced tries it"
+        )

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ringspan.cli.console import table
 from ringspan.cli.units import seconds, size
-from ringspan.planner.auto import MOST_RANKS
+from ringspan.planner.auto import SAMPLE_SIZE
 
 FIRST_STEPS, LAST_STEPS = 8, 2
 
@@ -18,7 +18,7 @@ COLUMNS = {
     "layout": "layout",
     "forward_s": "forward",
     "backward_s": "backward",
-    "exposed_s": "waiting",
+    "exposed_s": "exposed",
     "peak_bytes": "buffers",
     "rejected": "rejected",
 }
@@ -28,12 +28,12 @@ def summary(found: dict[str, Any]) -> str:
     """The choice and the figures behind it, above the table of candidates."""
     mask, chosen = found["mask"], found["chosen"]
     lines = [
-        f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward, of which "
-        f"{seconds(chosen['exposed_s'])} wait for communication",
+        f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward",
         "",
         f"  mask      {mask['name']}: {mask['queries']:,} × {mask['keys']:,}, {mask['share']:.3g} of all pairs visible",
         f"  machine   {found['world']:,} ranks of {found['hardware']['name']}, {found['hardware']['per_node']} in a node "
         f"({found['hardware']['source']})",
+        f"  exposed   {seconds(chosen['exposed_s'])} at most on a rank: waiting for messages, copies, merging, contention",
         f"  memory    {size(chosen['peak_bytes'])} for buffers on the fullest rank, of {size(found['hardware']['memory'])}",
         f"  balance   {chosen['balance']:.3f} (pairs of the busiest rank ÷ mean, exact)",
         f"  figures   {basis(found)}",
@@ -50,7 +50,9 @@ def candidates(found: dict[str, Any]) -> Table:
 
 def basis(found: dict[str, Any]) -> str:
     """How the figures were obtained: from all ranks or from a sample."""
-    compared = "" if all(c["exact"] in (True, None) for c in found["candidates"]) else f"; candidates compared by {MOST_RANKS}"
+    compared = (
+        "" if all(c["exact"] in (True, None) for c in found["candidates"]) else f"; candidates compared by {SAMPLE_SIZE} ranks"
+    )
     if found["exact"]:
         return f"exact: all {found['world']:,} ranks were planned and simulated{compared}; the machine is a model"
     return (

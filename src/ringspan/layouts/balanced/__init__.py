@@ -1,18 +1,19 @@
 """The balanced layout: equal tokens, equal work, few pieces and few keys to fetch, for any mask.
 
-The documents are arranged in a ring. An interval of one rank's share of tokens is moved around the ring. Over all positions it
-holds one rank's work on average, so at some position it holds just that much. This interval is cut out for one rank, the ring
-is closed, and the rest is shared in the same way. Every rank gets its share of tokens and of work. Each interval makes at most
-two cuts, so there are at most two pieces per rank more than documents.
+The documents are arranged in a ring. An interval with one rank's share of the tokens is moved around the ring. Averaged
+over all positions it holds one rank's share of the work, so at some position it holds exactly that share. This interval
+is removed from the ring and assigned to one rank. The rest of the ring is shared in the same way. So every rank gets
+its share of tokens and of work. Each interval makes at most two cuts, so the number of pieces exceeds that of documents
+by at most two per rank.
 
 ::
 
     causal(8) on 2 ranks                    0 1 2 3 4 5 6 7 (0 1 2 …          token t is t + 1 pairs of work, 18 for each rank
     an interval of 4 tokens, 18 pairs           [-------)                     3 + 4 + 5 + 6
-    what is left, closed                    0 1         6 7 (0 1 …            1 + 2 + 7 + 8: zigzag
+    the rest of the ring                    0 1         6 7 (0 1 …            1 + 2 + 7 + 8: zigzag
 
-The ring begins with the document of the least work per token and ends with that of the most. An interval across the end takes
-the heavy part of a document that is too much for one rank, and light documents beside it.
+The ring begins with the document that has the least work per token and ends with the one that has the most. An interval
+across the end takes the heavy part of a document that is too large for one rank, and light documents.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ PLACES = 8
 
 
 def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0) -> Layout:
-    """Give each rank the interval across whose ends the fewest keys are visible, alone or with the heaviest document that fits.
+    """Give each rank the interval across whose ends the fewest keys are visible, alone or with the heaviest document
+    that fits.
 
-    Token counts differ by at most one. With ``slack`` they may be up to that many tokens above or below, where this saves a
-    cut. Documents are cut at multiples of ``block`` where the work allows it. Ranks that share documents get neighbouring
-    numbers, so that most of them share a node. Without slack the balance is never worse than that of contiguous, nor than that
-    of zigzag where zigzag shares the tokens as evenly.
+    Token counts differ by at most one. With ``slack`` they may be up to that many tokens above or below the share, if
+    this saves a cut. Documents are cut at multiples of ``block`` if the work allows it. Ranks that share documents get
+    neighbouring numbers, so that most of them share a node. Without slack the balance is never worse than that of
+    contiguous, nor than that of zigzag if zigzag shares the tokens as evenly.
 
     >>> from ringspan import documents
     >>> print(balanced(documents([6, 3, 3]), 2).ascii())
@@ -81,8 +83,8 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0) -> Lay
 
 
 def _documents(mask: Mask, block: int) -> PieceRing:
-    """The documents of the mask. Of those that begin within one block of the sequence only the last is a piece of its own: to
-    separate many tiny documents takes time and gains nothing."""
+    """The documents of the mask as a ring. Documents that begin in the same block of the sequence are one piece, since
+    separating many tiny documents takes time and gains nothing."""
     n, keys = mask.lengths
     cuts = mask.documents() if n == keys else np.unique(np.array([0, n], dtype=np.int64))
     last_in_block = np.append(cuts[1:] // block != cuts[:-1] // block, True)
@@ -133,5 +135,5 @@ def _tokens(what: str, value: Any, least: int) -> int:
     except TypeError:
         n = least - 1
     if n < least:
-        raise LayoutError(f"balanced: {what} must be a whole number of tokens, at least {least}; got {value!r}")
+        raise LayoutError(f"balanced: {what} must be an integer number of tokens, at least {least}; got {value!r}")
     return n

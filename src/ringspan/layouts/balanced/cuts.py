@@ -1,4 +1,4 @@
-"""Choose the interval of a ring for a rank: the right number of tokens, the right amount of work, and ends that cost little."""
+"""Choose the interval of the ring for a rank: its share of tokens and of work, with ends that cost few keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringspan.layouts.layout import Ints
 
 
 class Goal(NamedTuple):
-    """What a rank should get: tokens and work, each with a minimum and a maximum."""
+    """The tokens and the work that a rank should get, each with a minimum and a maximum."""
 
     fewest: int
     tokens: int
@@ -21,19 +21,21 @@ class Goal(NamedTuple):
     most_work: int
 
     def less(self, tokens: int, work: int) -> Goal:
-        """What is still missing for a rank that has this much."""
+        """The goal for the rest, if the rank already has this many tokens and this much work."""
         return Goal(*(x - tokens for x in self[:3]), *(x - work for x in self[3:]))
 
 
 class Resolution(NamedTuple):
-    """The resolution of the search: cuts prefer multiples of ``block``, intervals are first tried every ``step`` tokens."""
+    """The resolution of the search: cuts prefer multiples of ``block``, intervals are first tried every ``step``
+    tokens."""
 
     block: int
     step: int
 
 
 class RingInterval(NamedTuple):
-    """``tokens`` tokens from ``place`` on. The smallest tuple is the best: least cost, then nearest to the wanted work."""
+    """``tokens`` tokens from ``place`` on. The smallest tuple is the best: least cost, then nearest to the wanted
+    work."""
 
     cost: int
     off_work: int
@@ -61,8 +63,8 @@ def best_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingIn
 def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingInterval:
     """The interval with the work of the goal, as nearly as single tokens allow, at any cost.
 
-    It is found by bisection between an interval with less work and one with more: moving by one token changes the work by at
-    most the work of a token.
+    It is found by bisection between an interval with less work and one with more: moving by one token changes the work
+    by at most the work of a token.
     """
 
     def off_work(place: Ints) -> Ints:
@@ -84,10 +86,10 @@ def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> Rin
 
 
 def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
-    """Where intervals may begin.
+    """The places to try as starts of intervals.
 
-    They begin or end with a piece, or some steps from there. In between, linear interpolation of the work gives the places
-    where it reaches a limit. These are tried too, and with either end moved to a multiple of the block.
+    They begin or end with a piece, or some steps from there. In between, linear interpolation of the work gives the
+    places where it reaches a limit. These are tried too, and with either end moved to a multiple of the block.
     """
     begin = ring.grid(resolution.step)
     place = np.sort(np.concatenate([begin, (begin - goal.tokens) % ring.tokens]))
@@ -118,7 +120,8 @@ def _sizes_to_an_edge(ring: PieceRing, place: Ints, goal: Goal) -> Ints:
 
 
 def _cost(ring: PieceRing, place: Ints, block: int) -> Ints:
-    """The cost of a cut, in keys: the keys visible across it, and one block for the additional piece, two if it splits a block.
+    """The cost of a cut, in keys: the keys visible across it, and one block for the additional piece, two if it splits
+    a block.
 
     An end between two pieces is no cut and costs nothing.
     """

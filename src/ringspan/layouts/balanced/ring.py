@@ -1,4 +1,4 @@
-"""Pieces of the sequence arranged in a ring, and the intervals that can be cut out of it.
+"""Pieces of the sequence arranged in a ring, and intervals of the ring.
 
 ::
 
@@ -30,7 +30,7 @@ class PieceRing:
 
     @staticmethod
     def of(profile: WorkProfile, start: Ints, stop: Ints) -> PieceRing:
-        """The pieces in ascending order of work per token: where the ring closes, the heaviest meets the lightest."""
+        """The ring of pieces, in ascending order of work per token."""
         work = profile.work_before(stop) - profile.work_before(start)
         order = np.lexsort((start, work // (stop - start)))
         start, stop, work = start[order], stop[order], work[order]
@@ -86,5 +86,5 @@ class PieceRing:
 
 
 def _before(values: Ints) -> Ints:
-    """The sum of the values before each, then of all."""
+    """The sum of the values before each value, and then of all."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])

@@ -10,7 +10,7 @@ from ringspan.masks import table as tables
 
 
 class WorkProfile:
-    """Answers for arrays of tokens. Each token costs a binary search among the bands.
+    """The work and the visible keys at given tokens. Each token costs a binary search among the bands.
 
     >>> from ringspan import documents
     >>> profile = WorkProfile(documents([3, 2]))
@@ -58,11 +58,11 @@ class WorkProfile:
 
 
 def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:
-    """The number of keys per row is piecewise linear. Returns its corners, and at each the area of the rows before it, the keys
-    of its row, and the slope up to the next corner.
+    """The number of keys per row, as a piecewise linear function.
 
-    Row q of a tight band sees ``min(k1, q + hi + 1) - max(k0, q + lo)`` keys. A band begins and ends with a jump, and its slope
-    changes where the minimum or the maximum changes sides.
+    Returns its corners, and at each corner the area of the rows before it, the keys of its row, and the slope up to the
+    next corner. Row q of a tight band sees ``min(k1, q + hi + 1) - max(k0, q + lo)`` keys. A band begins and ends with
+    a jump, and its slope changes where the other argument becomes the minimum or the maximum.
     """
     q0, q1, k0, k1, lo, hi = mask.table.T
 
