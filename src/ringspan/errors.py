@@ -46,12 +46,16 @@ class PeerMismatch(TransportError):
     """The ranks of a group call with different plans, shapes or dtypes. Every rank raises it, with the same message."""
 
 
+class PeerFailed(TransportError):
+    """Another rank of the group raised an error in this call. The message has the rank and its error."""
+
+
 class PeerLost(TransportError):
     """The connection to a rank of the group was lost: its process has died or was disconnected."""
 
 
 class PeerTimeout(TransportError):
-    """A rank of the group did not send or receive within the time limit."""
+    """A message from a rank of the group did not arrive within the time limit."""
 
 
 def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:

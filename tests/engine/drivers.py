@@ -41,7 +41,7 @@ class DeliverAtOnce:
         self.order = order
         self.furthest_apart = 0
 
-    def run(self, generators: Sequence[RankGenerator[Any]]) -> list[Any]:
+    def run(self, generators: Sequence[RankGenerator[Any]], description: object = None) -> list[Any]:
         queues: Messages = defaultdict(deque)
         results: dict[int, Any] = {}
         waiting: dict[int, PostExchange | None] = dict.fromkeys(range(len(generators))[:: self.order])
@@ -74,7 +74,7 @@ class DeliverAtOnce:
 class DeliverLate:
     """Messages are delivered when all ranks wait: then those of the earliest step."""
 
-    def run(self, generators: Sequence[RankGenerator[Any]]) -> list[Any]:
+    def run(self, generators: Sequence[RankGenerator[Any]], description: object = None) -> list[Any]:
         results: dict[int, Any] = {}
         waiting: dict[int, PostExchange] = {}
         able = list(range(len(generators)))

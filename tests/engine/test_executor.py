@@ -137,8 +137,15 @@ def test_posts_are_the_transfers_of_the_plan(strategy: str) -> None:
 ENGINE = sorted(Path(ringspan.engine.__file__).parent.glob("*.py"))
 
 # What the engine uses of the transports: the requests that it yields. A plan handle holds a transport and runs the handshake.
-REQUESTS = {"PostExchange", "WaitExchange", "RankGenerator"}
-HANDSHAKE = {"ProcessGroupTransport", "RankSignature", "check_agreement", "digest_as_int64", "report_refusal"}
+REQUESTS = {"CallDescription", "PostExchange", "WaitExchange", "RankGenerator"}
+HANDSHAKE = {
+    "CallDescription",
+    "ProcessGroupTransport",
+    "RankSignature",
+    "check_agreement",
+    "digest_as_int64",
+    "report_refusal",
+}
 HANDSHAKE |= {"DTYPES", "NO_SCORE_MOD", "VERSION", "Agreements", "agreements"}
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import ringspan as rs
 from ringspan.frontends import sums
 from ringspan.testing.assertions import assert_close
+from ringspan.transports import collectives
 from tests.conftest import Pools
 from tests.engine.test_memory import Ledger
 from tests.meshes import cpu_mesh
@@ -158,15 +159,20 @@ def test_ranks_may_hold_a_gradient_with_different_strides(pools: Pools, dtype: t
             assert torch.equal(x.double(), expected.to(dtype).double())
 
 
+PIECE = 512  # elements
+
+
 def extra_memory_of_sum_gradients(rank: int, dtype: torch.dtype, size: int) -> int:
     sums.BUCKET_BYTES = 2**16
     parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for _ in range(8)]
     for p in parameters:
         p.grad = torch.ones_like(p)
     cp = rs.ContextParallel(None, rs.causal(N))
+    collectives.SMALL, collectives.PIECE = PIECE, PIECE
     with Ledger([x for p in parameters for x in (p, p.grad) if x is not None]) as ledger:
         cp.sum_gradients(parameters)
     sums.BUCKET_BYTES = 32 * 2**20
+    collectives.SMALL, collectives.PIECE = 4096, 2**20
     assert all(p.grad is not None and (p.grad == 2).all() for p in parameters)
     return ledger.peak
 
@@ -177,7 +183,9 @@ def extra_memory_of_sum_gradients(rank: int, dtype: torch.dtype, size: int) -> i
     ids=["half precision", "in place", "small"],
 )
 def test_summing_gradients_needs_one_bucket_of_memory(pools: Pools, dtype: torch.dtype, size: int, extra: int) -> None:
-    assert pools(2).run(extra_memory_of_sum_gradients, dtype, size) == [extra] * 2
+    buffers = 4 * 2 * PIECE  # of the all-reduce: what the peer has sent, and the sum
+    for peak in pools(2).run(extra_memory_of_sum_gradients, dtype, size):
+        assert extra <= peak <= extra + buffers
 
 
 def error_for_other_words(rank: int) -> str:

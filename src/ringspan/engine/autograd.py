@@ -70,7 +70,7 @@ class Attend(torch.autograd.Function):
             key_values.append(kv_TBGF)
             generators.append(forward(plan, q_SBHD, kv_TBGF, config))
         outputs: list[Tensor] = []
-        for out, lse in run(generators):
+        for out, lse in run(generators, config.forward_call):
             # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.
             outputs += [out.to(inputs[0].dtype).detach(), lse.detach()]
         ctx.set_materialize_grads(False)
@@ -93,7 +93,7 @@ class Attend(torch.autograd.Function):
             for i, plan in enumerate(ctx.plans):
                 saved = rows_to_save(queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
                 generators.append(backward(plan, saved, key_values[i], ctx.config))
-            for dq, dk, dv, *dlearned_of_rank in ctx.run(generators):
+            for dq, dk, dv, *dlearned_of_rank in ctx.run(generators, ctx.config.backward_call):
                 for grad in (dq, dk, dv):
                     computed.append(grad.movedim(0, 2).to(queries[0].dtype))
                 for i, grad in enumerate(dlearned_of_rank):

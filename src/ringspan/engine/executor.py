@@ -31,12 +31,13 @@ from ringspan.planner import Plan
 from ringspan.plans import Slot, Task
 from ringspan.plans.data import Phase
 from ringspan.torch_private.profiler import profiler_enabled
-from ringspan.transports import RankGenerator, WaitExchange
+from ringspan.transports import CallDescription, RankGenerator, WaitExchange
 
 T = TypeVar("T")
 
-# Drives the generators of the ranks of this process to their results: ``transport.run``.
-Run = Callable[[Sequence[Any]], list[Any]]
+# Drives the generators of the ranks of this process to their results: ``transport.run``. The second argument is what must be
+# equal on all ranks.
+Run = Callable[[Sequence[Any], CallDescription | None], list[Any]]
 
 NO_SPAN = nullcontext()  # opening a span of the profiler takes as long as a kernel launch
 
@@ -49,6 +50,9 @@ class AttentionConfig:
     scale: float
     head_dim: int
     mods: Mods | None = None
+    forward_call: CallDescription | None = None
+    """What must be equal on all ranks; None if they are not in different processes."""
+    backward_call: CallDescription | None = None
 
 
 def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:

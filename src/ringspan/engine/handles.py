@@ -26,7 +26,14 @@ from ringspan.errors import InputError, RingspanError, TransportError
 from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend
 from ringspan.planner import Plan
 from ringspan.torch_private.dynamo import dynamo_constant
-from ringspan.transports import ProcessGroupTransport, RankSignature, check_agreement, digest_as_int64, report_refusal
+from ringspan.transports import (
+    CallDescription,
+    ProcessGroupTransport,
+    RankSignature,
+    check_agreement,
+    digest_as_int64,
+    report_refusal,
+)
 from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, VERSION, Agreements, agreements
 from ringspan.user_functions.digests import function_digest
 
@@ -90,8 +97,8 @@ class PlanHandle:
         - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
           part, so that they raise :class:`~ringspan.errors.PeerMismatch`, and raises its own error.
         - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A rank that
-          entered the handshake would wait for them in vain. It raises at once; the peers lose it in the exchange, and their
-          error names it.
+          entered the handshake would wait for them in vain. It raises at once, and leaves its error where the peers find it
+          that wait for it. They raise :class:`~ringspan.errors.PeerFailed`.
         """
         # fmt: off
         key = (
@@ -105,8 +112,10 @@ class PlanHandle:
         else:
             try:
                 plan, signature, config = self._prepare(key, q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
-            except RingspanError:
-                if self.plan.digest not in self._agreed.values():
+            except RingspanError as error:
+                if self.plan.digest in self._agreed.values():
+                    self.group.refuse(CallDescription("forward", self.plan.digest, scale), error)
+                else:
                     with suppress(TransportError):  # the peers may not come, and the error of this rank says more
                         report_refusal(self.group, q_BHSD.device)
                 raise
@@ -151,10 +160,12 @@ class PlanHandle:
         """Run the handshake. Every rank does so when it meets a call that is new to the group."""
         planned = signature._replace(queries=plan.q_rows, keys=plan.kv_rows)
         if signature != planned and planned in self._agreed:  # so the peers skip the handshake
-            raise InputError(
+            error = InputError(
                 f"rank {plan.rank} has {signature.queries} queries and {signature.keys} keys where the plan says "
                 f"{plan.q_rows} and {plan.kv_rows}: shard with cp.shard, or make a plan for these lengths"
             )
+            self.group.refuse(CallDescription("forward", plan.digest), error)
+            raise error
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
         check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest)
 

@@ -11,6 +11,7 @@ from ringspan.errors import InputError
 from ringspan.kernels import Inputs, Kernel, MaskMod, ScoreMod, mods_of, select_kernel
 from ringspan.masks import Mask
 from ringspan.planner import Plan
+from ringspan.transports import CallDescription
 
 
 def config_for(
@@ -47,7 +48,16 @@ def choose_config(
         kernel = select_kernel(backend, inputs)
     else:
         kernel = mods_kernel or select_kernel(backend, replace(inputs, has_mods=True))
-    return AttentionConfig(kernel=kernel, scale=scale, head_dim=inputs.head_dim, mods=mods)
+    heads = (q_BHSD.shape[0], q_BHSD.shape[1], inputs.head_dim, inputs.v_dim)
+    call = CallDescription("forward", plan.digest, scale, str(inputs.dtype).removeprefix("torch."), heads)
+    return AttentionConfig(
+        kernel=kernel,
+        scale=scale,
+        head_dim=inputs.head_dim,
+        mods=mods,
+        forward_call=call,
+        backward_call=call._replace(kind="backward"),
+    )
 
 
 def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:

@@ -59,7 +59,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> t
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         with _outside_operators(config):
-            ((out, lse),) = handle.group.run([forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)])
+            ((out, lse),) = handle.group.run([forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)], config.forward_call)
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -81,7 +81,9 @@ def _attend_backward(
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         saved = rows_to_save(q_SBHD, out, lse, dout, dlse)
         with _outside_operators(config):
-            ((dq, dk, dv, *_),) = handle.group.run([backward(plan, saved, pack_kv(k_TBGD, v_TBGE), config)])
+            ((dq, dk, dv, *_),) = handle.group.run(
+                [backward(plan, saved, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call
+            )
         return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])
 
 

@@ -1,5 +1,6 @@
 """Transports move tensors between ranks. They know nothing of attention or plans."""
 
+from ringspan.transports.calls import CallDescription
 from ringspan.transports.handshake import (
     RankSignature,
     check_agreement,
@@ -13,6 +14,7 @@ from ringspan.transports.process_group import ProcessGroupTransport, as_transpor
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic, WaitExchange
 
 __all__ = [
+    "CallDescription",
     "InProcessTransport",
     "PostExchange",
     "ProcessGroupTransport",

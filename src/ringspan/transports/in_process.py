@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ringspan.errors import TransportError
+from ringspan.transports.calls import CallDescription
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic, WaitExchange
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class InProcessTransport:
     def __init__(self, world: int) -> None:
         self.traffic = [Traffic() for _ in range(world)]
 
-    def run(self, generators: Sequence[RankGenerator[T]]) -> list[T]:
+    def run(self, generators: Sequence[RankGenerator[T]], description: CallDescription | None = None) -> list[T]:
         """Run one generator per rank to the end and return their results in rank order."""
         if len(generators) != len(self.traffic):
             raise TransportError(f"this world has {len(self.traffic)} ranks, but {len(generators)} generators were given")

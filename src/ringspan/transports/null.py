@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from ringspan.transports.calls import CallDescription
 from ringspan.transports.requests import RankGenerator, Traffic
 
 T = TypeVar("T")
@@ -16,7 +17,7 @@ class NullTransport:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def run(self, generators: Sequence[RankGenerator[T]]) -> list[T]:
+    def run(self, generators: Sequence[RankGenerator[T]], description: CallDescription | None = None) -> list[T]:
         """Run each generator to its end and return their results."""
         results = []
         for generator in generators:

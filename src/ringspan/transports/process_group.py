@@ -6,19 +6,26 @@ it. ``label`` names the operation in error messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.errors import InputError, PeerLost, PeerTimeout, TransportError
+from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
+from ringspan.transports.calls import Call, CallDescription, GroupCalls
+from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
+from ringspan.transports.null import NullTransport
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
+from ringspan.transports.watchdog import WatchedGroup, watchdog
 
 T = TypeVar("T")
 
@@ -54,52 +61,100 @@ class ProcessGroupTransport:
                 axes = " and ".join(map(repr, group.mesh_dim_names)) if group.mesh_dim_names else f"{group.ndim} axes"
                 raise InputError(f"a mesh of one axis is needed, this one has {axes}: pass mesh[axis], as in mesh['cp']")
             self.global_ranks: list[int] = group.mesh.tolist()
-            self.group: dist.ProcessGroup = group.get_group()
+            given: Any = group.get_group()
         else:
             # new_group returns an integer instead of a group to processes that are not members.
-            given: Any = dist.group.WORLD if group is None else group
+            given = dist.group.WORLD if group is None else group
             if given is dist.GroupMember.NON_GROUP_MEMBER:
                 raise InputError(f"global rank {dist.get_rank()} is not a member of this group")
             if not isinstance(given, dist.ProcessGroup):
                 raise InputError(
                     f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
                 )
-            self.group = given
-            self.global_ranks = dist.get_process_group_ranks(self.group)
+            self.global_ranks = dist.get_process_group_ranks(given)
         if dist.get_rank() not in self.global_ranks:
             raise InputError(f"global rank {dist.get_rank()} is not a member of the group of global ranks {self.global_ranks}")
         self.rank = self.global_ranks.index(dist.get_rank())
         self.world = len(self.global_ranks)
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.traffic = Traffic()
+        # Held weakly: PyTorch keeps a group until it is destroyed. A group that lived longer would end its threads only when
+        # the interpreter ends, which can abort the process.
+        self._group = ref(given)
+        self._state = group_state(given, tuple(self.global_ranks), self.rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None or self.is_destroyed:
+            raise InputError("the process group was destroyed: make a ContextParallel, or a transport, for a new group")
+        return group
 
     @property
     def is_destroyed(self) -> bool:
         """Whether ``destroy_process_group`` has ended the group."""
+        group = self._group()
+        if group is None:
+            return True
         try:
-            dist.get_backend(self.group)
+            dist.get_backend(group)
         except (AssertionError, RuntimeError, ValueError):
             return True
         return False
 
-    def run(self, generators: Sequence[RankGenerator[T]]) -> list[T]:
-        """Run the generator of this process's rank to the end and return its result in a list of one."""
-        (generator,) = generators
-        handle: Any = None
-        try:
-            while True:
-                request = generator.send(handle)
-                if isinstance(request, PostExchange):
-                    handle = self._post(request)
-                else:
-                    self._wait(request.pending)
-                    handle = None
-                del request  # frees the messages of this step before the next step packs its own
-        except StopIteration as end:
-            return [end.value]
+    def run(self, generators: Sequence[RankGenerator[T]], description: CallDescription | None = None) -> list[T]:
+        """Run the generator of this process's rank to the end and return its result in a list of one.
 
-    def _post(self, request: PostExchange) -> PendingExchange:
-        peers, operations, staged = [], [], []
+        ``description`` is what must be equal on all ranks. If it is not, the ranks raise PeerMismatch.
+        """
+        (generator,) = generators
+        if self.world == 1:
+            return NullTransport().run([generator])  # there are no messages
+        with self._call(description or CallDescription("a call")) as call:
+            handle: Any = None
+            try:
+                while True:
+                    request = generator.send(handle)
+                    if isinstance(request, PostExchange):
+                        handle = self._post(request, call)
+                    else:
+                        self._wait(request.pending, call)
+                        handle = None
+                    del request  # frees the messages of this step before the next step packs its own
+            except StopIteration as end:
+                return [end.value]
+
+    def refuse(self, description: CallDescription, error: BaseException) -> None:
+        """Count a call that this rank cannot make, so that the peers that wait for it learn the error."""
+        if self.world > 1:
+            with suppress(RingspanError), self._call(description) as call:
+                self._fail(call, error)
+
+    @contextmanager
+    def _call(self, description: CallDescription) -> Iterator[Call]:
+        """Count a call. An error that leaves it is reported to the other ranks."""
+        calls = self._state.calls
+        try:
+            call = calls.begin(description)
+        except InputError:
+            self._state.report_failure()
+            raise
+        try:
+            yield call
+        except BaseException as error:
+            if calls.verdict is None:
+                self._fail(call, error)
+            raise
+        finally:
+            calls.end()
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        self._state.calls.fail(call, error)
+        self._state.report_failure()
+
+    def _post(self, request: PostExchange, call: Call) -> PendingExchange:
+        peers, operations, staged, group = [], [], [], self.group
+        call.label = request.label
         sent_and_received = []
         for operation, messages in ((dist.isend, request.sends), (dist.irecv, request.recvs)):
             total = 0
@@ -115,7 +170,8 @@ class ProcessGroupTransport:
                             message = torch.empty_like(tensor, device="cpu")
                             staged.append((tensor, message))
                     peers.append(peer)
-                    operations.append(dist.P2POp(operation, message, self.global_ranks[peer], self.group, _tag(message)))
+                    tag = call.tag(request.label, message.nbytes)
+                    operations.append(dist.P2POp(operation, message, self.global_ranks[peer], group, tag))
             sent_and_received.append(total)
         self.traffic.sent += sent_and_received[0]
         self.traffic.received += sent_and_received[1]
@@ -124,25 +180,31 @@ class ProcessGroupTransport:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            self._raise_with_rank_and_label(error, request.label, peers)
+            self._raise(error, request.label, peers)
         # NCCL returns one work handle for the whole batch, gloo one for each operation.
         peers_of_works = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
         return PendingExchange(request, list(zip(peers_of_works, works, strict=True)), staged)
 
-    def _wait(self, pending: PendingExchange) -> None:
+    def _wait(self, pending: PendingExchange, call: Call) -> None:
         for peers, work in pending.works:
+            call.peers, call.waiting_since = tuple(peers), time.monotonic()
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
-                self._raise_with_rank_and_label(error, pending.request.label, peers)
+                self._raise(error, pending.request.label, peers)
+        call.waiting_since = None
         for buffer, received in pending.staged:
             buffer.copy_(received)
 
     @cached_property
+    def _backends(self) -> dict[str, str]:
+        """The backend for each type of device, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
+        return dict(entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
+
+    @cached_property
     def _stages_through_host(self) -> bool:
         """Whether tensors on a GPU are copied through host memory, because the group uses gloo for GPUs."""
-        backends = dist.get_backend_config(self.group)  # "cpu:gloo,cuda:nccl"
-        return dict(entry.split(":") for entry in backends.split(",")).get("cuda") == "gloo"
+        return self._backends.get("cuda") == "gloo"
 
     def _check_not_capturing(self, request: PostExchange) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -151,30 +213,41 @@ class ProcessGroupTransport:
                 "host memory, which a graph cannot replay: use NCCL"
             )
 
-    def _raise_with_rank_and_label(self, error: RuntimeError, label: str, peers: list[int]) -> NoReturn:
-        """Raise a TransportError that names this rank, the operation and the peers. Other errors pass unchanged."""
+    def _raise(self, error: RuntimeError, label: str, peers: list[int]) -> NoReturn:
+        """Raise a TransportError that names this rank, the operation and the peers. Other errors pass unchanged.
+
+        The cause may be another one than the backend reports: the watchdog, or a peer that has failed, knows it.
+        """
         if not is_backend_error(error):
             raise error
-        names = " or ".join(f"rank {peer} (global rank {self.global_ranks[peer]})" for peer in dict.fromkeys(peers))
+        state, ranks = self._state, tuple(dict.fromkeys(peers))
         kind = error_class_of(error)
-        if kind is PeerTimeout:
-            text = f"timed out in {label} waiting for {names}: that rank hangs or is in another call ({first_line(error)})"
-        elif kind is PeerLost:
-            text = f"lost the connection to {names} in {label}: see the error of that process first ({first_line(error)})"
-        else:
-            text = f"{label} failed: {first_line(error)}"
-        raise kind(f"rank {self.rank}: {text}") from error
+        found = state.calls.verdict
+        if found is None and kind is not TransportError:
+            found = state.diagnose(ranks)
+        if found is None:
+            names = " or ".join(f"rank {peer} (global rank {self.global_ranks[peer]})" for peer in ranks)
+            if kind is PeerTimeout:
+                text = f"timed out in {label} waiting for {names}: that rank hangs or is in another call ({first_line(error)})"
+                where = state.describe_peers(ranks)
+                text += f"\n{where}" if where else ""
+            elif kind is PeerLost:
+                text = f"lost the connection to {names} in {label}: see the error of that process first ({first_line(error)})"
+            else:
+                text = f"{label} failed: {first_line(error)}"
+            found = kind(f"rank {self.rank}: {text}")
+        if kind is not TransportError:
+            state.give_up(found)
+        raise found from error
 
     def all_gather_ints(self, values: Sequence[int], device: torch.device, *, label: str) -> list[list[int]]:
         """All-gather a few integers, the same number on each rank. The result is in rank order."""
         local = torch.tensor(values, dtype=torch.int64, device=device)
-        return [gathered.tolist() for gathered in self._all_gather(local, label)]
+        return [gathered.tolist() for gathered in self._all_gather(local, [len(local)] * self.world, label)]
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int], *, label: str) -> list[Tensor]:
         """All-gather tensors whose dim 0 has ``counts[rank]`` rows. The result is in rank order."""
-        padded = x.new_zeros((max(counts), *x.shape[1:]))
-        padded[: len(x)] = x
-        return [rows[:count] for rows, count in zip(self._all_gather(padded, label), counts, strict=True)]
+        return self._all_gather(x, counts, label)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over all ranks."""
@@ -182,34 +255,61 @@ class ProcessGroupTransport:
         self.all_reduce_sum_(total)
         return total
 
-    def all_reduce_sum_(self, x: Tensor) -> None:
+    def all_reduce_sum_(self, x: Tensor, *, label: str = "an all-reduce") -> None:
         """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous."""
-        self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), "an all-reduce")
+        if self.world == 1:
+            return
+        description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape))
+        if self._has_tags(x.device):
+            self.run([all_reduce_by_messages(x, self.rank, self.world, label)], description)
+        else:
+            self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), description)
 
-    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
-        gathered = [torch.empty_like(x) for _ in self.global_ranks]
-        self._run_collective(lambda: dist.all_gather(gathered, x, group=self.group, async_op=True), label)
+    def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
+        description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape[1:]))
+        if self._has_tags(x.device):
+            return self.run([all_gather_by_messages(x, counts, self.rank, label)], description)[0]
+        padded = x.new_zeros((max(counts), *x.shape[1:]))
+        padded[: len(x)] = x
+        gathered = [torch.empty_like(padded) for _ in self.global_ranks]
+        self._run_collective(lambda: dist.all_gather(gathered, padded, group=self.group, async_op=True), description)
         # all_gather returns the rank order of the process group, which may differ from that of the mesh.
         by_global_rank = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
-        return [by_global_rank[global_rank] for global_rank in self.global_ranks]
+        ordered = [by_global_rank[global_rank] for global_rank in self.global_ranks]
+        return [rows[:count] for rows, count in zip(ordered, counts, strict=True)]
 
-    def _run_collective(self, start: Callable[[], Any], label: str) -> None:
-        try:
-            work = start()
-            work.wait() if self.timeout is None else work.wait(self.timeout)
-        except RuntimeError as error:
-            peers = [rank for rank in range(self.world) if rank != self.rank]
-            self._raise_with_rank_and_label(error, label, peers)
+    def _has_tags(self, device: torch.device) -> bool:
+        """Whether messages of the backend have tags, so that collectives are made of messages."""
+        return self._backends.get(device.type) == "gloo"
+
+    def _run_collective(self, start: Callable[[], Any], description: CallDescription) -> None:
+        with self._call(description) as call:
+            call.peers = peers = tuple(rank for rank in range(self.world) if rank != self.rank)
+            call.waiting_since = time.monotonic()
+            try:
+                work = start()
+                work.wait() if self.timeout is None else work.wait(self.timeout)
+            except RuntimeError as error:
+                self._raise(error, description.kind, list(peers))
+            call.waiting_since = None
 
 
-def _tag(message: Tensor) -> int:
-    """Return the tag of a message, which is its size in bytes, reduced to the range of a tag.
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    If one rank makes a call fewer than the others, its messages can meet receives of another size. gloo aborts the
-    process when a message is too long, and accepts one that is too short without an error. With the size as the tag,
-    such messages do not match, and the wait ends in a PeerTimeout. NCCL ignores tags.
-    """
-    return message.nbytes % (2**31 - 1)
+
+# By process group, and by the global ranks in rank order: two meshes can share a process group and number it differently.
+_states: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], WatchedGroup]] = WeakKeyDictionary()
+
+
+def group_state(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> WatchedGroup:
+    """Return the calls of a group. All transports of a group share them."""
+    by_ranks = _states.setdefault(group, {})
+    if global_ranks not in by_ranks:
+        by_ranks[global_ranks] = state = WatchedGroup(group, global_ranks, rank, GroupCalls())
+        if len(global_ranks) > 1:
+            watchdog.add(state)
+    return by_ranks[global_ranks]
 
 
 def as_transport(group: ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupTransport:

@@ -1,0 +1,137 @@
+"""Numbered calls: what ties a message to the call that sent it.
+
+Each pass of attention and each collective is one *call* of a group. Every rank counts its calls. The number of a call and its
+description (kind, plan, scale, dtype, shape) go into the tag of each of its messages. So a message can only be received by the
+same call of its peer. If one rank skips a call, makes another one or uses another scale, its messages match nothing::
+
+    rank 0   call 7 forward, plan A      call 8 backward, plan A     waits: no message has its tag
+    rank 1   call 7 forward, plan A      call 8 forward, plan B      waits: no message has its tag
+
+:mod:`ringspan.transports.watchdog` then compares the descriptions and both ranks raise.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import zlib
+from collections import deque
+from functools import cached_property
+from typing import NamedTuple
+
+from ringspan.errors import InputError, TransportError
+
+HISTORY = 64  # calls that a rank remembers
+LARGEST_TAG = 2**31 - 1
+
+
+class CallDescription(NamedTuple):
+    """What must be equal on all ranks of a call."""
+
+    kind: str
+    """"forward", "backward", "unshard", …"""
+    plan: str = ""
+    """The digest of the plan."""
+    scale: float | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """The sizes that are equal on all ranks."""
+
+    def __str__(self) -> str:
+        parts = [self.kind]
+        if self.plan:
+            parts.append(f"of plan {self.plan}")
+        details = [f"scale {self.scale:.6g}"] if self.scale is not None else []
+        details += [self.dtype] if self.dtype else []
+        details += ["×".join(map(str, self.shape))] if self.shape else []
+        return " ".join(parts) + (f" ({', '.join(details)})" if details else "")
+
+
+class Failure(NamedTuple):
+    """An error that ended a call on one rank."""
+
+    number: int
+    """The number of the call."""
+    kind: str
+    """The name of the exception class."""
+    text: str
+    is_final: bool
+    """Whether the connections of the group are closed: no later call can succeed."""
+
+
+class Call:
+    """One call on this rank."""
+
+    __slots__ = ("__dict__", "description", "label", "number", "peers", "thread", "waiting_since")
+
+    def __init__(self, number: int, description: CallDescription, thread: str) -> None:
+        self.number, self.description, self.thread = number, description, thread
+        self.label = str(description.kind)
+        self.peers: tuple[int, ...] = ()
+        self.waiting_since: float | None = None
+
+    @cached_property
+    def _checksum(self) -> int:
+        return zlib.crc32(f"{self.number} {tuple(self.description)} {self.thread}".encode())
+
+    def tag(self, label: str, nbytes: int) -> int:
+        """Return the tag of a message of this call. The size is part of it: gloo aborts on a message that is too long."""
+        return (zlib.crc32(label.encode(), self._checksum) + nbytes) % LARGEST_TAG
+
+
+MAIN_THREAD = "MainThread"
+
+
+class GroupCalls:
+    """The calls that this process makes on one group, one at a time."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.current: Call | None = None
+        self.recent: deque[Call] = deque(maxlen=HISTORY)
+        self.failure: Failure | None = None
+        """The last error of this rank."""
+        self.verdict: TransportError | None = None
+        """Why the group can no longer be used."""
+        self._lock = threading.Lock()
+
+    def begin(self, description: CallDescription) -> Call:
+        """Count a call. Raises if the group has failed before, or if another thread is in a call of it."""
+        thread = _thread_name(threading.current_thread().name)
+        with self._lock:
+            if self.verdict is not None:
+                raise type(self.verdict)(f"{self.verdict}. This group cannot be used any more: make a new one")
+            if self.current is not None:
+                error = InputError(
+                    f"thread {threading.current_thread().name} begins {description} while thread {self.current.thread} is in "
+                    f"{self.current.description} on the same process group: their messages could be mixed up. Give each thread "
+                    "a group of its own (dist.new_group)"
+                )
+                # The other ranks may have begun this call, so that no later one can match.
+                self.verdict = TransportError(str(error))
+                self.failure = Failure(self.number + 1, "InputError", str(error), is_final=True)
+                raise error
+            self.number += 1
+            self.current = call = Call(self.number, description, thread)
+            self.recent.append(call)
+        return call
+
+    def end(self) -> None:
+        self.current = None
+
+    def fail(self, call: Call, error: BaseException, *, is_final: bool = False) -> None:
+        """Remember an error, for the other ranks."""
+        lines = str(error).splitlines()
+        self.failure = Failure(call.number, type(error).__name__, lines[0] if lines else "", is_final)
+
+
+def waiting_seconds(call: Call | None) -> float:
+    """Return how long a call has waited for its peers; 0.0 while it computes."""
+    since = None if call is None else call.waiting_since
+    return 0.0 if since is None else time.monotonic() - since
+
+
+def _thread_name(name: str) -> str:
+    """Return a name that is the same on all ranks: without the numbers that threads are given as they are started."""
+    return name if name == MAIN_THREAD else re.sub(r"\d+", "", name)

@@ -1,0 +1,68 @@
+"""Diagnose why a rank waits: compare its record with those of the ranks that it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ringspan.errors import PeerFailed, PeerLost, PeerMismatch, PeerTimeout, TransportError
+from ringspan.transports.calls import CallDescription
+from ringspan.transports.records import RankRecord
+
+# Errors that a rank passes on as they are, since they name the rank that caused them.
+PASSED_ON = {cls.__name__: cls for cls in (PeerFailed, PeerLost, PeerMismatch, PeerTimeout)}
+
+
+def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> TransportError | None:
+    """Return an error if a peer will never send what this rank waits for; None if it may only be late.
+
+    Two things are certain: a peer has raised in this call, or has closed its connections; or a call that both have counted is
+    not the same call. A peer that is merely behind is no error.
+    """
+    for peer, record in sorted(peers.items()):
+        failure = record.failure
+        if failure is None:
+            continue
+        raised_too = own.failure is not None and own.failure.number >= failure.number
+        left_this_call = failure.number == own.number or (failure.number == record.number < own.number and not raised_too)
+        if failure.is_final or left_this_call:
+            return _error_of_peer(rank, peer, record)
+    for peer, record in sorted(peers.items()):
+        difference = _first_difference(rank, own, peer, record)
+        if difference is not None:
+            return PeerMismatch(difference)
+    return None
+
+
+def _first_difference(rank: int, own: RankRecord, peer: int, record: RankRecord) -> str | None:
+    for number in sorted(own.calls.keys() & record.calls.keys()):
+        (low, mine), (high, theirs) = sorted([(rank, own.calls[number]), (peer, record.calls[number])])
+        if mine == theirs or (record.failure is not None and record.failure.number == number):
+            continue  # a rank that refuses a call may not know all of its description
+        pairs = zip((*mine.description, mine.thread), (*theirs.description, theirs.thread), strict=True)
+        fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
+        return (
+            f"the ranks make different calls: call {number} is {mine.description} on rank {low}, and {theirs.description} on "
+            f"rank {high}; they differ in {' and '.join(fields)}. All ranks must make the same calls in the same order"
+        )
+    return None
+
+
+def _error_of_peer(rank: int, peer: int, record: RankRecord) -> TransportError:
+    failure = record.failure
+    assert failure is not None
+    if failure.kind in PASSED_ON:
+        text = failure.text if ": " in failure.text else f"rank {peer}: {failure.text}"
+        return PASSED_ON[failure.kind](text)
+    call = record.calls.get(failure.number)
+    return PeerFailed(
+        f"rank {peer} raised {failure.kind} in call {failure.number}{f' ({call.description})' if call else ''}: {failure.text}"
+    )
+
+
+def describe_ranks(peers: Mapping[int, RankRecord], missing: Mapping[int, float | None]) -> str:
+    """Describe where each rank is, one line a rank. ``missing`` has the seconds since a rank's last record, None if never."""
+    lines = [f"  rank {peer} {record.where()}" for peer, record in peers.items() if peer not in missing]
+    for peer, seconds in missing.items():
+        since = "has given no sign of life" if seconds is None else f"has given no sign of life for {seconds:.0f} s"
+        lines.append(f"  rank {peer} {since}: its process is dead or stopped, or cannot reach the store")
+    return "\n".join(sorted(lines))

@@ -1,0 +1,160 @@
+"""Numbered calls: tags, threads and records."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringspan as rs
+from ringspan.transports import CallDescription
+from ringspan.transports.calls import Call, Failure, GroupCalls
+from ringspan.transports.diagnosis import diagnose
+from ringspan.transports.records import RankRecord, record_of
+
+FORWARD = CallDescription("forward", "9f2c00000000001a", 0.125, "bfloat16", (1, 8, 64, 64))
+
+
+def calls(*descriptions: CallDescription) -> GroupCalls:
+    made = GroupCalls()
+    for description in descriptions:
+        made.begin(description)
+        made.end()
+    return made
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Call(8, FORWARD, "MainThread"),
+        Call(7, FORWARD, "worker"),
+        *(
+            Call(7, FORWARD._replace(**{field: value}), "MainThread")
+            for field, value in [
+                ("kind", "backward"),
+                ("plan", "9f2c00000000001b"),
+                ("scale", 0.25),
+                ("dtype", "float16"),
+                ("shape", (1, 8, 64, 32)),
+            ]
+        ),
+    ],
+    ids=["number", "thread", *CallDescription._fields],
+)
+def test_messages_of_different_calls_have_different_tags(other: Call) -> None:
+    call = Call(7, FORWARD, "MainThread")
+    assert call.tag("forward step 1", 4096) == Call(7, FORWARD, "MainThread").tag("forward step 1", 4096)
+    assert call.tag("forward step 1", 4096) != other.tag("forward step 1", 4096)
+
+
+def test_messages_of_different_steps_and_sizes_have_different_tags() -> None:
+    call = Call(7, FORWARD, "MainThread")
+    tags = {call.tag(f"forward step {n}", nbytes) for n in range(100) for nbytes in (0, 8, 4096, 2**40)}
+    assert len(tags) == 400
+    assert all(0 <= tag < 2**31 for tag in tags)
+
+
+def test_threads_of_one_function_have_one_name_on_all_ranks() -> None:
+    made, names = GroupCalls(), []
+
+    def work() -> None:
+        names.append(made.begin(FORWARD).thread)
+        made.end()
+
+    for n in (3, 17):
+        thread = threading.Thread(target=work, name=f"Thread-{n} (train)")
+        thread.start()
+        thread.join()
+    assert names == ["Thread- (train)"] * 2
+
+
+def test_two_threads_in_a_call_at_once_are_refused() -> None:
+    made = GroupCalls()
+    made.begin(FORWARD)
+    with pytest.raises(rs.InputError, match=r"while thread MainThread is in forward of plan 9f2c.* Give each thread a group"):
+        made.begin(FORWARD)
+    made.end()
+    with pytest.raises(rs.TransportError, match="This group cannot be used any more"):
+        made.begin(FORWARD)
+
+
+# -- records and their diagnosis ---------------------------------------------------------------------------------------
+
+
+def test_a_record_survives_json() -> None:
+    made = calls(FORWARD, FORWARD._replace(scale=None))
+    made.fail(made.recent[-1], ValueError("no\nsuch"))
+    record = record_of(made, 3)
+    assert RankRecord.from_json(record.to_json()) == record
+    assert record.where() == "raised ValueError in call 2: no"
+
+
+def test_a_peer_that_is_behind_is_no_error() -> None:
+    own, behind = calls(FORWARD, FORWARD, FORWARD), calls(FORWARD)
+    assert diagnose(0, record_of(own), {1: record_of(behind)}) is None
+    assert diagnose(0, record_of(own), {}) is None
+
+
+def test_the_first_call_that_differs_is_named() -> None:
+    own = calls(FORWARD, FORWARD, FORWARD._replace(kind="backward"))
+    other = calls(FORWARD, FORWARD._replace(scale=0.5), FORWARD)
+    errors = [
+        diagnose(0, record_of(own), {2: record_of(other)}),
+        diagnose(2, record_of(other), {0: record_of(own)}),
+    ]
+    assert [type(error) for error in errors] == [rs.PeerMismatch] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "call 2 is forward of plan 9f2c00000000001a (scale 0.125, bfloat16, 1×8×64×64) on rank 0" in str(errors[0])
+    assert "they differ in scale" in str(errors[0])
+
+
+def test_a_peer_that_raised_in_this_call_is_named() -> None:
+    own, other = calls(FORWARD), calls(CallDescription("forward"))
+    other.fail(other.recent[-1], rs.InputError("q has 3 heads"))
+    error = diagnose(0, record_of(own), {1: record_of(other)})
+    assert type(error) is rs.PeerFailed
+    assert str(error) == "rank 1 raised InputError in call 1 (forward): q has 3 heads"
+
+
+def test_an_error_that_all_ranks_have_raised_is_past() -> None:
+    """All ranks refused call 1, and the peer has not yet begun call 2."""
+    own, other = calls(FORWARD), calls(FORWARD)
+    for made in (own, other):
+        made.fail(made.recent[-1], rs.InputError("q has 3 heads"))
+    own.begin(FORWARD)
+    assert diagnose(0, record_of(own), {1: record_of(other)}) is None
+
+
+def test_the_cause_is_passed_on() -> None:
+    own, other = calls(FORWARD), calls(FORWARD)
+    other.failure = Failure(1, "PeerLost", "rank 1: lost the connection to rank 2", is_final=True)
+    error = diagnose(0, record_of(own), {1: record_of(other)})
+    assert type(error) is rs.PeerLost
+    assert str(error) == "rank 1: lost the connection to rank 2"
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_destroyed_group_is_named(one_process: None) -> None:
+    cp = rs.ContextParallel(None, rs.causal(6))
+    kept = dist.group.WORLD
+    dist.destroy_process_group()
+    assert cp.group.is_destroyed
+    with pytest.raises(rs.InputError, match="the process group was destroyed"):
+        cp.attention(*torch.ones(3, 1, 1, 6, 4))
+    del kept
+    with pytest.raises(rs.InputError, match="the process group was destroyed"):
+        cp.unshard(torch.ones(1, 6), dim=1)

@@ -1,0 +1,156 @@
+"""Ranks that come apart after they have agreed on their plans: every rank raises, and no rank computes a wrong number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.kernels.reference import dense_attention
+from ringspan.transports import ProcessGroupTransport
+from tests.conftest import Pools
+
+WORLD, N = 3, 24
+LIMIT = 10.0  # seconds: the time limit of the group
+SOON = 4.0  # seconds in which all ranks must have raised, on a loaded machine; one second of them is the watchdog's patience
+
+Report = tuple[str, str, float]
+
+
+class Layers:
+    """Two plans that the ranks have agreed on, forward and backward, over one group of their own."""
+
+    def __init__(self, rank: int, strategy: str) -> None:
+        group = ProcessGroupTransport(dist.new_group(), timeout=LIMIT)
+        masks = (rs.causal(N), rs.full(N))
+        self.cps = [rs.ContextParallel(group, m, strategy=strategy, layout="zigzag") for m in masks]
+        self.differs = rank == 1
+        torch.manual_seed(0)
+        whole = torch.randn(3, 1, 6, N, 8, dtype=torch.float64)
+        self.expected = [self.cps[0].shard(dense_attention(*whole, torch.from_numpy(m.dense())).out, dim=2) for m in masks]
+        self.qkv = [x.requires_grad_() for x in self.cps[0].shard(*whole.unbind(), dim=2)]
+        for n in (0, 1):
+            self.attend(n).sum().backward()
+
+    def attend(self, n: int, **options: Any) -> Tensor:
+        """Attend with plan n. A result that is returned is the right one."""
+        out = self.cps[n].attention(*self.qkv, **options)
+        if not options:
+            assert torch.allclose(out, self.expected[n], rtol=0, atol=1e-12), "a wrong number"
+        return out
+
+
+def other_order(layers: Layers) -> None:
+    for n in (1, 0) if layers.differs else (0, 1):
+        layers.attend(n)
+
+
+def extra_call(layers: Layers) -> None:
+    for n in (1, 0, 1) if layers.differs else (0, 1, 0):
+        layers.attend(n)
+
+
+def skipped_call(layers: Layers) -> None:
+    for n in (1,) if layers.differs else (0, 1):
+        layers.attend(n)
+    layers.cps[0].mean(torch.ones(2))
+
+
+def other_scale(layers: Layers) -> None:
+    layers.attend(0, scale=0.25 if layers.differs else 0.5)
+
+
+def backward_on_other_ranks_only(layers: Layers) -> None:
+    out = layers.attend(0)
+    if not layers.differs:
+        out.sum().backward()
+    layers.attend(1)
+
+
+def mean_skipped(layers: Layers) -> None:
+    cp = layers.cps[0]
+    if not layers.differs:
+        cp.mean(torch.ones(4))
+    layers.attend(0)
+
+
+def gradients_in_another_order(layers: Layers) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    cp = layers.cps[0]
+    for p in parameters[::-1] if layers.differs else parameters:
+        cp.sum_gradients([p])
+        p.grad = torch.ones_like(p)
+        cp.sum_gradients([p])
+
+
+def fewer_gradients(layers: Layers) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5, 7)]
+    layers.cps[0].sum_gradients(parameters[:2] if layers.differs else parameters)
+
+
+def unshard_of_another_dtype(layers: Layers) -> None:
+    x = layers.qkv[0].detach()
+    layers.cps[0].unshard(x.float() if layers.differs else x, dim=2)
+
+
+def unshard_of_another_width(layers: Layers) -> None:
+    x = layers.qkv[0].detach()
+    layers.cps[0].unshard(x[..., :4] if layers.differs else x, dim=2)
+
+
+def mean_of_another_dtype(layers: Layers) -> None:
+    layers.cps[0].mean(torch.ones(4, dtype=torch.float64 if layers.differs else torch.float32))
+
+
+CASES: dict[str, Callable[[Layers], None]] = {
+    job.__name__: job
+    for job in (
+        other_order,
+        extra_call,
+        skipped_call,
+        other_scale,
+        backward_on_other_ranks_only,
+        mean_skipped,
+        gradients_in_another_order,
+        fewer_gradients,
+        unshard_of_another_dtype,
+        unshard_of_another_width,
+        mean_of_another_dtype,
+    )
+}
+
+
+def come_apart(rank: int, case: str, strategy: str) -> Report:
+    layers = Layers(rank, strategy)
+    start = time.monotonic()
+    try:
+        CASES[case](layers)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("case", ["other_order", "skipped_call", "backward_on_other_ranks_only"])
+def test_attention_that_comes_apart_raises_on_every_rank(pools: Pools, case: str, strategy: str) -> None:
+    check(pools(WORLD).run(come_apart, case, strategy))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("other_order", "skipped_call", "backward_on_other_ranks_only")])
+def test_calls_that_come_apart_raise_on_every_rank(pools: Pools, case: str) -> None:
+    check(pools(WORLD).run(come_apart, case, "ring"))
+
+
+def check(reports: list[Report]) -> None:
+    for kind, message, seconds in reports:
+        assert kind == "PeerMismatch", reports
+        assert "the ranks make different calls: call " in message
+        assert "rank 1" in message
+        assert seconds < SOON
+    assert len({message for _, message, _ in reports}) <= 2  # rank 1 is compared with one or the other of its peers
