@@ -113,7 +113,7 @@ def test_what_is_said_of_several_is_said_once(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("is_installed", "line"),
     [
-        (True, 'sdpa flash  the one of PyTorch is active; FA4 is one rs.activate("FA4") away'),
+        (True, 'sdpa flash  the one of PyTorch is active; FA4 can be activated with rs.activate("FA4")'),
         (False, "sdpa flash  the one of PyTorch is active; FA4 is not installed: pip install flash-attn-4"),
     ],
 )

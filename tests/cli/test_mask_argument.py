@@ -14,7 +14,7 @@ from ringspan.cli.mask_argument import mask_at
 )
 def test_a_relation_takes_the_length(text: str, meant: rs.Mask) -> None:
     assert mask_at(text, 8) == (meant, ())
-    with pytest.raises(rs.MaskError, match="say at which with --seq-len"):
+    with pytest.raises(rs.MaskError, match="give it with --seq-len"):
         mask_at(text, None)
 
 
@@ -27,5 +27,5 @@ def test_remark_on_a_window_that_hides_no_later_key() -> None:
 
 def test_two_different_lengths_are_an_error() -> None:
     assert mask_at("causal(8)", 8).mask == mask_at("causal(8)", None).mask == rs.causal(8)
-    with pytest.raises(rs.MaskError, match=r"a mask of 8 tokens, and --seq-len says 9"):
+    with pytest.raises(rs.MaskError, match=r"a mask of 8 tokens, but --seq-len is 9"):
         mask_at("causal(8)", 9)

@@ -60,7 +60,7 @@ def test_apart(actual: Tensor, expected: Tensor, options: dict[str, object], mes
 
 
 def test_negative_bound() -> None:
-    with pytest.raises(rs.InputError, match="not negative"):
+    with pytest.raises(rs.InputError, match="must not be negative"):
         assert_close(t(1.0), t(1.0), atol=-1.0)
 
 

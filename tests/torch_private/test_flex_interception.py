@@ -218,7 +218,7 @@ def with_any_arguments(*args: Any, **kwargs: Any) -> Any:
 
 IRREPLACEABLE = {
     "a function of another's variables": (in_a_closure(), "made inside another function and uses its scale"),
-    "no function": (in_a_closure().__call__, "it is a method-wrapper and no function"),
+    "no function": (in_a_closure().__call__, "it is a method-wrapper, not a function"),
     "a function of any arguments": (with_any_arguments, "which the wrapper cannot pass on by name"),
 }
 
@@ -236,6 +236,7 @@ def test_a_function_whose_code_cannot_be_replaced_is_refused_when_it_is_called(
         torch.testing.assert_close(cp.flex_attention(x(), x(), x()), causal())
         # The operator that it calls is refused by name; Dynamo, which traces it there, puts its own name before ours.
         with pytest.raises(
-            torch._dynamo.exc.Unsupported, match=rf"UnplannedAttention.*cannot be caught \(.*{why}\): call cp\.flex_attention"
+            torch._dynamo.exc.Unsupported,
+            match=rf"UnplannedAttention.*cannot be intercepted \(.*{why}\): call cp\.flex_attention",
         ):
             other(x(), x(), x())

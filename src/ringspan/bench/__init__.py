@@ -1,1 +1,1 @@
-"""Benchmarks: each function measures something and returns its figures as rows. Printing them is up to the caller."""
+"""Benchmarks: each function measures something and returns its figures as rows. The caller prints them."""

@@ -1,12 +1,12 @@
 """How many Python functions of ringspan one call of attention runs, in how many files, and how deeply nested.
 
 ``sys.setprofile`` reports every call of a Python function whose code is in src/ringspan, this file excepted. As the
-interpreter reports them, comprehensions, generator expressions and each resumption of a generator count as one call (Python
-3.12 reports no list comprehensions). Depth counts frames of ringspan on the stack.
+interpreter reports them, comprehensions, generator expressions and each resumption of a generator count as one call
+(Python 3.12 reports no list comprehensions). Depth counts frames of ringspan on the stack.
 
-The case: ``F.scaled_dot_product_attention``, or an eager ``flex_attention`` with a score_mod, inside ``with cp:``; gloo ranks
-on this machine, causal mask of 256 tokens, strategy "ring", 4 heads of 32, float32; the third call of three, since the first
-ones fill caches. One rank has 1 step, two ranks have 2.
+The case: ``F.scaled_dot_product_attention``, or an eager ``flex_attention`` with a score_mod, inside ``with cp:``; gloo
+ranks on this machine, causal mask of 256 tokens, strategy "ring", 4 heads of 32, float32; the third call of three,
+since the first ones fill caches. One rank has 1 step, two ranks have 2.
 """
 
 from __future__ import annotations

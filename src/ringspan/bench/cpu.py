@@ -1,6 +1,7 @@
 """Causal attention split over processes against the same attention in one process, forward and backward.
 
-Each process computes with one thread. Both sides are measured in turns, so that both meet the same load of the machine.
+Each process computes with one thread. Both sides are measured alternately, so that the load of the machine affects both
+alike.
 """
 
 from __future__ import annotations

@@ -81,9 +81,9 @@ def fit_link(timed: Sequence[Message]) -> Link:
     return Link(latency_s=float(latency), bytes_per_s=float(1 / of_a_byte))
 
 
-def fit_overlap(computing: float, wire: float, together: float) -> float:
-    """The share of the shorter of the two that was hidden when both ran at once."""
-    hidden = (computing + wire - together) / min(computing, wire)
+def fit_overlap(computing: float, communication: float, both: float) -> float:
+    """The fraction of the shorter of the two that was hidden when both ran at once."""
+    hidden = (computing + communication - both) / min(computing, communication)
     return float(np.clip(hidden, 0.0, 1.0))
 
 

@@ -1,4 +1,4 @@
-"""How much memory of the GPU a rank needs, measured."""
+"""Measure the GPU memory that a rank needs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ringspan.plans.problem import union
 
 BALANCED_ENOUGH = 1.02
 
-# Received rows are counted up to about this many tiles. Layouts that cut every document for every rank make more.
+# Received rows are counted up to about this many tiles. Layouts that split every document over all ranks have more.
 MAX_TILES = 2**22
 
 
@@ -112,7 +112,7 @@ def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
 
 
 def ptrr(mask: rs.Mask, world: int, block: int = 128) -> Layout:
-    """PyTorch's processing-time round robin: blocks of queries are dealt to the ranks in alternating order, heaviest
+    """PyTorch's processing-time round robin: blocks of queries are assigned to ranks in alternating order, the heaviest
     first.
 
     (PyTorch's head-tail balancer is zigzag. Its per-document balancer is per_document, which here takes any lengths.)

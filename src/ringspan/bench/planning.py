@@ -1,4 +1,4 @@
-"""How long planning takes with empty caches, in seconds of one core."""
+"""The time of planning with empty caches, in seconds of one core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark returns, and how it reports its progress."""
+"""The rows that benchmarks return, and their progress callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes: by the device, by the host, and kernel by kernel."""
+"""Measure the time of a step on the device, on the host, and of each kernel."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def step_seconds(step: Callable[[], object], *, rounds: int, on_gpu: bool) -> fl
 
 
 def host_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
-    """How long one forward call occupies the host, which does not wait for the device."""
+    """Seconds of the host for one forward call. The host does not wait for the device."""
     with torch.no_grad():
         return _on_host(lambda: attention(*qkv), _synchronize(qkv[0].is_cuda))
 
 
 def replay_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
-    """How long the replay of a captured forward call occupies the host. 0 if it cannot be captured."""
+    """Seconds of the host for the replay of a captured forward call. 0 if it cannot be captured."""
     with torch.no_grad():
         replay = captured(lambda: attention(*qkv))
     return 0.0 if replay is None else _on_host(replay, torch.cuda.synchronize)

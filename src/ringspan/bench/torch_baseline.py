@@ -1,6 +1,6 @@
-"""PyTorch's own ``context_parallel``, one rank of it, for a comparison in the same run.
+"""One rank of PyTorch's own ``context_parallel``, for a comparison in the same run.
 
-Its wire is left out as ours is: torch's ``fake`` process group answers every collective at once.
+Communication is left out here too: the collectives of torch's ``fake`` process group return at once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BACKENDS = {
 
 @contextmanager
 def rank_of(rank: int, world: int, backend: str, *qkv: Tensor) -> Iterator[Callable[[], None]]:
-    """Forward and backward of causal attention over the whole sequence's q, k and v, as that rank does it."""
+    """Forward and backward of causal attention on one rank. q, k and v are those of the whole sequence."""
     from torch.distributed.tensor.experimental import context_parallel
 
     if dist.is_initialized():
-        raise RuntimeError("this process has a process group already; measure PyTorch's in a process of its own")
+        raise RuntimeError("this process already has a process group; measure PyTorch's context_parallel in a separate process")
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
     buffers = list(qkv)
     try:

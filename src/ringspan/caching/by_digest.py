@@ -25,10 +25,10 @@ class CachedFunction(Protocol[P, T_co]):
 
 
 class DigestCache(Generic[P, T]):
-    """A function that looks its arguments up before it computes.
+    """A function with a cache of its results.
 
-    An argument with a digest (a mask, a layout) is compared by its digest and name, not by ``==``: equal masks can be written
-    in different bands, and a plan must follow from its arguments alone, not from what this process planned before.
+    An argument with a digest (a mask, a layout) is compared by its digest and name, not by ``==``. Equal masks can have
+    different bands, and a plan must depend on its arguments only, not on what this process has planned before.
     """
 
     def __init__(self, function: Callable[P, T], maxsize: int) -> None:
@@ -78,7 +78,7 @@ def cache_by_digest(maxsize: int, *, plain: bool = False, group: str = "") -> Ca
 
 
 def clear_digest_caches(group: str | None = None) -> None:
-    """Empty the caches of a group, or all caches of this module. What is kept on devices stays."""
+    """Empty the caches of a group, or all caches by digest. Caches by stream are not emptied."""
     for caches in [*_caches.values()] if group is None else [_caches.get(group, WeakSet())]:
         for cache in list(caches):
             cache.cache_clear()

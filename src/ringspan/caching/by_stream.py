@@ -1,12 +1,13 @@
 """A bounded cache of tensors on a device, keyed by CUDA stream as well as by arguments.
 
-A copy to a GPU runs asynchronously: later work on the same stream finds it complete, work on another stream may not. The
-caching allocator also reuses freed memory in the order of the stream that allocated it. Therefore a tensor cached on one
-stream is never handed to another.
+A copy to a GPU runs asynchronously: later work on the same stream finds it complete, work on another stream may not.
+The caching allocator also reuses freed memory in the order of the stream that allocated it. Therefore a tensor cached
+on one stream is never handed to another.
 
-A CUDA graph is the exception. ``torch.cuda.graph`` synchronizes the device and then captures on a stream of its own. A tensor
-that is made during capture is uninitialized until the first replay. Therefore a capture receives what any stream has cached
-before. These entries are then kept until ``ringspan.clear_caches()``, because the graph reads their memory at every replay.
+A CUDA graph is the exception. ``torch.cuda.graph`` synchronizes the device and then captures on a stream of its own. A
+tensor that is made during capture is uninitialized until the first replay. Therefore a capture receives what any stream
+has cached before. These entries are then kept until ``ringspan.clear_caches()``, because the graph reads their memory
+at every replay.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ NOT_CAPTURABLE = (
 def cache_by_stream(maxsize: int) -> Callable[[F], F]:
     """``lru_cache`` for functions whose last argument is the device on which they make tensors.
 
-    ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs read.
+    ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs
+    read.
     """
 
     def decorate(make_tensors: F) -> F:

@@ -1,1 +1,2 @@
-"""The command line: ``ringspan demo``, ``plan``, ``check``, ``doctor`` and ``bench``. Needs the extra ``ringspan[cli]``."""
+"""The command line: ``ringspan demo``, ``plan``, ``check``, ``doctor`` and ``bench``. Needs the extra
+``ringspan[cli]``."""

@@ -7,8 +7,8 @@
     ringspan check --world 4 --processes              4 processes over gloo
     ringspan check --seed 7 --only 31                 case 31 again, and nothing else
 
-The exit code is 1 if anything failed. With ``--json`` the last line is the summary as JSON; ``worst_error`` in it is that of
-the float64 cases, which separates a correct algorithm from a wrong one.
+The exit code is 1 if anything failed. With ``--json`` the last line is the summary as JSON; ``worst_error`` in it is
+that of the float64 cases, which separates a correct algorithm from a wrong one.
 """
 
 from __future__ import annotations

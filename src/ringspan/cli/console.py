@@ -57,6 +57,6 @@ def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, tota
 
 
 def _is_figure(value: object) -> bool:
-    """A number, alone or with a unit as in ``1.5 GiB``."""
+    """Whether a value is a number, alone or with a unit as in ``1.5 GiB``."""
     text = str(value)
     return text == "–" or text[:1].isdigit() or (text[:1] == "-" and text[1:2].isdigit())

@@ -1,4 +1,5 @@
-"""``ringspan doctor``: what is used on this machine and what is missing, then versions and why kernels are not chosen."""
+"""``ringspan doctor``: what is used on this machine and what is missing, then versions and why kernels are not
+chosen."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
-    """Versions, devices, and for each device and dtype the chosen kernel, why others are not, and what they are missing."""
+    """Versions, devices, and for each device and dtype the chosen kernel, why others are not, and what they are
+    missing."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     kernels = [
         {
@@ -67,9 +69,9 @@ def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
 
 
 def _choice(inputs: Inputs) -> dict[str, Any]:
-    said = dict(availability(inputs))
-    able = [name for name, reason in said.items() if reason is None]
-    why_not = {name: reason for name, reason in said.items() if reason}
+    reasons = dict(availability(inputs))
+    able = [name for name, reason in reasons.items() if reason is None]
+    why_not = {name: reason for name, reason in reasons.items() if reason}
     return {"chosen": able[0] if able else None, "why_not": why_not, "lacks": missing_packages(inputs)}
 
 
@@ -105,7 +107,7 @@ def _used(found: dict[str, Any]) -> list[str]:
 
 
 def _missing(found: dict[str, Any]) -> list[str]:
-    """What this machine could use and does not have."""
+    """Devices and packages that ringspan could use and that are missing."""
     if list(found["devices"]) == ["cpu"]:
         return ["a CUDA device: without one attention is computed on the CPU"]
     lacks = {name: package for row in found["kernels"] for name, package in row["lacks"].items()}
@@ -136,6 +138,6 @@ def _chosen(row: dict[str, Any]) -> str:
 
 def _sdpa_flash(current: str | None, available: list[str], missing: dict[str, str]) -> str:
     said = [f"{current or 'the one of PyTorch'} is active"]
-    said += [f'{name} is one rs.activate("{name}") away' for name in available if name != current]
+    said += [f'{name} can be activated with rs.activate("{name}")' for name in available if name != current]
     said += [f"{name} is not installed: pip install {package}" for name, package in missing.items()]
     return "; ".join(said)

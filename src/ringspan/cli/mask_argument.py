@@ -27,12 +27,12 @@ def mask_at(text: str, seq_len: int | None) -> MaskArgument:
     if not mask.is_relation:
         if seq_len is not None and seq_len != mask.lengths[0]:
             raise MaskError(
-                f"{text!r} is a mask of {mask.lengths[0]:,} tokens, and --seq-len says {seq_len:,}: "
+                f"{text!r} is a mask of {mask.lengths[0]:,} tokens, but --seq-len is {seq_len:,}: "
                 "leave --seq-len out, or write the mask for that length"
             )
         return MaskArgument(mask, ())
     if seq_len is None:
-        raise MaskError(f"{text!r} holds at any length: say at which with --seq-len, as in --seq-len 1048576")
+        raise MaskError(f"{text!r} has no length of its own: give it with --seq-len, as in --seq-len 1048576")
     hides_no_later_key = bool((mask.table[:, HI] >= seq_len - 1).any())
     remark = f"{mask.name} hides no later key; a causal window is `causal() & {text}`"
     return MaskArgument(mask & rs.full(seq_len), (remark,) if mask.name.startswith("window(") and hides_no_later_key else ())

@@ -1,4 +1,5 @@
-"""The demo's pictures: a mask coloured by the rank that computes it, and two loss curves. Imports matplotlib when needed."""
+"""The demo's pictures: a mask coloured by the rank that computes it, and two loss curves. Imports matplotlib when
+needed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from ringspan.layouts import Layout, areas
 from ringspan.planner import Plan
 
-# Distinct for colour-blind readers and in print (Paul Tol's bright scheme). More ranks take colours of the colour wheel.
+# Distinct for colour-blind readers and in print (Paul Tol's bright scheme). More ranks take colours of the colour
+# wheel.
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")
 INK, PAPER, GRID = "#222222", "#FFFFFF", "#BBBBBB"
 # How much lighter the colour of a pair is if its key comes from another rank.

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal. In a file, where a reader may take stderr for errors, a line every ten seconds."""
+"""Progress on stderr: a bar on a terminal, a line every ten seconds in a file."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def attention(
     queries over all keys of all ranks, in the dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives
     ``(out, lse)``, both differentiable.
 
-    ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does; its indices are
+    ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. Its indices are
     global.
 
     ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, flex_flash, cpu, eager or reference; ``"auto"``

@@ -41,7 +41,7 @@ from ringspan.torch_private.flex_interception import (
 from ringspan.torch_private.function_modes import without_modes
 from ringspan.torch_private.higher_order import HigherOrderOperator
 
-# Attention through other functions, which would attend only to this rank's keys: name -> what to call instead.
+# Other attention functions, which would attend only to this rank's keys: name -> what to call instead.
 REFUSED = {
     "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
     NATIVE_MULTI_HEAD_ATTENTION: "project q, k and v yourself and call F.scaled_dot_product_attention",
@@ -54,8 +54,8 @@ REFUSED = {
 # Functions and methods of compiled classes.
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
-# What a block does with a call: intercept it; run the functions that it is given inside the block; replace the method
-# by the function of the same name. None: nothing, as with almost all calls.
+# The treatment of a call in a block: intercept it; run its function arguments inside the block; replace the method by
+# the function of the same name. None: call it unchanged, as almost all functions.
 Treatment = Literal["attention", "runs functions", "unflatten"] | None
 
 # function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It
@@ -103,9 +103,9 @@ def is_varlen_attention(func: Any) -> bool:
 
 
 class local_attention:  # noqa: N801 (used as `with local_attention():`)
-    """Inside a ``with cp:`` block, attention that stays on this rank: for layers outside the split sequence.
+    """Disable the ``with cp:`` blocks of this thread, for layers that are not part of the split sequence.
 
-    It takes the blocks off this thread's stack of torch function modes. Other modes, such as that of
+    It removes the blocks from this thread's stack of torch function modes. Other modes, such as that of
     ``torch.set_default_device``, stay on it. One instance may be entered again, and by several threads.
     """
 
@@ -142,7 +142,7 @@ _entered = _EnteredContexts()
 
 
 class AttentionCatcher(FlexInterceptor):
-    """Hands every call of attention in the block to :meth:`caught`, except those within ``local_attention()``.
+    """Passes every attention call in the block to :meth:`caught`, except those within ``local_attention()``.
 
     Dynamo traces the methods of this class along with the model.
     """
@@ -168,7 +168,8 @@ class AttentionCatcher(FlexInterceptor):
         return func(*args, **kwargs)
 
     def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, run inside the block: a mode is off the stack while its ``__torch_function__`` runs."""
+        """Wrap a function so that it runs inside the block. PyTorch disables a mode during its
+        ``__torch_function__``."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -182,7 +183,8 @@ class AttentionCatcher(FlexInterceptor):
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call of attention. The mode is off meanwhile: ``func`` itself reaches the enclosing block."""
+        """Return the result of an attention call. The mode is disabled meanwhile: calling ``func`` reaches the
+        enclosing block."""
 
 
 class AttentionMode(AttentionCatcher):
@@ -195,7 +197,7 @@ class AttentionMode(AttentionCatcher):
     def __init__(self, mask: Mask) -> None:
         super().__init__()
         self._mask, self._mask_name, self._mask_has_predicate = mask, mask.name, mask.predicate is not None
-        # Whether a mask_mod is causal is computed when a call first asks: it evaluates every pair.
+        # For a mask_mod this is computed on first use, because it may evaluate many pairs.
         self._mask_is_causal = None if self._mask_has_predicate else mask.is_causal
 
     @abstractmethod
@@ -229,7 +231,7 @@ class AttentionMode(AttentionCatcher):
         instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
         obstacle = flex_interception_unsupported_reason()
         if name == "flex_attention" and obstacle is not None:
-            instead = f"this PyTorch's cannot be caught ({obstacle}): call cp.flex_attention, which takes the same"
+            instead = f"this PyTorch's cannot be intercepted ({obstacle}): call cp.flex_attention with the same arguments"
         raise UnplannedAttention(f"{name} would see only the keys of this rank: {instead}, or wrap it in {_WRAP}")
 
     def _checked_sdpa(
@@ -243,22 +245,23 @@ class AttentionMode(AttentionCatcher):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-        """Return q, k and v, under autocast in its dtype, and the scale. Raise if the call does not agree with the plan."""
+        """Return q, k and v, under autocast in its dtype, and the scale. Raise if the call does not agree with the
+        plan."""
         if attn_mask is not None:
             raise UnplannedAttention(
-                f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that the plan does not know "
+                f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that is not part of the plan "
                 f"(its mask is {self._mask_name}). "
                 f"Give the mask to ContextParallel, and call without attn_mask; or wrap the call in {_WRAP}"
             )
         if dropout_p:
             raise UnplannedAttention(
-                f"this call has dropout_p={dropout_p}; the ranks cannot drop the same pairs as one process would. Set it to 0"
+                f"this call has dropout_p={dropout_p}, but the ranks cannot drop the same pairs as one process. Set it to 0"
             )
         if is_causal and self._mask_is_causal is None:
             self._mask_is_causal = self._mask.is_causal
         if is_causal and not self._mask_is_causal:
             raise UnplannedAttention(
-                f"this call says is_causal=True, but the plan's mask {self._mask_name} lets queries see later keys. "
+                f"this call has is_causal=True, but the plan's mask {self._mask_name} lets queries see later keys. "
                 "Give ContextParallel a mask with & rs.causal(), or call with is_causal=False"
             )
         if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
@@ -274,7 +277,7 @@ _WRAP = "`with rs.local_attention():` if this layer is not part of the split seq
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in the dtype that PyTorch's own attention would compute in."""
+    """Cast the tensors as autocast does for PyTorch's own attention."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))

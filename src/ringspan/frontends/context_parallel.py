@@ -283,7 +283,8 @@ class ContextParallel(AttentionMode):
         )
 
     def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
-        """Called for ``torch.nn.attention.varlen.varlen_attn`` inside the block; see :mod:`ringspan.frontends.varlen`."""
+        """Called for ``torch.nn.attention.varlen.varlen_attn`` inside the block; see
+        :mod:`ringspan.frontends.varlen`."""
         return attend_packed(self._handle, call)
 
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

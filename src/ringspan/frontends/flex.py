@@ -67,7 +67,7 @@ def flex_attention(
 
 
 class OutputRequest(NamedTuple):
-    """What is returned beside out."""
+    """The outputs to return beside out."""
 
     return_lse: bool
     return_aux: AuxRequest | None
@@ -83,13 +83,13 @@ class OutputRequest(NamedTuple):
 def check_arguments(
     query: Tensor, key: Tensor, *, enable_gqa: bool, return_lse: bool, return_aux: AuxRequest | None
 ) -> OutputRequest:
-    """Raise what FlexAttention would raise, and for what only FlexAttention can return."""
+    """Raise for arguments that FlexAttention rejects, and for outputs that are not available here."""
     if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise unequal_heads(query.shape[1], key.shape[1])
     if return_lse and return_aux is not None:
-        raise InputError("return_lse=True and return_aux= exclude each other: give return_aux=AuxRequest(lse=True)")
+        raise InputError("return_lse=True and return_aux= exclude each other: pass return_aux=AuxRequest(lse=True)")
     if return_aux is not None and return_aux.max_scores:
-        raise InputError("max_scores is not available where keys come in parts: ask for AuxRequest(lse=True)")
+        raise InputError("max_scores is not available, because keys are computed in parts: use AuxRequest(lse=True)")
     return OutputRequest(return_lse, return_aux)
 
 
@@ -101,7 +101,7 @@ class _ConvertedMask(NamedTuple):
     plans: dict[Any, Plan]
 
 
-MAX_PLANS = 64  # of one BlockMask
+MAX_PLANS = 64  # cached plans of one BlockMask
 _converted: WeakKeyDictionary[BlockMask, _ConvertedMask] = WeakKeyDictionary()
 on_clear_caches(_converted.clear)
 
@@ -136,7 +136,7 @@ def plan_of(
 
 
 def mask_of(given: BlockMask, lengths: tuple[int, int]) -> Mask:
-    """A BlockMask of the whole sequence as a mask. Converted once, and again if it has changed."""
+    """Convert a BlockMask of the whole sequence to a mask. The result is cached until the BlockMask changes."""
     return _convert(given, lengths).mask
 
 

@@ -15,7 +15,8 @@ IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
 def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore_index: int = IGNORED) -> Tensor:
-    """Each token's label: the token after it, in the same document. The last token of a document predicts nothing.
+    """The label of each token: the next token of the same document, or ``ignore_index`` for the last token of a
+    document.
 
     Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the
     lengths of the documents in order (None: the sequence is one document). They are not taken from a mask, since masks

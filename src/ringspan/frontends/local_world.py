@@ -1,4 +1,4 @@
-"""All ranks in this process: the same plans and the same engine as real processes, and no torch.distributed at all.
+"""All ranks in one process: the same plans and the same engine as separate processes, without torch.distributed.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """
@@ -94,10 +94,10 @@ class LocalWorld:
         return_lse: bool = False,
         backend: str = "auto",
     ) -> Tensor | Partial:
-        """Attention of the whole sequence: global q (B, H, S, D), k (B, G, T, D), v (B, G, T, E) in, global result out.
+        """Attention of whole sequences: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E). Returns the whole result.
 
-        Inside, the sequence is split over the ranks, every rank executes its own plan, and messages pass between them.
-        Differentiable. ``score_mod(score, b, h, q, k)`` gives each visible pair another score, as FlexAttention does.
+        The sequence is split over the ranks, and every rank executes its own plan. Differentiable.
+        ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
         result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
@@ -122,7 +122,7 @@ class LocalWorld:
         layout: LayoutLike = "auto",
         backend: str = "auto",
     ) -> FlexResult:
-        """FlexAttention of the whole sequence, split inside; see :func:`ringspan.flex_attention`.
+        """FlexAttention of whole sequences; see :func:`ringspan.flex_attention`.
 
         The mask is ``block_mask`` or ``mask``; without either, every query sees every key.
         """
@@ -154,7 +154,8 @@ class LocalWorld:
         layout: LayoutLike = "auto",
         backend: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``torch.nn.attention.varlen.varlen_attn`` of packed documents, split inside: q (S, H, D), k (T, G, D), v (T, G, E).
+        """``torch.nn.attention.varlen.varlen_attn`` of packed documents, split inside: q (S, H, D), k (T, G, D), v (T,
+        G, E).
 
         ``return_aux=AuxRequest(lse=True)`` gives out (S, H, E) and lse (H, S).
         """
@@ -184,7 +185,7 @@ class LocalWorld:
         backend: str = "auto",
         score_mod: ScoreMod | None = None,
     ) -> Partial:
-        """Attention of global tensors with ready plans, one for each rank: out (B, H, S, E) and lse (B, H, S)."""
+        """Attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H, S)."""
         shape = shape_of(q, k, v)
         plans = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
         mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout
@@ -200,9 +201,9 @@ class LocalWorld:
         config = config_for(plans[0], q, v, check_scale(scale, shape.head_dim), backend, score_mod)
         with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
             parts = attend_ranks(plans, list(zip(queries, keys, values, strict=True)), config, transport.run)
-        back = _inverse_order(q_layout, q.device)
-        out = torch.cat([part.out for part in parts], dim=2).index_select(2, back)
-        lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, back)
+        inverse = _inverse_order(q_layout, q.device)
+        out = torch.cat([part.out for part in parts], dim=2).index_select(2, inverse)
+        lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, inverse)
         return Partial(out, lse)
 
 

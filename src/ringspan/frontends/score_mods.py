@@ -1,4 +1,4 @@
-"""Ready-made score_mods for ``flex_attention`` and ``attention``; and attention sinks, which change the result instead.
+"""score_mods for ``flex_attention`` and ``attention``, and attention sinks, which are merged into the result instead.
 
 A ``score_mod(score, b, h, q, k)`` is called with global indices, so none of these depends on ranks. A tensor given here
 that requires a gradient gets it; on several ranks it gets a part of it on each (``cp.sum_gradients``).
@@ -20,7 +20,7 @@ from ringspan.kernels import Partial, ScoreMod
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Scores stay between ``-cap`` and ``cap``: ``cap · tanh(score / cap)``.
+    """Limit scores to the range from ``-cap`` to ``cap``: ``cap · tanh(score / cap)``.
 
     >>> import ringspan as rs
     >>> q = torch.full((1, 1, 4, 8), 9.0)
@@ -38,7 +38,7 @@ def softcap(cap: float) -> ScoreMod:
 
 
 def alibi(slopes_H: Tensor) -> ScoreMod:
-    """A key's score falls with its distance, by one slope for each head: ALiBi. See :func:`alibi_slopes`.
+    """ALiBi: subtract a slope times the distance from each score, with one slope for each head (:func:`alibi_slopes`).
 
     >>> import ringspan as rs
     >>> q = torch.zeros(1, 2, 4, 8)
@@ -58,7 +58,7 @@ def alibi(slopes_H: Tensor) -> ScoreMod:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slopes of ALiBi for this many heads: from 2^(-8/heads) to 2^-8, each that power of the one before.
+    """The slopes of ALiBi for a number of heads: a geometric sequence from 2^(-8/heads) to 2^-8.
 
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
@@ -69,8 +69,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def relative_bias(bias_HR: Tensor) -> ScoreMod:
-    """A bias, often learned, for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach +
-    1.
+    """Add a bias for each head and each distance ``k - q`` from ``-reach`` to ``reach``; R is 2 · reach + 1.
 
     Distances beyond ``reach`` have the bias of ``reach``.
 
@@ -96,9 +95,9 @@ def relative_bias(bias_HR: Tensor) -> ScoreMod:
 
 
 def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
-    """Attention sinks: each head has one more key that every query sees, with a score of its own and a value of zero.
+    """Attention sinks: each head has one additional key that every query sees, with its own score and a value of zero.
 
-    The key belongs to no rank, so it is added to the result, once. Differentiable in all three arguments.
+    The key belongs to no rank, so it is merged into the result once. Differentiable in all three arguments.
 
     >>> import ringspan as rs
     >>> q, v = torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8)

@@ -1,7 +1,8 @@
-"""Sums over ranks: of losses, with the right gradient, and of the gradients themselves.
+"""Sums over ranks: of losses, with correct gradients, and of gradients.
 
-A loss over several ranks is one number, the same on all of them. On each rank its gradient is that of the rank's own
-*share*. A parameter that all ranks use gets a part of its gradient on each, and the parts must be summed::
+A loss over several ranks is one number, the same on all of them. Its gradient on a rank is with respect to the rank's
+own *share* of the sum. A parameter that all ranks use gets a part of its gradient on each, and the parts must be
+summed::
 
     rank 0:  x0 ─┐                     ┌─ d loss / d x0 ─► part of w.grad ─┐
     rank 1:  x1 ─┼─► loss, on all of ──┼─ d loss / d x1 ─► part of w.grad ─┼─► summed: sum_gradients, an all-reduce
@@ -62,7 +63,7 @@ class _SumOfShares(torch.autograd.Function):
 
 
 def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTransport]) -> None:
-    """Sum the gradients of parameters over ranks, in place. One that is missing on all ranks stays missing.
+    """Sum the gradients of parameters over ranks, in place. A gradient that is None on all ranks stays None.
 
     The sum is computed in at least float32 and rounded once to the dtype of the gradient. Extra memory is one bucket of
     ``BUCKET_BYTES`` for each dtype and device, filled again and again::
@@ -103,10 +104,9 @@ class _Bucket:
         self._dtype, self._device, self._groups = dtype, device, groups
         self._size = max(1, BUCKET_BYTES // dtype.itemsize)
         self._buffer: Tensor | None = None
-        self._pieces: list[Tensor] = []  # flat views of gradients: those whose values are in the buffer
-        self._copies: list[
-            tuple[Tensor, Tensor]
-        ] = []  # gradients and their contiguous copies, whose last piece is in the buffer
+        self._pieces: list[Tensor] = []  # flat views of the gradients whose values are in the buffer
+        # Gradients with their contiguous copies, if the last piece of the copy is in the buffer.
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._filled = 0
 
     def add(self, grad: Tensor, dtype: torch.dtype) -> None:

@@ -6,8 +6,9 @@ The tensors of a call hold this rank's tokens, ``cu_seq_q`` and ``cu_seq_k`` des
     rank 0: tokens 0 1 6 7           q (4, H, D)
     rank 1: tokens 2 3 4 5           q (4, H, D)
 
-A call says all of its mask: its documents and, by ``window_size``, which keys of its document a query sees. The documents must
-be those of the plan's mask. The window need not be: a call with another window is planned on the plan's layout, once.
+A call says all of its mask: its documents and, by ``window_size``, which keys of its document a query sees. The
+documents must be those of the plan's mask. The window need not be: a call with another window is planned on the plan's
+layout, once.
 
 Legend: S queries and T keys of this rank, H query heads, G key heads, D head dim, E value dim.
 """
@@ -39,7 +40,8 @@ NO_LIMIT = -1  # in window_size
 
 
 class VarlenCall(NamedTuple):
-    """The arguments of the operator that ``varlen_attn`` calls, in its order. torch 2.11 has them up to ``window_size``.
+    """The arguments of the operator that ``varlen_attn`` calls, in its order. torch 2.11 has them up to
+    ``window_size``.
 
     ``max_q``, ``max_k``, ``num_splits`` and ``backend`` tune kernels that are not used here; they change no result.
     ``enable_gqa`` was checked by ``varlen_attn`` itself.
@@ -124,12 +126,14 @@ def mask_of_call(call: VarlenCall) -> Mask:
     return _mask(_bounds("cu_seq_q", cu_seq_q), _bounds("cu_seq_k", cu_seq_k), *call.window)
 
 
-# -- from a plan to the plan of a call ------------------------------------------------------------------------------------
+# -- from a plan to the plan of a call
+# ------------------------------------------------------------------------------------
 
 # The boundaries of documents as the bytes of int64: Python computes the hash of a bytes object once.
 Bounds = bytes
 
-# handle -> the handles of its calls by boundaries and window; None for a call whose mask is that of the handle's own plan.
+# handle -> the handles of its calls by boundaries and window; None for a call whose mask is that of the handle's own
+# plan.
 _handles: WeakKeyDictionary[PlanHandle, dict[tuple[Bounds, Bounds, int, int], PlanHandle | None]] = WeakKeyDictionary()
 # cu_seq tensor -> its version and its boundaries: a GPU is read once for each tensor, not in every layer.
 _bounds_read = WeakTensorKeyDictionary()
@@ -215,7 +219,8 @@ def _bounds(name: str, cu_seq: Tensor) -> Bounds:
     return bounds
 
 
-# -- for compiled code ----------------------------------------------------------------------------------------------------
+# -- for compiled code
+# ----------------------------------------------------------------------------------------------------
 
 # The values of cu_seq are not known while a program is traced. So the program computes the id of the plan when it runs.
 torch.library.define(

@@ -1,1 +1,1 @@
-"""What the test suite and `ringspan check` share: worker processes, random cases, dense references."""
+"""Shared by the test suite and `ringspan check`: worker processes, random cases, dense references."""

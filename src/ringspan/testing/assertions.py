@@ -56,7 +56,7 @@ def assert_close(
     if rtol:
         bound = bound + rtol * expected.detach().double().abs()
     if not (bound >= 0).logical_or(bound.isnan()).all():
-        raise InputError("a bound of a difference is not negative")
+        raise InputError("atol and rtol must not be negative")
     apart = differences(actual, expected)
     bound = bound.expand_as(apart).nan_to_num(nan=0.0, posinf=0.0)  # of an expected NaN or inf: only an equal one is close
     wrong = apart > bound

@@ -1,7 +1,7 @@
 """Run random cases of attention on several ranks and compare every result with dense attention in float64.
 
 Compared are out, lse and the gradients of q, k and v (:mod:`ringspan.testing.comparison`). Each case also runs the
-plan's own verification, and the bytes that moved must be the bytes that the plan announces.
+plan's own verification, and the bytes that were sent must be those of the plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringspan.testing.threads import one_thread
 from ringspan.testing.workers import Pool, WorkerFailed, send_message
 from ringspan.transports import ProcessGroupTransport, Traffic, as_transport
 
-# Cases that the workers run before they report.
+# The number of cases that the workers run before they report.
 BATCH = 20
 
 

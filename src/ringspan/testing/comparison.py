@@ -1,4 +1,4 @@
-"""Compare results of attention with dense attention in float64, and say how large an error may be.
+"""Compare results of attention with dense attention in float64, with bounds for the error.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 

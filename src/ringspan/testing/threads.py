@@ -1,4 +1,4 @@
-"""How many threads PyTorch computes with."""
+"""The number of threads that PyTorch uses."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ SDPA_FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
 # Fused layers and packed sequences: attention that does not call ``F.scaled_dot_product_attention``.
 NATIVE_MULTI_HEAD_ATTENTION = "_native_multi_head_attention"
 TRANSFORMER_ENCODER_LAYER = "_transformer_encoder_layer_fwd"
-# What ``torch.nn.attention.varlen.varlen_attn`` and ``varlen_attn_out`` call. Importing their module imports torch._dynamo.
+# What ``torch.nn.attention.varlen.varlen_attn`` and ``varlen_attn_out`` call. Importing their module imports
+# torch._dynamo.
 VARLEN_ATTENTION = "_varlen_attn"
 VARLEN_ATTENTION_OUT = "_varlen_attn_out"

@@ -2,7 +2,7 @@
 
 ``flex_attention`` is a Python function, not an operator. It compares the lengths of its tensors with those of its
 BlockMask before it calls anything that a torch function mode could intercept, and users import it by name. So ringspan
-replaces its code, once and for good, by a wrapper with the same parameters::
+replaces its code permanently by a wrapper with the same parameters::
 
     def flex_attention(query, key, value, …):
         if ringspan_intercepts():                             # this thread is inside a context
@@ -10,12 +10,12 @@ replaces its code, once and for good, by a wrapper with the same parameters::
         return ringspan_original(query, key, value, …)
 
 The condition depends only on this thread's stack of torch function modes, and Dynamo guards all compiled code by that
-stack. Therefore other threads call and compile ``flex_attention`` as before while this thread is inside a context, and code
-compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break.
+stack. Therefore other threads call and compile ``flex_attention`` as before while this thread is inside a context, and
+code compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break.
 
-The original code is never restored, because a thread that compiles ``flex_attention`` reads it several times. Code that was
-compiled before the wrapper is installed is compiled once more. To avoid that, the wrapper is installed when ringspan is
-imported, if ``flex_attention`` has been imported by then, and otherwise when the first context is entered.
+The original code is never restored, because a thread that compiles ``flex_attention`` reads it several times. Code that
+was compiled before the wrapper is installed is compiled once more. To avoid that, the wrapper is installed when
+ringspan is imported, if ``flex_attention`` has been imported by then, and otherwise when the first context is entered.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class FlexInterceptor(TorchFunctionMode):
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
     """Call PyTorch's own ``flex_attention`` without interception.
 
-    This function is also an identity marker: ``AttentionCatcher.caught`` receives it as ``func`` and compares it with ``is``.
+    This function is also an identity marker: ``AttentionCatcher.caught`` receives it as ``func`` and compares it with
+    ``is``.
     """
     from ringspan.torch_private.flex_original import original_flex_attention
 
@@ -108,7 +109,8 @@ def _flex_globals() -> dict[str, Any]:
 
 
 def _wrapper(function: Any) -> CodeType:
-    """Return the code of the wrapper. Its name, file and line are those of the function, which inspect and Dynamo use."""
+    """Return the code of the wrapper. Its name, file and line are those of the function, which inspect and Dynamo
+    use."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.nn.attention import flex_attention as flex_module
 
-# The function that users import, typed as Any: its overloads are of no use here.
+# The function that users import, typed as Any because its overloads do not matter here.
 flex_function: Any = flex_module.flex_attention
 
 
 def why_not_replaceable(function: Any) -> str | None:
     """Why the code of a function cannot be replaced, or None if it can."""
     if not isinstance(function, FunctionType):
-        return f"it is a {type(function).__name__} and no function"
+        return f"it is a {type(function).__name__}, not a function"
     code = function.__code__
     if code.co_freevars:  # Python refuses code with other free variables
         return f"it was made inside another function and uses its {', '.join(code.co_freevars)}"

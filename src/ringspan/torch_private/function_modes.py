@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Context managers: no mode and no ``__torch_function__`` of a subclass is called; or no subclass's; or both are, again.
+# Context managers: disable modes and the ``__torch_function__`` of subclasses; disable only that of subclasses; enable
+# both again.
 disable_torch_function = torch._C.DisableTorchFunction
 disable_subclass_torch_function = torch._C.DisableTorchFunctionSubclass
 enable_torch_function = torch._C._EnableTorchFunction

@@ -1,4 +1,4 @@
-"""How often a tensor was changed in place. Does not import PyTorch."""
+"""The version counter of a tensor, which counts in-place changes. Does not import PyTorch."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """The handshake: an all-gather in which the ranks of a group compare the arguments of an attention call.
 
-It runs for every call whose plan, shapes, dtype or score_mod are new to the group. If the ranks disagree, every rank with
-valid inputs raises :class:`~ringspan.errors.PeerMismatch` with the same message. A rank that cannot make the call (invalid
-inputs, no kernel for them) takes part and raises its own error. Without the handshake, NCCL would hang, and gloo would abort
-the process or receive wrong data without an error.
+It runs for every call whose plan, shapes, dtype or score_mod are new to the group. If the ranks disagree, every rank
+with valid inputs raises :class:`~ringspan.errors.PeerMismatch` with the same message. A rank that cannot make the call
+(invalid inputs, no kernel for them) takes part and raises its own error. Without the handshake, NCCL would hang, and
+gloo would abort the process or receive wrong data without an error.
 
 A call has two plan digests. ``RankSignature.fitted_digest`` is that of the plan fitted to the number of heads
-(``plan.for_heads``), which is the plan that runs. ``user_plan_digest`` is that of the user's plan before ``for_heads``. It
-is known even if the inputs are invalid, so a rank uses it to find out whether the group has agreed on a call of that plan.
+(``plan.for_heads``), which is the plan that runs. ``user_plan_digest`` is that of the user's plan before ``for_heads``.
+It is known even if the inputs are invalid, so a rank uses it to find out whether the group has agreed on a call of that
+plan.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class RankSignature(NamedTuple):
 
 COMPARED_FIELDS = tuple(field for field in RankSignature._fields if field not in ("queries", "keys"))
 
-# The signatures that a group has agreed on, each with its user_plan_digest. The signatures of two ranks differ in queries
-# and keys, but all ranks add an entry at the same call and clear all entries at the same call. Therefore either all ranks
-# skip the handshake or none does.
+# The signatures that a group has agreed on, each with its user_plan_digest. The signatures of two ranks differ in
+# queries and keys, but all ranks add an entry at the same call and clear all entries at the same call. Therefore either
+# all ranks skip the handshake or none does.
 Agreements: TypeAlias = dict[RankSignature, str]
 
 # The agreements of each torch process group, by the global ranks of the transport in rank order. Two meshes can share a
@@ -94,7 +95,8 @@ def check_agreement(
 
 
 def report_refusal(group: ProcessGroupTransport, device: torch.device) -> None:
-    """Take part in the handshake as a rank that cannot make the call, so that the other ranks raise instead of waiting."""
+    """Take part in the handshake as a rank that cannot make the call, so that the other ranks raise instead of
+    waiting."""
     group.all_gather_ints(RankSignature(REFUSED, *[0] * (len(RankSignature._fields) - 1)), device, label=LABEL)
 
 

@@ -29,7 +29,8 @@ class InProcessExchange:
 
 
 class InProcessTransport:
-    """Runs the generators of the ranks in turn. A message is copied as soon as both its send and its receive are posted."""
+    """Runs the generators of the ranks in turn. A message is copied as soon as both its send and its receive are
+    posted."""
 
     def __init__(self, world: int) -> None:
         self.traffic = [Traffic() for _ in range(world)]

@@ -1,7 +1,7 @@
 """A transport with one process per rank, over a torch.distributed process group (gloo, NCCL, …).
 
-A *rank* is an index within the group. A *global rank* is an index within the default group, as ``dist.get_rank()`` returns
-it. ``label`` names the operation in error messages.
+A *rank* is an index within the group. A *global rank* is an index within the default group, as ``dist.get_rank()``
+returns it. ``label`` names the operation in error messages.
 """
 
 from __future__ import annotations

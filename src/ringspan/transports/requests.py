@@ -19,9 +19,9 @@ T = TypeVar("T")
 class PostExchange:
     """Start these sends and receives without blocking. The transport sends back a handle for :class:`WaitExchange`.
 
-    ``sends`` and ``recvs`` have pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two ranks
-    arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched before
-    the exchange has been waited for. ``label`` names the step in error messages.
+    ``sends`` and ``recvs`` have pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two
+    ranks arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched
+    before the exchange has been waited for. ``label`` names the step in error messages.
     """
 
     label: str

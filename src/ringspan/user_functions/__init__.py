@@ -1,1 +1,2 @@
-"""Inspection of user functions: the tensors they capture, the indices they read, digests, and copies with other tensors."""
+"""Inspection of user functions: the tensors they capture, the indices they read, digests, and copies with other
+tensors."""

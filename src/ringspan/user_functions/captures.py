@@ -1,8 +1,8 @@
 """The tensors that a function captures: document ids, slopes, a learned bias.
 
-They are recorded during one call, so it does not matter how the function holds them: in its closure, as an argument of a
-partial, as an attribute of an object or a module, or as a global. One call is enough: a ``mask_mod`` or ``score_mod`` is
-called for all pairs at once, and cannot branch on their values.
+They are recorded during one call, so it does not matter how the function holds them: in its closure, as an argument of
+a partial, as an attribute of an object or a module, or as a global. One call is enough: a ``mask_mod`` or ``score_mod``
+is called for all pairs at once, and cannot branch on their values.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _CaptureRecorder(TorchFunctionMode):
 class SubstituteTensors(TorchFunctionMode):
     """While this mode is enabled, every operation uses ``new[i]`` in place of ``old[i]``.
 
-    So a function is differentiated with respect to the tensors it captured: the new ones are leaves of a graph of their own,
-    while the old ones may have a history, in which one was computed from the other.
+    So a function is differentiated with respect to the tensors it captured: the new ones are leaves of a graph of their
+    own, while the old ones may have a history, in which one was computed from the other.
     """
 
     def __init__(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:

@@ -1,11 +1,11 @@
 """The digest of a function, for ranks to compare: its code, and the numbers it holds.
 
-An object holds more than a function uses: a layer may know its rank, its process group and its neighbours. So the digest of an
-object covers its type, those attributes that the code around it names, and the code of methods among them (always that of
+An object may hold more than a function uses: a layer may store its rank or its process group. So the digest of an
+object covers its type, the attributes that the code around it names, and the code of methods among them (always that of
 ``__call__``, or of a module's ``forward``).
 
-Functions with equal digests may still differ: in globals, in attributes that are looked up by computed names, and in the values
-of tensors. To compare those would take longer than to call the function.
+Functions with equal digests may still differ: in globals, in attributes that are looked up by computed names, and in
+the values of tensors. Comparing those would take longer than calling the function.
 """
 
 from __future__ import annotations

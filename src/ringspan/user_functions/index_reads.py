@@ -1,7 +1,7 @@
-"""Which of its index arguments a ``mask_mod(b, h, q, k)`` reads, besides those of the pair.
+"""Find out whether a ``mask_mod(b, h, q, k)`` reads the index of the batch or of the head.
 
-A function that ignores ``b`` and ``h`` has one mask for the whole batch and all heads. Two checks decide, and either one is
-enough to count an index as read:
+A function that ignores ``b`` and ``h`` has one mask for the whole batch and all heads. Two checks decide, and either
+one is enough to count an index as read:
 
 1. The function is called once with tensors that record every access. Only a list of accesses that cannot reveal the value
    (``b.shape``, ``b.new_ones(…)``) does not count.
@@ -41,7 +41,7 @@ _VALUELESS_ATTRIBUTES = {
     "nbytes",
 }
 
-# The second check calls the function for so many queries, and as many keys.
+# The second check calls the function for this many queries, and as many keys.
 SAMPLED = 32
 
 

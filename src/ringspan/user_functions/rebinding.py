@@ -17,10 +17,11 @@ from ringspan.torch_private.module_tables import MODULE_TABLES
 
 
 def rebind_tensors(x: Any, new: dict[int, Tensor]) -> Any:
-    """Copy ``x`` with ``new[id(t)]`` for each tensor t in it: in closures, partials, methods, modules, lists and tuples.
+    """Copy ``x`` with ``new[id(t)]`` for each tensor t in it: in closures, partials, methods, modules, lists and
+    tuples.
 
-    The copy of a function has the same code object, so that a compiler sees other inputs and not another program. Closures
-    may refer to themselves and share variables; so do their copies.
+    The copy of a function has the same code object, so that a compiler sees other inputs and not another program.
+    Closures may refer to themselves and share variables; so do their copies.
 
     >>> import torch
     >>> def scaled(by: Tensor) -> Callable[[Tensor], Tensor]:

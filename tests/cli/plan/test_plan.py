@@ -85,7 +85,7 @@ def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: py
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--mask", "causal()"], "say at which with --seq-len"),
+        (["--mask", "causal()"], "give it with --seq-len"),
         (["--mask", "causal(8)", "--seq-len", "9"], "leave --seq-len out"),
         (["--mask", "cusal(8)"], "did you mean causal?); there are full, causal, window"),
         (["--mask", "causal(8) & ~causal(8)"], "nothing to plan"),

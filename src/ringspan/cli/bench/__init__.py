@@ -18,7 +18,8 @@ from ringspan.cli.progress import Progress
 
 
 class Benchmark(Protocol):
-    """A module that runs a function of ``ringspan.bench``. It may also have a DESCRIPTION, and a ``summary(rows) -> str``."""
+    """A module that runs a function of ``ringspan.bench``. It may also have a DESCRIPTION, and a ``summary(rows) ->
+    str``."""
 
     HELP: str
     COLUMNS: dict[str, str]

@@ -1,4 +1,5 @@
-"""``ringspan demo``: train a small language model with its sequence split over processes, and the same model in one process."""
+"""``ringspan demo``: train a small language model with its sequence split over processes, and the same model in one
+process."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def draw(folder: Path, training: Training, comparison: report.Comparison) -> lis
 
 
 def _bar_updater(bar: Progress, steps: int, world: int) -> Callable[[str, int, float], None]:
-    """A function to call after each step of either run: it updates the bar with the losses and their largest difference."""
+    """A function to call after each step of either run: it updates the bar with the losses and their largest
+    difference."""
     losses: dict[str, dict[int, float]] = {"split": {}, "alone": {}}
 
     def show(run: str, n: int, loss: float) -> None:

@@ -1,7 +1,8 @@
 """The demo's model: a small decoder-only transformer with rotary embeddings and grouped key heads.
 
-It contains nothing about ranks. It takes the position of each token (``positions``), because a rank's tokens are not the
-first ones of the sequence, and calls PyTorch's own attention. That is all a model must do to run inside ``with cp:``.
+It contains nothing about ranks. It takes the position of each token (``positions``), because a rank's tokens are not
+the first ones of the sequence, and calls PyTorch's own attention. That is all a model must do to run inside ``with
+cp:``.
 
 Legend: B batch, S tokens here, M model width, H query heads, G key heads (G divides H), D head dim, V vocabulary.
 """
@@ -92,7 +93,8 @@ def build(config: Config, seed: int) -> Transformer:
 
 
 def rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The cosines and sines (S, D) that turn a head by its token's place. Float64 inside: places are large, angles wrap."""
+    """The cosines and sines (S, D) that rotate a head by its token's position. Computed in float64: positions are
+    large."""
     rates = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles_SD = (positions.double()[:, None] * rates).repeat(1, 2)
     return angles_SD.cos().float(), angles_SD.sin().float()

@@ -18,7 +18,8 @@ from ringspan.cli.console import table
 from ringspan.cli.demo.training import RankReport
 from ringspan.cli.units import size
 
-# Float32 over a few dozen steps: rounding gives differences of about 1e-6, a wrong mask, position or gradient 1e-3 and more.
+# Float32 over a few dozen steps: rounding gives differences of about 1e-6, a wrong mask, position or gradient 1e-3 and
+# more.
 TOLERANCE = 1e-4
 
 RANK_COLUMNS = {

@@ -1,4 +1,5 @@
-"""The demo's two training runs: the sequence split over a group of processes, and the same in one process without ringspan."""
+"""The demo's two training runs: the sequence split over a group of processes, and the same in one process without
+ringspan."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def train_split(rank: int, training: Training) -> RankReport:
 
 
 def train_alone(training: Training, on_step: Callable[[int, float], bool]) -> tuple[float, ...]:
-    """The same training in this process: plain attention through a dense mask. Ends early when ``on_step`` returns False."""
+    """The same training in this process: plain attention through a dense mask. Ends early when ``on_step`` returns
+    False."""
     model = build(training.config, training.seed)
     optimiser = Adam(model.parameters())
     losses: list[float] = []

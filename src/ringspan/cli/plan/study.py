@@ -1,4 +1,5 @@
-"""Choose layout and strategy for a question, and simulate the choice: on every rank, or on a sample if there are many."""
+"""Choose layout and strategy for a question, and simulate the choice: on every rank, or on a sample if there are
+many."""
 
 from __future__ import annotations
 

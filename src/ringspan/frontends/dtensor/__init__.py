@@ -1,7 +1,7 @@
-"""DTensors as q, k and v: attention of the shards (``attention.py``), and the user's functions on shards (``offsets.py``).
+"""DTensors as q, k and v: attention of the shards (``attention.py``), and user functions on shards (``offsets.py``).
 
-This file tells DTensors from other tensors without importing torch.distributed.tensor, which takes long: a program that has a
-DTensor has imported it.
+This file recognises DTensors without importing torch.distributed.tensor, which takes long. A program that has a DTensor
+has imported it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ q, k and v are (batch, heads, tokens, dim), with the same placements on one mesh
     the ranks that split a sequence  yes                  no                  no                  no
     any other (data, tensor, …)      no                   yes                 yes                 yes
 
-A shard of the tokens is what the *layout* gives to the rank, in its order; the DTensor only says that they are split. With
-``layout="contiguous"`` and a length that the ranks divide, that is what ``distribute_tensor`` gives, too. The mesh need not
-have the axis of the sequence (tensor parallelism alone makes such DTensors): the local tensors then hold this rank's tokens.
+A shard of the tokens has the tokens that the *layout* assigns to the rank, in its order. ``distribute_tensor`` gives
+the same shards only for ``layout="contiguous"`` and a length that is divisible by the ranks. The mesh need not have the
+axis of the sequence, as with tensor parallelism alone: the local tensors then hold this rank's tokens.
 """
 
 from __future__ import annotations

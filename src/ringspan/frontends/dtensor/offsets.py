@@ -1,4 +1,4 @@
-"""The user's functions on shards: they are called with indices of the whole batch and of all heads.
+"""User functions on shards. They are called with the indices of the whole batch and of all heads.
 
 ::
 
@@ -22,8 +22,8 @@ from ringspan.kernels import ScoreMod
 from ringspan.masks import Mask
 from ringspan.planner import Plan
 
-# Of the batch and of the heads: the first index of a shard, how many the shard has, and how many there are. Plain tuples, which
-# torch.compile can hand on as constants.
+# Of the batch and of the heads: the first index of a shard, how many the shard has, and how many there are. Plain
+# tuples, which torch.compile can hand on as constants.
 Extent = tuple[int, int, int]
 ShardExtents = tuple[Extent, Extent]
 
