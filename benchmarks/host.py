@@ -4,14 +4,15 @@
     python benchmarks/host.py --calls
     python benchmarks/host.py --operations
 
-The time is that of rank 3 of 8 on the CPU, with a kernel that only allocates its results, a merge that does nothing and a
-transport that moves nothing. What is left is what the host does between launches, on a GPU as well. A signal samples the
-running file every millisecond of processor time; the time of a PyTorch operation counts for the file that calls it.
+The time is that of rank 3 of 8 on the CPU, with a kernel that only allocates its results, a merge that does nothing and
+a transport that moves nothing. What is left is what the host does between launches, on a GPU as well. A signal samples
+the running file every millisecond of processor time; the time of a PyTorch operation counts for the file that calls it.
 
 ``--calls`` prints the figures of ``ringspan.bench.calls``: Python calls, files and depth of the stack.
 
-``--operations`` prints the host time of ``torch.add`` on tensors of one number: outside of a context, in a torch function
-mode that only calls the function, in ``with cp:``, and in ``local_attention()`` in it. It is the smallest of many measurements.
+``--operations`` prints the host time of ``torch.add`` on tensors of one number: outside of a context, in a torch
+function mode that only calls the function, in ``with cp:``, and in ``local_attention()`` in it. It is the smallest of
+many measurements.
 """
 
 from __future__ import annotations

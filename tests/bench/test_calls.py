@@ -1,4 +1,4 @@
-"""A call of attention runs few Python functions, in few files, and the stack stays shallow enough to read in a debugger."""
+"""Limits for the Python functions of ringspan that one attention call runs, their files, and the depth of the stack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ringspan.bench.calls import CallCounter, CallFigures, count_calls
 from ringspan.caching.registry import clear_caches
 from tests.conftest import Pools
 
-# On one rank: the most calls, files and frames. A change that needs more of them adds layers to every call of attention.
+# On one rank: the most calls, files and frames. A change that needs more of them adds layers to every call of
+# attention.
 LIMITS = {
     "sdpa, forward": CallFigures(calls=80, files=16, depth=10),
     "sdpa, backward": CallFigures(calls=80, files=10, depth=8),

@@ -77,7 +77,7 @@ def count_calls(rank: int, with_flex: bool) -> tuple[CallFigures, CallFigures]:
         return flex_attention(q, k, v, score_mod=_add_distance) if with_flex else F.scaled_dot_product_attention(q, k, v)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that an eager flex_attention is slow, even though ringspan runs instead
+        warnings.simplefilter("ignore")  # PyTorch warns that an eager flex_attention is slow
         for _ in range(3):
             forward, backward = CallCounter(), CallCounter()
             with cp:

@@ -23,7 +23,10 @@ from ringspan.planner import Plan
 def attend_ranks(
     plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], config: AttentionConfig, run: Run
 ) -> list[Partial]:
-    """Attention of the ranks in this process. Tensors (B, heads, rows, dim); out and lse are differentiable in all three."""
+    """Return out and lse of each rank in this process.
+
+    Tensors are (B, heads, rows, dim). Out and lse are differentiable in q, k and v.
+    """
     for plan, (q, k, _) in zip(plans, qkv, strict=True):
         heads, planned = (q.shape[1], k.shape[1]), plan.program.heads
         if planned not in (None, heads):
@@ -37,8 +40,8 @@ def attend_ranks(
     tensors: list[Tensor] = []
     for rank in qkv:
         tensors += rank
-    # The tensors that the user's functions learn are inputs as well. Rows become the first dim inside the function and the
-    # third again outside it: a view made outside may be changed in place.
+    # The tensors that the user's functions learn are inputs as well. Rows become the first dim inside the function and
+    # the third again outside it: a view made outside may be changed in place.
     flat = Attend.apply(plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned))
     results = []
     for i in range(0, len(flat), 2):
@@ -47,7 +50,7 @@ def attend_ranks(
 
 
 def positive_scale(scale: float) -> tuple[float, float]:
-    """A positive scale, and the factor by which the queries must be multiplied to make up for it.
+    """Return a positive scale, and the factor by which the queries must be multiplied to make up for it.
 
     Kernels mask with -inf before or after they scale. With the sign in the queries the order makes no difference.
     """
@@ -75,7 +78,8 @@ class Attend(torch.autograd.Function):
             outputs += [out.to(inputs[0].dtype).detach(), lse.detach()]
         ctx.set_materialize_grads(False)
         ctx.plans, ctx.config, ctx.run = plans, config, run
-        # The functions hold the tensors that they have captured. Saving these makes autograd check that they are not changed.
+        # The functions hold the tensors that they have captured. Saving these makes autograd check that they are not
+        # changed.
         captured = () if config.mods is None else config.mods.captured
         ctx.save_for_backward(*queries, *key_values, *outputs, *captured)
         return tuple(outputs)
@@ -107,7 +111,7 @@ class Attend(torch.autograd.Function):
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """What the forward pass saved. Activation checkpointing computes it again here."""
+    """Return the tensors that the forward pass saved. Activation checkpointing computes them again here."""
     try:
         tensors: tuple[Tensor, ...] = ctx.saved_tensors
         return tensors
@@ -122,8 +126,10 @@ SECOND_DERIVATIVE = "the gradient of attention was differentiated again: no kern
 
 
 def once_differentiable(gradient: Tensor) -> Tensor:
-    """A gradient that raises when it is differentiated. PyTorch's decorator of that name would treat it as a constant where the
-    loss is linear in the result."""
+    """Return a gradient that raises when it is differentiated.
+
+    PyTorch's decorator of that name would treat it as a constant where the loss is linear in the result.
+    """
     marked: Tensor = _OnceDifferentiable.apply(gradient.detach().requires_grad_())
     return marked
 

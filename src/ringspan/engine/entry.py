@@ -1,4 +1,4 @@
-"""The way into the engine: attention of one rank under a plan handle.
+"""The entry point of the engine: attention of one rank under a plan handle.
 
 ::
 
@@ -33,18 +33,19 @@ def attend(
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
 ) -> Partial:
-    """Attention of this rank's tensors: out (B, H, S, E) and lse (B, H, S), differentiable. ``scale=None`` is 1 / √(head dim).
+    """Return out (B, H, S, E) and lse (B, H, S) of this rank's tensors, differentiable.
 
-    A score_mod never becomes part of an operator: a function has no name that other processes know.
+    ``scale=None`` is 1 / √(head dim). A call with a score_mod is never an operator, because operators take no
+    functions.
     """
     if scale is None:
-        scale = max(1, q_BHSD.shape[-1]) ** -0.5  # a head dim of 0 is refused below
+        scale = max(1, q_BHSD.shape[-1]) ** -0.5  # a head dim of 0 raises below
     if score_mod is None and is_traced():
-        # Only one of them is read: torch.export of torch 2.11 takes a tensor that was read for an input of the program.
+        # Only one of them is read: torch.export of torch 2.11 makes every tensor that is read an input of the program.
         plan_id = handle.constant_id() if is_exporting() else handle.id
         if plan_id is not None:
             return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
-    with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
+    with disable_torch_function():  # a `with cp:` context around this call must not intercept the kernels' own calls
         plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
         if scale <= 0:
             positive, sign = positive_scale(scale)
@@ -55,10 +56,10 @@ def attend(
 
 
 def is_traced() -> bool:
-    """Whether the call must be a custom operator: while torch.compile traces it, or under a dispatch mode.
+    """Return whether the call must be a custom operator: while torch.compile traces it, or under a dispatch mode.
 
-    Plain eager code skips the operator, which would only cost time. So does torch's CommDebugMode: it counts messages, and
-    would find none inside an operator.
+    Plain eager code skips the operator, which would only cost time. So does torch's CommDebugMode: it counts messages,
+    and would find none inside an operator.
     """
     if torch.compiler.is_dynamo_compiling():  # is_compiling() is True while any thread of the process compiles
         return True
@@ -69,5 +70,6 @@ def is_traced() -> bool:
 
 @dynamo_constant
 def is_exporting() -> bool:
-    # Asked outside the trace, in which torch 2.11 says yes to every compiler: a compiled program would keep its first id.
+    # Evaluated outside of the trace. Inside it, torch 2.11 returns True for every compiler, and a compiled program
+    # would keep its first id.
     return torch.compiler.is_exporting()

@@ -5,8 +5,8 @@ messages of a step overlap with its kernel calls. A step without remote messages
 
     yield PostExchange ──► kernel, accumulate ──► yield WaitExchange ──► apply what has arrived
 
-Slots and messages are rows first (S, B, H, D). Kernels get (B, H, S, D) views. Key and value of a token are stored in one
-row, so a contiguous range of rows with all heads is sent without a copy.
+Slots and messages are rows first (S, B, H, D). Kernels get (B, H, S, D) views. Key and value of a token are stored in
+one row, so a contiguous range of rows with all heads is sent without a copy.
 
 Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim, F = D + E.
 """
@@ -94,9 +94,10 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
 def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
     """Return the generator of a rank's backward pass. ``saved`` is rows first.
 
-    Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), in the accumulation dtype or in the kernel's, and this
-    rank's contribution to the gradients of the tensors that the user's functions learn (``Mods.learned``). All of them are
-    computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
+    Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), in the accumulation dtype or in the kernel's,
+    and this rank's contribution to the gradients of the tensors that the user's functions learn (``Mods.learned``). All
+    of them are computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with
+    unmatched receives.
     """
     program, mods, head_dim = plan.program, config.mods, config.head_dim
     value_dim = kv_TBGF.shape[-1] - head_dim
@@ -144,7 +145,10 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
 def _run_steps(
     plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None], finish: Callable[[], T]
 ) -> RankGenerator[T]:
-    """Exchange the messages of each step while its tasks are computed. The result of the generator is that of ``finish``."""
+    """Exchange the messages of each step while its tasks are computed.
+
+    The result of the generator is that of ``finish``.
+    """
     for step in plan.derived(schedule, phase):
         pending = None
         if step.messages is not None:

@@ -13,7 +13,7 @@ from ringspan.plans.slot_tokens import SlotTokens
 
 
 def indexed_mods(mods: Mods, plan: Plan, task: Task, device: torch.device) -> IndexedMods:
-    """The functions of a call, with the indices of the task's queries and keys."""
+    """Return the functions of a call with the global indices of the task's queries and keys."""
     queries, keys = plan.task_tokens(task, "q"), plan.task_tokens(task, "kv")
     return IndexedMods(
         mods=mods,

@@ -16,7 +16,7 @@ DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEM_BY
 
 
 def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
-    """The shape of a call. Raises :class:`InputError` if q, k and v do not fit each other."""
+    """Return the shape of a call. Raise :class:`InputError` if q, k and v do not fit each other."""
     for name, x in (("q", q_BHSD), ("k", k_BGTD), ("v", v_BGTE)):
         if len(x.shape) != 4:
             raise InputError(f"{name} must be (batch, heads, tokens, dim); got {tuple(x.shape)}")

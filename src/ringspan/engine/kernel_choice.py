@@ -1,4 +1,4 @@
-"""The kernel of a call, and the user's functions that it is given."""
+"""Choose the kernel of a call, and collect the user's functions that it is called with."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ringspan.transports import CallDescription
 def config_for(
     plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor, scale: float, backend: str, score_mod: ScoreMod | None = None
 ) -> AttentionConfig:
-    """The kernel, scale and functions for these tensors."""
+    """Return the kernel, scale and functions for these tensors."""
     return choose_config(plan, q_BHSD, kernel_inputs(plan, q_BHSD, v_BGTE), scale, backend, score_mod)
 
 
 def kernel_inputs(plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor) -> Inputs:
-    """What kernels are asked about."""
+    """Return the properties of a call that decide which kernels support it."""
     return Inputs(
         device=q_BHSD.device,
         dtype=q_BHSD.dtype,
@@ -41,7 +41,7 @@ def choose_config(
     score_mod: ScoreMod | None,
     mods_kernel: Kernel | None = None,
 ) -> AttentionConfig:
-    """As :func:`config_for`, for known kernel inputs. ``mods_kernel`` is the kernel for calls with functions, if known."""
+    """Do the same as :func:`config_for`, given the kernel inputs and, if known, the kernel for calls with functions."""
     check_score_mod_heads(score_mod, q_BHSD.shape[1])
     mods = mods_of(score_mod, _mask_mod(plan.mask, q_BHSD), q_BHSD)
     if mods is None:
@@ -61,7 +61,10 @@ def choose_config(
 
 
 def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
-    """The function that decides the undecided pairs of the mask, if it has one. Checks that it fits these tensors."""
+    """Return the function that decides the undecided pairs of the mask, if it has one.
+
+    Raise if it does not fit the tensors.
+    """
     predicate = mask.predicate
     if predicate is None:
         return None
@@ -78,7 +81,7 @@ def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
 
 
 def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
-    """Raise if the mask depends on the batch index or the head and was made for another batch size or number of heads."""
+    """Raise if the mask depends on batch index or head, and was made for another batch size or number of heads."""
     if mask.predicate is None:
         return
     for what, planned, given in (("batch", mask.predicate.batch, batch), ("heads", mask.predicate.heads, heads)):
@@ -87,7 +90,10 @@ def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
 
 
 def check_score_mod_heads(score_mod: ScoreMod | None, heads: int) -> None:
-    """Raise if one of the ready-made score_mods was made for another number of heads. Other functions are not checked."""
+    """Raise if one of the ready-made score_mods was made for another number of heads.
+
+    Other functions are not checked.
+    """
     made_for = getattr(score_mod, "ringspan_heads", None)
     if made_for not in (None, heads):
         raise InputError(

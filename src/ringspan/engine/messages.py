@@ -1,7 +1,7 @@
-"""The messages of each step, worked out once for a plan: a step may have many transfers, and every call runs them.
+"""The messages of each step. They are computed once for a plan, because a step may have many transfers.
 
-Rows that go to several peers are one *payload*. Messages that arrive next to each other in one slot are one *receive run*:
-their receive buffers are views of the slot, made by a single call::
+Rows that go to several peers are one *payload*. Messages that arrive next to each other in one slot are one *receive
+run*: their receive buffers are views of the slot, made by a single call::
 
     sends    kv rows 0-4 to rank 1, to rank 2; rows 4-8 to rank 2        two payloads
     recvs    kv rows 0-2 from rank 1, rows 2-6 from rank 2               one receive run of two messages
@@ -36,8 +36,11 @@ class ReceiveRun(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A transfer that ends on this rank: from a payload of its own, or in a receive buffer outside the slot (the index of the
-    receive). Neither: it was received in place."""
+    """A transfer that ends on this rank.
+
+    It comes from one of this rank's own payloads, or it is received into a buffer outside the slot (``buffer`` is the
+    index of the receive). If both are None, it is received in place.
+    """
 
     transfer: Transfer
     payload: int | None = None
@@ -65,7 +68,7 @@ class ScheduledStep(NamedTuple):
 
 
 def schedule(plan: RankPlan, phase: Phase) -> tuple[ScheduledStep, ...]:
-    """The steps of a phase. Use it as ``plan.derived(schedule, phase)``, which keeps the result."""
+    """Return the steps of a phase. Call it as ``plan.derived(schedule, phase)``, which caches the result."""
     return tuple(
         ScheduledStep(n, f"{phase} step {n}", step.tasks, _messages(step, plan.rank) if step.sends or step.recvs else None)
         for n, step in enumerate(plan.program.steps(phase))
@@ -98,6 +101,7 @@ def _messages(step: Step, rank: int) -> StepMessages:
 
 
 def _receive_runs(recvs: tuple[Transfer, ...], in_place: set[int]) -> list[ReceiveRun]:
+    """Join the in-place receives of adjacent rows of a slot."""
     runs: list[ReceiveRun] = []
     for n in sorted(in_place, key=lambda n: (recvs[n].what, recvs[n].slot, recvs[n].rows[0])):
         t, ((start, stop),) = recvs[n], recvs[n].rows

@@ -1,7 +1,7 @@
-"""Attention as the custom operators ``ringspan::attend`` and ``ringspan::attend_backward``, for everything that sees operators:
-``torch.compile``, ``torch.export``, selective checkpointing, dispatch modes.
+"""Attention as the custom operators ``ringspan::attend`` and ``ringspan::attend_backward``.
 
-Both run the same passes as eager code (:mod:`ringspan.engine.executor`) on the plan registered under their ``plan_id``
+``torch.compile``, ``torch.export``, selective checkpointing and dispatch modes work on operators. Both run the same
+passes as eager code (:mod:`ringspan.engine.executor`) on the plan registered under their ``plan_id``
 (:mod:`ringspan.engine.handles`).
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
@@ -27,7 +27,7 @@ from ringspan.torch_private.function_modes import disable_torch_function
 
 
 def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float) -> Partial:
-    """Attention under the plan registered under this id, as one operator."""
+    """Compute attention by the custom operator, under the plan that is registered under this id."""
     scale, sign = positive_scale(scale)
     q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
     out_SBHE, lse_SBH = torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
@@ -37,8 +37,8 @@ def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor
 # Results are rows first and contiguous: a compiled program relies on the strides that the fake implementations promise,
 # whatever the kernel returns.
 #
-# cudagraph_unsafe: torch.compile warms up its own CUDA graphs in memory of the graph, where tensors that are cached for a plan
-# must not lie.
+# cudagraph_unsafe: torch.compile warms up its own CUDA graphs in memory of the graph, where tensors that are cached for
+# a plan must not lie.
 
 TAGS = (torch.Tag.cudagraph_unsafe,)
 torch.library.define(
@@ -89,7 +89,7 @@ def _attend_backward(
 
 @contextmanager
 def _outside_operators(config: AttentionConfig) -> Iterator[None]:
-    """Functions of the user need ``torch.vmap`` and autograd, and the dispatcher has turned both off inside an operator."""
+    """Enable ``torch.vmap`` and autograd for functions of the user. The dispatcher disables both inside an operator."""
     if config.mods is None:
         yield
         return

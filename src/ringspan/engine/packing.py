@@ -1,4 +1,4 @@
-"""Rows packed for a message: keys with their values, and queries with all that their gradients need.
+"""Pack rows for a message: keys with their values, and queries with all that their gradients need.
 
 ::
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from ringspan.kernels import Saved, accumulation_dtype
 from ringspan.plans.shape import saved_bytes
 
-# Inputs usually have the tokens of a head contiguous, not the heads of a token, so that packing copies short pieces. torch.cat
-# copies them element by element. 16-byte elements are eight times fewer than those of half precision.
+# Inputs usually have the tokens of a head contiguous, not the heads of a token, so that packing copies short pieces.
+# torch.cat copies them element by element. 16-byte elements are eight times fewer than those of half precision.
 WORD = torch.complex128
 
 
 def pack_kv(k_TBGD: Tensor, v_TBGE: Tensor) -> Tensor:
-    """``torch.cat([k, v], dim=-1)``, contiguous: a token is one row, and rows are sent without another copy."""
+    """Return a contiguous ``torch.cat([k, v], dim=-1)``. A token is one row, and rows are sent without another copy."""
     if _has_whole_words(k_TBGD) and _has_whole_words(v_TBGE):
         packed = torch.cat((k_TBGD.view(WORD), v_TBGE.view(WORD)), dim=-1).contiguous()
         return packed.view(k_TBGD.dtype)
@@ -30,7 +30,7 @@ def pack_kv(k_TBGD: Tensor, v_TBGE: Tensor) -> Tensor:
 
 
 def _has_whole_words(x: Tensor) -> bool:
-    """Whether the last dim of every row consists of whole words at aligned addresses, on a device that has such words."""
+    """Return whether every row consists of whole words at aligned addresses, on a device that can copy such words."""
     if x.device.type not in ("cpu", "cuda"):
         return False
     *strides, last = x.stride()
@@ -41,10 +41,10 @@ def _has_whole_words(x: Tensor) -> bool:
 
 
 def pack_saved(saved: Saved) -> Tensor:
-    """One row (W) for each query and head, in the dtype of the queries: (S, B, H, W). ``saved`` is rows first.
+    """Pack one row (W) for each query and head, in the dtype of the queries: (S, B, H, W). ``saved`` is rows first.
 
-    lse and dlse are at least float32: in half precision each takes the place of two elements. They are at the end of a row
-    whose length is a multiple of 16 bytes, so that they are aligned, and q, dout and out can be read in place.
+    lse and dlse are at least float32: in half precision each takes the place of two elements. They are at the end of a
+    row whose length is a multiple of 16 bytes, so that they are aligned, and q, dout and out can be read in place.
     """
     q, dout, out, lse, dlse = saved
     d, e = q.shape[-1], out.shape[-1]
@@ -57,7 +57,7 @@ def pack_saved(saved: Saved) -> Tensor:
 
 
 def unpack_saved(rows_SBHW: Tensor, d: int, e: int) -> Saved:
-    """Views of the parts of packed rows, rows first."""
+    """Return views of the tensors in packed rows, rows first."""
     dtype = accumulation_dtype(rows_SBHW.dtype)
     tail = 2 * torch.finfo(dtype).bits // torch.finfo(rows_SBHW.dtype).bits
     q, dout, out, rest = rows_SBHW.split([d, e, e, rows_SBHW.shape[-1] - d - 2 * e], dim=-1)

@@ -26,8 +26,8 @@ from ringspan.transports import PostExchange
 class Slots:
     """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
-    What arrives overwrites ``rows`` ("q", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``. When other
-    queries or keys overwrite a row, the accumulators of that row (``_of_rows``) clear it.
+    What arrives overwrites ``rows`` ("q", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``.
+    When other queries or keys overwrite a row, the accumulators of that row (``_of_rows``) clear it.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class Slots:
         self._arriving: list[tuple[Transfer, Tensor | None]] = []
 
     def begin(self, messages: StepMessages, label: str) -> PostExchange:
-        """The exchange of a step: payloads to send and buffers to receive into. Records its arrivals for `apply_arrivals`."""
+        """Return the exchange of a step: payloads to send, buffers to receive into.
+
+        Record its arrivals for `apply_arrivals`.
+        """
         payloads: list[Tensor] = []
         for t, packed in messages.payloads:
             payloads.append(self._pack(t) if packed else self._rows_of(t))
@@ -69,8 +72,10 @@ class Slots:
         return PostExchange(label, tuple(sends), tuple(recvs))
 
     def apply_arrivals(self) -> None:
-        """Copy, merge or add the messages that were not received in place, reset the accumulators of overwritten rows, and
-        release the temporary buffers."""
+        """Copy, merge or add the messages that were not received in place, and release their buffers.
+
+        Clear the accumulators of rows that were overwritten.
+        """
         arrived, self._arriving = self._arriving, []
         for t, message in arrived:
             if t.what in self.rows:
@@ -93,7 +98,7 @@ class Slots:
         return payload
 
     def _new_buffer(self, t: Transfer) -> Tensor:
-        """A buffer for the message, outside the slot. The last column of an output is its lse."""
+        """Allocate a buffer for the message, outside the slot. The last column of an output is its lse."""
         if t.what in self.rows:
             like, (_, batch, heads, width) = self.rows[t.what][t.slot], self.rows[t.what][t.slot].shape
         else:
@@ -127,7 +132,7 @@ class Slots:
                 accumulator.clear(start, stop)
 
     def _rows_of(self, t: Transfer) -> Tensor:
-        """A view of the contiguous row range that covers the transfer's rows, with any rows between them."""
+        """Return a view of the contiguous row range that covers the transfer's rows, with any rows between them."""
         start, stop = t.rows[0] if len(t.rows) == 1 else _extent(t.rows)
         if t.what in self.rows:
             return self.rows[t.what][t.slot][start:stop]
@@ -145,6 +150,6 @@ def _extent(rows: Rows) -> tuple[int, int]:
 
 @cache_by_stream(256)
 def _index(rows: Rows, device: torch.device) -> Tensor:
-    """Row indices of a transfer, relative to the start of the range that `_rows_of` returns."""
+    """Return the row indices of a transfer, relative to the start of the range that `_rows_of` returns."""
     first, _ = _extent(rows)
     return copy_to_device(np.concatenate([np.arange(start - first, stop - first) for start, stop in rows]), device)

@@ -1,8 +1,8 @@
 """Accumulators combine the partial results of attention, row by row, as kernels compute them.
 
-A query attends to the keys of several ranks, one rank after the other. Each of these computations gives a partial result:
-an output with its lse, or gradients. An accumulator combines the partial results of each row. Most rows have one partial
-result or two, so these cases must be cheap. Each row is in one of four states::
+A query attends to the keys of several ranks, one rank after the other. Each of these computations gives a partial
+result: an output with its lse, or gradients. An accumulator combines the partial results of each row. Most rows have
+one partial result or two, so these cases must be cheap. Each row is in one of four states::
 
                  low-precision partial         low-precision
                  result of all rows            partial result              any partial result
@@ -18,16 +18,18 @@ result or two, so these cases must be cheap. Each row is in one of four states::
 
 Three operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
 ACCUMULATED, from any state, and so does ``add_to_heads``. They exist because partial results move between ranks:
-``accumulated`` gives the rows of a message, in the accumulation dtype; ``clear`` frees a slot for the rows of another rank;
-``add_to_heads`` receives the result of some heads from the rank that computed them.
+``accumulated`` gives the rows of a message, in the accumulation dtype; ``clear`` frees a slot for the rows of another
+rank; ``add_to_heads`` receives the result of some heads from the rank that computed them.
 
 A kernel that computes in bfloat16 returns bfloat16, which has lower precision than the accumulation dtype. Only an
-accumulator with ``reuse_kernel_output=True`` has the states BORROWED and PENDING. ``finish`` combines each pending partial
-result with the borrowed one, in place: it computes in the accumulation dtype and rounds once. A row with one partial result
-costs no pass over memory if that partial result covered all rows, and one copy otherwise. A second partial result costs one
-pass. A row with more costs about one pass for each, and one more to copy it back if other rows are still borrowed.
+accumulator with ``reuse_kernel_output=True`` has the states BORROWED and PENDING. ``finish`` combines each pending
+partial result with the borrowed one, in place: it computes in the accumulation dtype and rounds once. A row with one
+partial result costs no pass over memory if that partial result covered all rows, and one copy otherwise. A second
+partial result costs one pass. A row with more costs about one pass for each, and one more to copy it back if other rows
+are still borrowed.
 
-There are two ways to combine: :class:`OutputAccumulator` merges outputs by their lse, :class:`GradientAccumulator` adds.
+There are two ways to combine: :class:`OutputAccumulator` merges outputs by their lse, :class:`GradientAccumulator`
+adds.
 
 Legend: rows first everywhere. S rows, B batch, H heads, E value dim, D width of a gradient, F = sum of all widths.
 """
@@ -103,7 +105,10 @@ class RowStates:
 
 
 class PendingPartials:
-    """Partial results that are not yet combined with a borrowed one, at most one for each row. Tensors have rows first."""
+    """Partial results that are not yet combined with a borrowed one, at most one for each row.
+
+    Tensors have rows first.
+    """
 
     def __init__(self) -> None:
         self._partials: list[tuple[int, int, Tensors]] = []
@@ -113,7 +118,7 @@ class PendingPartials:
         self._partials.append((start, stop, partial))
 
     def pop(self, start: int, stop: int) -> list[tuple[int, int, Tensors]]:
-        """Remove and return the partial results of the rows ``start:stop``, each with the first and the last row + 1."""
+        """Remove and return the partial results of the rows ``start:stop``, each as (start, stop, tensors)."""
         if not self._partials:
             return []
         popped, left = [], []
@@ -136,8 +141,8 @@ class PendingPartials:
 class RowAccumulator(ABC):
     """The state machine. Subclasses define how partial results are written, combined and read.
 
-    A partial result, the borrowed tensors and the buffers are tuples of tensors, rows first. ``like`` gives the accumulation
-    dtype and the device of the buffers. ``shape`` (S, B, H, width) is the shape of the first buffer.
+    A partial result, the borrowed tensors and the buffers are tuples of tensors, rows first. ``like`` gives the
+    accumulation dtype and the device of the buffers. ``shape`` (S, B, H, width) is the shape of the first buffer.
     """
 
     def __init__(self, shape: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False) -> None:
@@ -174,7 +179,7 @@ class RowAccumulator(ABC):
         self._set_state(start, stop, RowState.EMPTY)
 
     def accumulated(self, start: int, stop: int) -> Tensors:
-        """Make the rows ``start:stop`` ACCUMULATED, and return them: views of the buffers, in the accumulation dtype."""
+        """Make the rows ``start:stop`` ACCUMULATED. Return them: views of the buffers, in the accumulation dtype."""
         accumulated = self._buffer_rows(start, stop)  # first: if there is no memory for it, nothing has changed
         runs = self._states.between(start, stop)
         if len(runs) == 1 and runs[0][2] == RowState.ACCUMULATED:
@@ -236,9 +241,9 @@ class OutputAccumulator(RowAccumulator):
 
     A partial result is out (rows, B, H, E) and lse (rows, B, H). A row without partial results has out 0 and lse -inf.
 
-    lse always has the accumulation dtype. Therefore the buffers need no lse of their own while a partial result is borrowed:
-    they use the lse tensor of the borrowed partial result. A row of that tensor has the lse of the borrowed output if the row
-    is BORROWED or PENDING, and the lse of the buffer if the row is ACCUMULATED.
+    lse always has the accumulation dtype. Therefore the buffers need no lse of their own while a partial result is
+    borrowed: they use the lse tensor of the borrowed partial result. A row of that tensor has the lse of the borrowed
+    output if the row is BORROWED or PENDING, and the lse of the buffer if the row is ACCUMULATED.
     """
 
     def add_to_heads(self, start: int, stop: int, heads: tuple[int, int], out: Tensor, lse: Tensor) -> None:
@@ -268,8 +273,8 @@ class OutputAccumulator(RowAccumulator):
 class GradientAccumulator(RowAccumulator):
     """Sums of gradients: of one tensor, or of several (keys and values) that are side by side in the buffer.
 
-    A partial result has one tensor (rows, B, H, D) for each gradient, or one tensor (rows, B, H, F) with all of them side by
-    side. So do the rows that ``accumulated`` returns. Rows without gradients are zero.
+    A partial result has one tensor (rows, B, H, D) for each gradient, or one tensor (rows, B, H, F) with all of them
+    side by side. ``accumulated`` returns one such tensor (rows, B, H, F). Rows without gradients are zero.
     """
 
     def __init__(

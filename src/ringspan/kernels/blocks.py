@@ -1,6 +1,7 @@
-"""The blocks of 128 × 128 pairs that a block-sparse kernel computes, found from intervals of rows, not from pairs.
+"""Find the blocks of 128 × 128 pairs that a block-sparse kernel computes, from the interval of keys of each row.
 
-A block is *full* if all its pairs are visible, *partial* if some are. One that extends beyond the sequence is partial::
+The pairs themselves are not evaluated. A block is *full* if all its pairs are visible, *partial* if some are. One that
+extends beyond the sequence is partial::
 
     rows of 2, blocks of 2 × 2
 
@@ -46,10 +47,10 @@ class BlockTables:
 def block_tables(
     start: Ints, stop: Ints, keys: int, *, size: int = BLOCK, all_partial: bool = False, min_length: int = MIN_LENGTH
 ) -> BlockTables:
-    """The blocks of rows that each see the keys from start to stop (none if they are equal).
+    """Return the blocks of rows that each see the keys ``start <= k < stop``.
 
-    ``all_partial``: no block counts as full, because a ``mask_mod`` may hide any pair. ``min_length``: the least number
-    of lists, and their least length.
+    ``all_partial``: no block counts as full, because a ``mask_mod`` may hide any pair. ``min_length`` is the least
+    number of lists and their least length.
 
     >>> found = block_tables(np.array([0, 0, 0, 4]), np.array([3, 3, 1, 6]), 6, size=2)
     >>> found.full.counts.tolist(), found.partial.counts.tolist(), found.partial.indices.tolist()
@@ -68,7 +69,7 @@ def block_tables(
 
 
 def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
-    """All pairs (block of queries, block of keys) in which one of the N rows sees a key, in order."""
+    """Return all pairs (block of queries, block of keys) in which one of the N rows sees a key, in order."""
     order = np.argsort(first_RN, axis=1)
     first_RN, last_RN = (np.take_along_axis(x, order, axis=1) for x in (first_RN, last_RN))
     # Rows in order of their first block: one begins a new run if it begins after the end of all rows before it.
@@ -81,9 +82,10 @@ def _touched(first_RN: Ints, last_RN: Ints) -> tuple[Ints, Ints]:
 
 
 def _lists(owner: Ints, item: Ints, full: NDArray[np.bool_], owners: int, min_length: int) -> list[BlockTable]:
-    """Pairs ordered by owner, as one list for each owner: first the partial blocks, then the full ones.
+    """Return a table of the partial blocks and one of the full blocks. Each has a list of items for each owner.
 
-    Both tables are equally wide: FlexAttention indexes the full one with the stride of the partial one.
+    The pairs (owner, item) are ordered by owner. Both tables are equally wide: FlexAttention indexes the full one with
+    the stride of the partial one.
     """
     counts = [np.bincount(owner[which], minlength=max(owners, min_length)) for which in (~full, full)]
     most = max(min_length, *(int(n.max()) for n in counts))

@@ -1,4 +1,6 @@
-"""cuDNN's attention, part of PyTorch: the fastest on Hopper and Blackwell where FlashAttention-4 is not installed.
+"""The kernel cudnn: cuDNN's attention, part of PyTorch.
+
+It is the fastest on Hopper and Blackwell without FlashAttention-4.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim.
 """

@@ -1,8 +1,8 @@
-"""Attention by plain operations, block of rows by block of rows: any device, dtype, ``score_mod`` and ``mask_mod``.
+"""The eager kernel: attention with plain PyTorch operations, for any device, dtype, ``score_mod`` and ``mask_mod``.
 
-It runs ``score_mod`` and ``mask_mod`` where FlexAttention cannot be compiled, and computes their gradients on a CPU,
-too. A block of rows is multiplied with the keys from the first to the last that any of its rows sees; hidden pairs are
-masked.
+It is used where FlexAttention cannot be compiled, and computes gradients on a CPU, too. The queries are split into
+blocks of rows. A block is multiplied with the keys from the first to the last that any of its rows sees. Hidden pairs
+are masked.
 
 Legend: B batch, H query heads, G key heads (G divides H), R = H / G, S queries, T keys, D head dim, E value dim.
 """
@@ -70,8 +70,8 @@ def attend_backward(
     for block in _blocks(bands, saved.q_BHSD, k_BGTD):
         rows, keys, _ = block
         again = partial(_attend, block=block, scale=scale, mods=mods)
-        mine = saved.rows(rows.start, rows.stop)
-        dq, dk, dv, *dlearned = gradients(again, mine, k_BGTD[:, :, keys], v_BGTE[:, :, keys], learned)
+        of_block = saved.rows(rows.start, rows.stop)
+        dq, dk, dv, *dlearned = gradients(again, of_block, k_BGTD[:, :, keys], v_BGTE[:, :, keys], learned)
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
@@ -112,7 +112,7 @@ def make_row_blocks(bands: tuple[Band, ...], rows: int) -> tuple[RowBlock, ...]:
 def _attend(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: RowBlock, scale: float, mods: IndexedMods | None
 ) -> Partial:
-    """One block, by operations that autograd records. ``learned`` replaces the tensors of ``Mods.learned``."""
+    """Compute one block with operations that autograd records. ``learned`` replaces the tensors of ``Mods.learned``."""
     dtype = accumulation_dtype(k_BGTD.dtype)
     q, k, v = q_BHSD.to(dtype), k_BGTD.to(dtype), v_BGTE.to(dtype)
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
@@ -128,15 +128,15 @@ def _attend(
 
 
 def _seen(block: RowBlock, device: torch.device) -> Tensor:
-    """The pairs that the bands of the block contain, (S, T)."""
+    """Return which pairs the bands of the block contain, (S, T)."""
     rows, keys = block.rows, block.keys
-    turn = keys.start - rows.start
-    corner = np.array([rows.start, rows.start, keys.start, keys.start, turn, turn])
+    diagonal = keys.start - rows.start
+    corner = np.array([rows.start, rows.start, keys.start, keys.start, diagonal, diagonal])
     return copy_to_device(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start), device)
 
 
 def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:
-    """The softmax average of the values. A row of scores -inf has out 0, lse -inf and gradients without NaN."""
+    """Return the softmax average of the values. A row of scores -inf has out 0, lse -inf and gradients without NaN."""
     top_BHS1 = score_BHST.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(score_BHST.dtype).min)
     weight_BHST = (score_BHST - top_BHS1).exp()
     total_BHS1 = weight_BHST.sum(-1, keepdim=True)

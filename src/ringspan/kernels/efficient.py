@@ -1,4 +1,4 @@
-"""PyTorch's memory-efficient attention: float32 on CUDA devices, and head dims that others refuse.
+"""The kernel efficient: PyTorch's memory-efficient attention. It also takes float32, and other head dims.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim.
 """
@@ -54,11 +54,12 @@ def _backward(
 
 
 def _every_head(x_BGTD: Tensor, q_BHSD: Tensor) -> Tensor:
-    """Repeat key heads for every query head: this kernel does not support grouped queries."""
+    """Repeat each key head for the query heads that share it: this kernel does not support grouped queries."""
     return x_BGTD.repeat_interleave(q_BHSD.shape[1] // x_BGTD.shape[1], dim=1)
 
 
 def _shared(dx_BHTD: Tensor, x_BGTD: Tensor) -> Tensor:
+    """Sum the gradients of the query heads that share a key head."""
     return dx_BHTD.unflatten(1, (x_BGTD.shape[1], -1)).sum(2, dtype=torch.float32)
 
 

@@ -1,4 +1,6 @@
-"""The kernel fa4: FlashAttention-4 (``flash_attn.cute``, the package flash-attn-4), the fastest on Hopper and Blackwell.
+"""The kernel fa4: FlashAttention-4, the fastest on Hopper and Blackwell.
+
+It is ``flash_attn.cute`` of the package flash-attn-4.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """

@@ -1,17 +1,17 @@
 """A cache of launches of FlashAttention-4's forward pass, which avoids the host code of its forward function.
 
-The compiled kernel that the forward function launches, and its arguments, depend only on the shapes of the tensors and on
-the options of the call. The forward function takes several times as long to find them as to launch the kernel. Therefore
-the first call with given shapes and options is recorded, and later calls replay its launch with other tensors in the same
-places::
+The compiled kernel that the forward function launches, and its arguments, depend only on the shapes of the tensors and
+on the options of the call. The forward function takes several times as long to find them as to launch the kernel.
+Therefore the first call with given shapes and options is recorded, and later calls replay its launch with other tensors
+in the same places::
 
     first call     forward(q, k, v, options)   ->  kernel(q, k, v, out, lse, 0.088, None, …)      recorded
     later calls                                    kernel(Q, K, V, OUT, LSE, 0.088, None, …)
 
-A replay runs on the current stream: the compiled kernel takes it from the TVM-FFI environment at every launch. A call is
-never replayed if it launches several kernels, passes keyword arguments, or passes an object that the forward function made
-for it. Releases that pass the stream as an argument are therefore not replayed, and neither are releases that keep their
-compiled kernels elsewhere.
+A replay runs on the current stream: the compiled kernel takes it from the TVM-FFI environment at every launch. A call
+is never replayed if it launches several kernels, passes keyword arguments, or passes an object that the forward
+function made for it. Releases that pass the stream as an argument are therefore not replayed, and neither are releases
+that keep their compiled kernels elsewhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from ringspan.torch_private.flash_attention_4 import COMPILE_CACHE
 from ringspan.torch_private.pytree import tree_leaves
 
-# The most launches to keep. Calls differ by shapes and windows, and every packed batch of documents has new ones. When the
-# cache is full, the launch that was recorded first is removed (FIFO), even if it was replayed since.
+# The most launches to keep. Calls differ by shapes and windows, and every packed batch of documents has new ones. When
+# the cache is full, the launch that was recorded first is removed (FIFO), even if it was replayed since.
 MAX_CACHED = 512
 # The forward function copies tensors whose address is no multiple of this many bytes, because its kernels require it.
 ALIGNMENT = 16
@@ -79,7 +79,10 @@ class LaunchCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, shared: Sequence[Tensor] = (), **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse). ``shared`` has the tensors among the options that are the same objects in every such call."""
+        """Return (out, lse).
+
+        ``shared`` has the tensors among the options that are the same objects in every such call.
+        """
         q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
         if any(x.data_ptr() % ALIGNMENT for x in (q, k, v)):
             return self._call_forward_function(q, k, v, options)
@@ -144,7 +147,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 class _RecordingCache:
-    """Replaces the forward function's cache of compiled kernels during one call, and records what this thread launches."""
+    """Replaces the forward function's cache of compiled kernels during one call. Records what this thread launches."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels, self._thread = kernels, threading.get_ident()

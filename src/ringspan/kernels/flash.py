@@ -1,4 +1,4 @@
-"""FlashAttention-2, part of PyTorch: CUDA devices from Ampere on.
+"""The kernel flash: FlashAttention-2, part of PyTorch, for CUDA devices from Ampere on.
 
 Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D head dim, E value dim.
 """
@@ -51,7 +51,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float) -> 
         q, k, v, *_sequences(q, k, call), 0.0, call.window.is_causal, False, scale=scale, **_sides(call)
     )
     if call.q_sequences is not None:
-        lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # what FlashAttention-2 writes for a query without keys
+        lse.masked_fill_(lse == torch.inf, EMPTY_LSE)  # FlashAttention-2 writes +inf for a query without keys
     return out, lse
 
 
@@ -82,12 +82,14 @@ def _backward(saved: Saved, k: Tensor, v: Tensor, call: FlashCall, scale: float)
 
 
 def _sequences(q: Tensor, k: Tensor, call: FlashCall) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return the cumulative lengths of queries and keys, if there are several sequences, and the greatest lengths."""
     if call.q_sequences is None or call.k_sequences is None:
         return None, None, q.shape[1], k.shape[1]
     return call.q_sequences.cu_seqlens, call.k_sequences.cu_seqlens, call.q_sequences.max_seqlen, call.k_sequences.max_seqlen
 
 
 def _sides(call: FlashCall) -> dict[str, int]:
+    """Return the window as options of the operator, which takes -1 for no limit."""
     if call.window.is_causal:
         return {}
     left, right = (-1 if side is None else side for side in call.window)

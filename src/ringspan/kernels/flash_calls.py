@@ -1,14 +1,14 @@
 """Convert bands to calls of flash attention: a tight band is one window, and many small bands are one call.
 
-Bands, and what makes one tight, are defined in :mod:`ringspan.masks.band`. Flash attention counts its window from the bottom
-right corner: query ``i`` of S attends to key ``j`` of T iff ``-left <= j - i - (T - S) <= right``. The diagonals of a tight
-band pass through its rectangle, so left and right are never negative. A band with no more queries than keys is one call,
-whatever its shape: rectangle, triangle, window or trapezoid. A band with more queries than keys may be up to three calls
-(:func:`_split_tall_band`).
+Bands, and what makes one tight, are defined in :mod:`ringspan.masks.band`. Flash attention counts its window from the
+bottom right corner: query ``i`` of S attends to key ``j`` of T iff ``-left <= j - i - (T - S) <= right``. The diagonals
+of a tight band pass through its rectangle, so left and right are never negative. A band with no more queries than keys
+is one call, whatever its shape: rectangle, triangle, window or trapezoid. A band with more queries than keys may be up
+to three calls (:func:`_split_tall_band`).
 
-Bands of one window that share neither queries nor keys are the *sequences* of one variable-length call, and so are the gaps
-between them. For queries without keys the kernel returns out 0 and lse -inf (FlashAttention-2 returns lse
-+inf, which :mod:`ringspan.kernels.flash` replaces)::
+Bands of one window that share neither queries nor keys are the *sequences* of one variable-length call, and so are the
+gaps between them. For queries without keys the kernel returns out 0 and lse -inf (FlashAttention-2 returns lse +inf,
+which :mod:`ringspan.kernels.flash` replaces)::
 
     x . . . . .
     x x . . . .        queries  0 1 | 2 |     | 3 4      four sequences: 2, 1, 0, 2 queries
@@ -81,7 +81,7 @@ def make_flash_calls(bands: tuple[Band, ...], device: torch.device) -> tuple[Fla
 
 
 def group_bands(bands: Sequence[Band]) -> Iterator[list[Band]]:
-    """Yield as few groups as possible of bands that have one window and whose queries and keys increase from band to band.
+    """Yield as few groups as possible. The bands of a group have one window, and their queries and keys increase.
 
     >>> bands = [Band(0, 4, 0, 4, -3, 0), Band(4, 6, 4, 6, -1, 0), Band(4, 6, 0, 4, -5, -1)]
     >>> [len(group) for group in group_bands(bands)]
@@ -100,11 +100,11 @@ def group_bands(bands: Sequence[Band]) -> Iterator[list[Band]]:
 
 
 def _split_tall_band(band: Band) -> list[Band]:
-    """Return the band or, if it has more queries than keys (S > T), bands of fewer queries whose windows are at most T long.
+    """Return the band. If it has more queries than keys (S > T), split it into bands whose windows are at most T long.
 
-    FlashAttention-2 replaces a side of the window >= T by -1 (unlimited). If the other side is limited, it then replaces -1
-    by T. If S > T, a side of T does not cover all keys. Therefore the queries are cut at the first that attends to the last
-    key and at the first that does not attend to the first key.
+    FlashAttention-2 replaces a side of the window >= T by -1 (unlimited). If the other side is limited, it then
+    replaces -1 by T. If S > T, a side of T does not cover all keys. Therefore the queries are cut at the first that
+    attends to the last key and at the first that does not attend to the first key.
 
     >>> [tuple(piece) for piece in _split_tall_band(Band(0, 6, 0, 2, -4, 0))]
     [(0, 1, 0, 1, 0, 0), (1, 5, 0, 2, -4, 0), (5, 6, 1, 2, -4, -4)]

@@ -50,9 +50,9 @@ def attend_backward(
         q, dout, out = (_slice_rows(x, call.queries, call).to(k_BGTD.dtype) for x in saved[:3])
         lse, dlse = (None if x is None else _slice_lse(x, call) for x in (lse_BHS, saved.dlse_BHS))
         assert lse is not None
-        part = Saved(q, dout, out, lse, dlse)
+        of_call = Saved(q, dout, out, lse, dlse)
         k, v = _slice_rows(k_BGTD, call.keys, call), _slice_rows(v_BGTE, call.keys, call)
-        dq, dk, dv = backward(part, k, v, call, scale)
+        dq, dk, dv = backward(of_call, k, v, call, scale)
         heads, kv_heads = saved.q_BHSD.shape[:2], k_BGTD.shape[:2]
         yield Gradients(
             call.queries, _heads_first(dq, heads), call.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads)
@@ -60,7 +60,7 @@ def attend_backward(
 
 
 def _slice_rows(x_BHSD: Tensor, rows: slice, call: FlashCall) -> Tensor:
-    """The rows as (B, S, H, D), or for several sequences as (S, B × H, D): variable-length calls have no batch dim."""
+    """Return the rows as (B, S, H, D), or for several sequences as (S, B × H, D): such calls have no batch dim."""
     if rows.stop - rows.start < x_BHSD.shape[2]:
         x_BHSD = x_BHSD[:, :, rows]
     return x_BHSD.transpose(1, 2) if call.q_sequences is None else x_BHSD.flatten(0, 1).transpose(0, 1)
@@ -72,5 +72,5 @@ def _slice_lse(x_BHS: Tensor, call: FlashCall) -> Tensor:
 
 
 def _heads_first(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """(B, S, H, E) or (S, B × H, E) as (B, H, S, E)."""
+    """View (B, S, H, E) or (S, B × H, E) as (B, H, S, E)."""
     return x.transpose(1, 2) if x.ndim == 4 else x.transpose(0, 1).unflatten(0, shape)

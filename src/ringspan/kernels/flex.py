@@ -1,4 +1,4 @@
-"""FlexAttention, compiled by PyTorch: one call for all bands if every query sees one interval of keys.
+"""The kernel flex: FlexAttention, compiled by PyTorch. It needs one call if every query sees one interval of keys.
 
 The compiled program reads the interval of each query from two tensors, and the blocks to compute from four tables. So a
 new mask is new data, not a recompilation. A program is compiled at first use of each dtype, number of heads, head dim
@@ -117,7 +117,10 @@ def attend_backward(
     flex_backend: FlexBackend = "TRITON",
     compute_gradients: Callable[..., Sequence[Tensor]] = gradients,
 ) -> Iterator[Gradients]:
-    """``compute_gradients`` computes those of a call: see :func:`ringspan.kernels.recompute.gradients`."""
+    """Yield the gradients of each call.
+
+    ``compute_gradients`` computes them, as :func:`ringspan.kernels.recompute.gradients` does.
+    """
     learned = () if mods is None else mods.mods.learned
     for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), flex_backend, k_BGTD.device):
         rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
@@ -139,7 +142,7 @@ def _has_mask_mod(mods: IndexedMods | None) -> bool:
 def make_flex_calls(
     bands: tuple[Band, ...], has_mask_mod: bool, flex_backend: FlexBackend, device: torch.device
 ) -> tuple[LayerCall, ...]:
-    """One call for each layer of the bands. With a ``mask_mod`` no block counts as full."""
+    """Return one call for each layer of the bands. With a ``mask_mod`` no block counts as full."""
     return tuple(_make_call(layer, has_mask_mod, flex_backend, device) for layer in interval_layers(bands))
 
 
@@ -157,7 +160,7 @@ def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBacke
 
 
 def _as_base_tensor(x: Tensor) -> Tensor:
-    """The same memory as a tensor without a base and storage offset: Dynamo guards on both and would recompile."""
+    """Return a tensor of the same memory that has no base and no storage offset: Dynamo would recompile for each."""
     with torch.cuda.device_of(x):  # from_dlpack takes tensors of the current device only
         return from_dlpack(x.detach())
 
@@ -178,7 +181,7 @@ def _run_call(
         distinct_sizes(),
         # Python numbers are constants of the program: the scale, and captured numbers.
         dynamo_config(recompile_limit=MAX_PROGRAMS, specialize_float=True, specialize_int=True),
-        # Backward may run inside a ContextParallel block, whose mode must not intercept this call.
+        # Backward may run inside a `with cp:` context, whose mode must not intercept this call.
         without_modes(),
         # FlexAttention needs its own function mode to index tensors by tensors.
         enable_torch_function(),
@@ -235,7 +238,7 @@ def attend_intervals(
     q_tokens_S: Tensor | None = None,
     k_tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The function that is compiled: attention in which query i sees the keys from start to stop. Returns out and lse.
+    """Return out and lse of attention in which query i sees the keys ``start_S[i] <= j < stop_S[i]``. Compiled.
 
     ``score_mod`` and ``mask_mod`` are called with ``q_tokens_S[i]`` and ``k_tokens_T[j]`` in place of rows i and j.
     ``heads`` is the global index of each head, or that of the first one.

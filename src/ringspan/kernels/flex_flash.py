@@ -1,11 +1,11 @@
-"""FlexAttention with its FLASH back end: PyTorch compiles ``score_mod`` and ``mask_mod`` into FlashAttention-4.
+"""The kernel flex_flash: FlexAttention with its FLASH back end, which compiles functions into FlashAttention-4.
 
-It is the program of :mod:`ringspan.kernels.flex` with another back end. PyTorch calls it experimental, so it is used
+It runs the program of :mod:`ringspan.kernels.flex` with another back end. PyTorch calls it experimental, so it is used
 only when named. Two problems are worked around here:
 
-- The gradients of a part need out and lse over *all* keys. Autograd saves those of the part, and the back end takes no
-  gradient of lse by which they could be corrected. So the saved tensors are replaced before the backward pass reads
-  them.
+- The gradients of a partial result need out and lse over *all* keys. Autograd saves those of the partial result, and
+  the back end takes no gradient of lse by which they could be corrected. So the saved tensors are replaced before the
+  backward pass reads them.
 - Some releases of PyTorch convert lse from base 2 although it is natural already. The factor is measured once.
 
 Triton computes what the back end cannot, with a warning: gradients of lse, deterministic gradients, and gradients
@@ -97,7 +97,7 @@ def _unsupported_backward_reason(saved: Saved, mods: IndexedMods | None) -> str 
 
 @cache_by_digest(64, plain=True)
 def _lse_unit(device: torch.device) -> float:
-    """The factor to divide lse by. For queries that are zero, lse must be the log of the number of keys."""
+    """Return the factor to divide lse by. For queries that are zero, lse must be the log of the number of keys."""
     zeros = torch.zeros(1, 1, BLOCK, 64, dtype=torch.bfloat16, device=device)
     ((_, _, (_, lse)),) = flex.attend(zeros, zeros, zeros, full(BLOCK).bands, scale=1.0, flex_backend="FLASH")
     found = float(lse.mean()) / math.log(BLOCK)
@@ -108,11 +108,11 @@ def _lse_unit(device: torch.device) -> float:
 
 
 class FinalResult(NamedTuple):
-    """Out and lse over all keys, which replace the part's own."""
+    """Out and lse over all keys, which replace those of the partial result."""
 
     out_BHSE: Tensor
     lse_BHS: Tensor
-    part: list[int]  # the address of the part's out, once it is known; else empty
+    partial_out: list[int]  # the address of the out of the partial result, once it is known; else empty
     outs: set[int]  # addresses of the saved tensors that were replaced
     lses: set[int]
 
@@ -121,12 +121,14 @@ _thread = threading.local()  # .final: the FinalResult for the tensors that this
 
 
 def _pack(x: Tensor) -> tuple[Tensor, FinalResult]:
+    """Save a tensor for the backward pass, with the final result of its call."""
     return x, _thread.final
 
 
 def _unpack(packed: tuple[Tensor, FinalResult]) -> Tensor:
+    """Return the saved tensor. If it is out or lse, return the final one instead."""
     x, final = packed
-    if x.shape == final.out_BHSE.shape and [x.data_ptr()] == final.part:
+    if x.shape == final.out_BHSE.shape and [x.data_ptr()] == final.partial_out:
         final.outs.add(x.data_ptr())
         return torch.empty_like(x).copy_(final.out_BHSE)
     if x.shape == final.lse_BHS.shape and x.dtype == torch.float32:
@@ -136,18 +138,21 @@ def _unpack(packed: tuple[Tensor, FinalResult]) -> Tensor:
 
 
 def _gradients(
-    part: Callable[..., Partial], saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
+    compute: Callable[..., Partial], saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """As :func:`ringspan.kernels.recompute.gradients`, but the back end reads the final out and lse."""
+    """Return what :func:`ringspan.kernels.recompute.gradients` does.
+
+    Here the back end reads the final out and lse itself.
+    """
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE)]
     final = FinalResult(saved.out_BHSE, finite_lse(saved.lse_BHS), [], set(), set())
     _thread.final = final
     try:
         with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
-            out, _ = part(*leaves)
+            out, _ = compute(*leaves)
     finally:
         del _thread.final
-    final.part.append(out.data_ptr())
+    final.partial_out.append(out.data_ptr())
     grads = torch.autograd.grad(out, leaves, saved.dout_BHSE.to(out.dtype), allow_unused=True, materialize_grads=True)
     if (len(final.outs), len(final.lses)) != (1, 1):
         raise KernelError(

@@ -33,7 +33,7 @@ def _merge(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < count
-    # A part may have more than 2³¹ elements.
+    # A tensor may have more than 2³¹ elements.
     h = (row % heads).to(tl.int64)
     b = ((row // heads) % batch).to(tl.int64)
     s = (row // (heads * batch)).to(tl.int64)
@@ -63,7 +63,10 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH: Tensor, old_SBHE: Tensor) -> None:
-    """Merge the old part, which may be out itself, and a new one into out and lse. Any out may be narrower than lse."""
+    """Merge a new partial result with the old one into out and lse.
+
+    ``old`` may be out. Any out may be narrower than lse.
+    """
     assert out_SBHE.stride(-1) == 1, "the last dim of out must be contiguous"
     new_out_SBHE, old_SBHE = _with_contiguous_rows(new_out_SBHE, old_SBHE)
     e = out_SBHE.shape[-1]
@@ -102,6 +105,7 @@ def write_side_by_side_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, 
 
 
 def _with_contiguous_rows(*tensors: Tensor) -> list[Tensor]:
+    """Copy the tensors whose last dim is not contiguous."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 

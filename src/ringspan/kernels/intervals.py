@@ -1,4 +1,4 @@
-"""From bands to layers. In a layer every query sees one interval of keys, so two numbers per row are the whole mask.
+"""Convert bands to layers. In a layer every query sees one interval of keys, so two numbers per row describe the mask.
 
 Adjacent bands are one interval of a row. The first intervals of all rows are the first layer, the second intervals the
 second. So there are as many layers as the row with the most intervals has intervals, whatever the number of bands::
@@ -36,7 +36,7 @@ class IntervalLayer:
 
 
 def interval_layers(bands: Sequence[Band]) -> Iterator[IntervalLayer]:
-    """The fewest layers that hold each pair of these disjoint bands once.
+    """Yield the fewest layers that contain each pair of these disjoint bands once.
 
     >>> [layer] = interval_layers([Band(0, 2, 0, 2, -1, 1), Band(1, 2, 2, 4, 1, 2)])
     >>> layer.start.tolist(), layer.stop.tolist()
@@ -49,12 +49,12 @@ def interval_layers(bands: Sequence[Band]) -> Iterator[IntervalLayer]:
     first_of_row = np.searchsorted(q, q)
     layer = np.arange(len(q)) - first_of_row
     by_layer = np.argsort(layer, kind="stable")
-    for mine in np.split(by_layer, np.cumsum(np.bincount(layer))[:-1]):
-        yield _layer(q[mine], start[mine], stop[mine])
+    for in_layer in np.split(by_layer, np.cumsum(np.bincount(layer))[:-1]):
+        yield _layer(q[in_layer], start[in_layer], stop[in_layer])
 
 
 def _rows(t: tables.Table) -> tuple[Ints, Ints, Ints]:
-    """For every row of every band its query and its interval of keys, ordered by query, then by key."""
+    """Return the query and the interval of keys of every row of every band, ordered by query, then by key."""
     count = t[:, Q1] - t[:, Q0]
     q = tables.ranges(t[:, Q0], count)
     band = t[np.repeat(np.arange(len(t)), count)]
@@ -72,6 +72,7 @@ def _join_intervals(q: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]
 
 
 def _layer(q: Ints, start: Ints, stop: Ints) -> IntervalLayer:
+    """Make a layer of rows that have one interval each. Rows between them get an empty interval."""
     q0, q1, k0, k1 = int(q[0]), int(q[-1]) + 1, int(start.min()), int(stop.max())
     both = np.zeros((2, q1 - q0), dtype=np.int64)
     both[:, q - q0] = start - k0, stop - k0

@@ -67,16 +67,16 @@ class Kernel(Protocol):
     """The package to install. A kernel that is part of PyTorch may omit this and ``is_installed``."""
 
     def is_installed(self) -> bool:
-        """Whether the package is installed."""
+        """Return whether the package is installed."""
 
     def unsupported_reason(self, inputs: Inputs) -> str | None:
-        """None if it supports these inputs, else the reason, as the end of a sentence that starts with its name.
+        """Return None if it supports these inputs, else the reason, as the end of a sentence that starts with its name.
 
         The answer depends on the inputs and the device alone, not on whether the package is installed.
         """
 
     def auto_skip_reason(self, inputs: Inputs) -> str | None:
-        """Why ``"auto"`` must not take it although it supports these inputs, or None. A kernel may omit this."""
+        """Return why ``"auto"`` must not take it although it supports these inputs, or None. A kernel may omit this."""
 
     def attend(
         self,
@@ -88,7 +88,10 @@ class Kernel(Protocol):
         scale: float,
         mods: IndexedMods | None = None,
     ) -> Iterator[PartialRows]:
-        """Attention over disjoint bands. A query may be in several of the parts, or in none if it sees no key."""
+        """Yield attention over disjoint bands.
+
+        A query may be in several partial results, or in none if it sees no key.
+        """
 
     def attend_backward(
         self,
@@ -100,7 +103,7 @@ class Kernel(Protocol):
         scale: float,
         mods: IndexedMods | None = None,
     ) -> Iterator[Gradients]:
-        """The gradients through these bands. A query or key may be in several of the parts, or in none."""
+        """Yield the gradients through these bands. A query or key may be in several of them, or in none."""
 
 
 class Saved(NamedTuple):
@@ -113,6 +116,7 @@ class Saved(NamedTuple):
     dlse_BHS: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Saved:
+        """Return views of the queries ``start:stop``."""
         rows, dlse = slice(start, stop), self.dlse_BHS
         return Saved(
             self.q_BHSD[:, :, rows],
@@ -124,7 +128,7 @@ class Saved(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which results of this dtype are accumulated: at least float32."""
+    """Return the dtype in which results of this dtype are accumulated: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

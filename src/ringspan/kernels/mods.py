@@ -33,7 +33,7 @@ class Mods:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """The captured tensors that require a gradient."""
+        """Return the captured tensors that require a gradient."""
         return tuple(x for x in self.captured if x.requires_grad)
 
 
@@ -47,16 +47,17 @@ class IndexedMods:
     first_head: int = 0
 
     def sliced(self, rows: slice, keys: slice) -> IndexedMods:
+        """Return the functions with the indices of some rows and keys."""
         return replace(self, q_tokens_S=self.q_tokens_S[rows], k_tokens_T=self.k_tokens_T[keys])
 
     def apply_score_mod(self, score_BHST: Tensor) -> Tensor:
-        """The scores after ``score_mod``."""
+        """Return the scores after ``score_mod``."""
         if self.mods.score_mod is None:
             return score_BHST
         return for_all_pairs(self.mods.score_mod, given=1)(score_BHST, *self._indices(*score_BHST.shape[:2]))
 
     def apply_mask_mod(self, batch: int, heads: int) -> Tensor | None:
-        """The pairs that ``mask_mod`` shows, (B, H, S, T); None if there is no ``mask_mod``."""
+        """Return which pairs ``mask_mod`` allows, (B, H, S, T), or None if there is no ``mask_mod``."""
         if self.mods.mask_mod is None:
             return None
         return for_all_pairs(self.mods.mask_mod)(*self._indices(batch, heads))
@@ -68,7 +69,10 @@ class IndexedMods:
 
 
 def for_all_pairs(function: Callable[..., Tensor], *, given: int = 0) -> Callable[..., Tensor]:
-    """Vectorise a function of one pair: to ``given`` tensors (B, H, S, T) and the indices (B,), (H,), (S,), (T,)."""
+    """Vectorise a function of one pair.
+
+    It then takes ``given`` tensors (B, H, S, T) and indices (B,), (H,), (S,), (T,).
+    """
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*[0] * given, *dims))
     return function

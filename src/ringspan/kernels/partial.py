@@ -1,4 +1,4 @@
-"""Partial results of attention over different keys, and the one way to merge them.
+"""Partial results of attention over different keys, and how they are merged.
 
 Legend: B batch, H query heads, S queries, E value dim.
 """
@@ -29,7 +29,7 @@ class Partial(NamedTuple):
 
 
 def finite_lse(lse: Tensor) -> Tensor:
-    """lse with 0 for rows that see no key, and contiguous, as memory-efficient attention requires.
+    """Return lse with 0 for rows that see no key, contiguous, as memory-efficient attention requires.
 
     Such rows are in no band and their gradient is 0, but a kernel may still compute ``exp(score - lse)`` for them.
     """
@@ -37,7 +37,7 @@ def finite_lse(lse: Tensor) -> Tensor:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial result over the keys of both. Exact when either or both are empty."""
+    """Return the partial result over the keys of both. It is exact when either or both are empty."""
     merged = Partial(*(x.clone(memory_format=torch.contiguous_format) for x in a))
     merge_(merged, b)
     return merged
@@ -45,12 +45,14 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 @cache_by_digest(1, plain=True)
 def triton_kernels() -> ModuleType | None:
-    """The fused kernels for CUDA devices, or None if Triton is not installed."""
+    """Import the fused kernels for CUDA devices. Return None if Triton is not installed."""
     return import_module("ringspan.kernels.fused") if find_spec("triton") is not None else None
 
 
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
-    """:func:`merge` in place. Either out may be narrower than lse; the computation has the dtype of lse.
+    """Merge ``other`` into ``into`` in place.
+
+    Either out may be narrower than lse; the computation has the dtype of lse.
 
     ``old`` is read in place of ``into.out``, which is then only written.
     """

@@ -1,9 +1,9 @@
-"""Gradients of a part of attention, from any differentiable computation of that part.
+"""The gradients of a partial result, from any differentiable computation of it.
 
-Backward knows the *final* out and lse, over all keys of all ranks; autograd through a part knows only the part's own.
-A pair of weight ``p`` in the part has the weight ``share * p`` in the whole, with
-``share = exp(lse of the part - lse of the whole)``. The gradient of its score, first as it is wanted, then as autograd
-computes it from the gradients of the part's out and lse::
+The backward pass has the *final* out and lse, over all keys of all ranks. Autograd through a partial result has only
+its own out and lse, named ``out_part`` and ``lse_part`` here. A pair of weight ``p`` in the partial result has the
+weight ``share * p`` in the final one, with ``share = exp(lse_part - lse)``. The gradient of its score, first as it is
+wanted, then as autograd computes it from the gradients of ``out_part`` and ``lse_part``::
 
     share * p * (dout      · v - (dout      · out      - dlse     ))
             p * (dout_part · v - (dout_part · out_part - dlse_part))
@@ -25,30 +25,30 @@ from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import EMPTY_LSE, Partial
 
 # (q_BHSD, k_BGTD, v_BGTE, *learned) -> Partial(out_BHSE, lse_BHS), by operations that autograd records
-PartFunction = Callable[..., Partial]
+PartialFunction = Callable[..., Partial]
 
 
 @torch.no_grad()
 def gradients(
-    part: PartFunction, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
+    compute: PartialFunction, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, learned: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """Compute the part again, and return the gradients through it: dq, dk, dv and those of ``learned``.
+    """Compute the partial result again, and return the gradients through it: dq, dk, dv and those of ``learned``.
 
     A learned tensor acts through the scores alone. The identity above is one of scores, so it holds for them, too.
     """
     leaves = [x.detach().requires_grad_() for x in (saved.q_BHSD, k_BGTD, v_BGTE, *learned)]
     with torch.enable_grad():
-        again = part(*leaves)
+        again = compute(*leaves)
     # If a score_mod ignores its score, then lse may not depend on any leaf.
-    pairs = [(x, grad) for x, grad in zip(again, _of_part(saved, again), strict=True) if x.requires_grad]
+    pairs = [(x, grad) for x, grad in zip(again, _gradients_of_partial(saved, again), strict=True) if x.requires_grad]
     outputs, grads = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
 
 
-def _of_part(saved: Saved, part: Partial) -> Partial:
-    """The gradients of the part's own out and lse."""
+def _gradients_of_partial(saved: Saved, part: Partial) -> Partial:
+    """Return the gradients of the partial result's own out and lse."""
     wide = part.lse.dtype
-    # Where the part is empty the whole may be empty, too, and then the difference of their lse is NaN.
+    # Where the partial result is empty the final one may be empty, too, and then the difference of their lse is NaN.
     share_BHS1 = torch.exp(part.lse - saved.lse_BHS).masked_fill_(part.lse == EMPTY_LSE, 0.0).unsqueeze(-1)
     dout, out = saved.dout_BHSE.to(wide), saved.out_BHSE.to(wide)
     delta_BHS = (dout * out).sum(-1)

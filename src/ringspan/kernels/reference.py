@@ -25,7 +25,9 @@ def dense_attention(
     scale: float | None = None,
     score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Partial:
-    """softmax(q kᵀ · scale) v over visible keys, and its lse. Differentiable. A query without keys has 0 and -inf.
+    """Return softmax(q kᵀ · scale) v over visible keys, and its lse.
+
+    It is differentiable. A query without keys has out 0 and lse -inf.
 
     ``score_mod`` changes all scores (B, H, S, T) at once. ``seen`` may have any shape that broadcasts to them.
     """
@@ -77,7 +79,7 @@ def _seen(bands: Sequence[Band], q: Tensor, k: Tensor) -> Tensor:
 
 
 def _zeroed(used_S: Tensor, x_BHSD: Tensor) -> Tensor:
-    """``x`` with zeros in the rows that no band covers: they may be uninitialised memory, and 0 times NaN is NaN."""
+    """Fill the rows that no band covers with zeros: they may be uninitialised memory, and 0 times NaN is NaN."""
     return x_BHSD.masked_fill(~used_S[:, None], 0)
 
 

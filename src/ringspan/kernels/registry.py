@@ -47,7 +47,10 @@ def check_backend(backend: str) -> None:
 
 
 def select_kernel(backend: str, inputs: Inputs) -> Kernel:
-    """The kernel called ``backend``, or the one that ``"auto"`` takes. The ``KernelError`` says why there is none."""
+    """Return the kernel called ``backend``, or the one that ``"auto"`` takes.
+
+    The ``KernelError`` says why there is none.
+    """
     check_backend(backend)
     if backend != "auto":
         reason = _unavailable_reason(_load(backend), inputs)
@@ -66,7 +69,7 @@ def select_kernel(backend: str, inputs: Inputs) -> Kernel:
 
 
 def availability(inputs: Inputs) -> Iterator[tuple[str, str | None]]:
-    """The kernels that ``"auto"`` considers, in order, each with the reason why it is not taken; None if it can be."""
+    """Yield the kernels that ``"auto"`` considers, in order, each with the reason why it is not taken, or None."""
     for name in KERNELS:
         if name not in ONLY_BY_NAME:
             kernel = _load(name)
@@ -75,7 +78,7 @@ def availability(inputs: Inputs) -> Iterator[tuple[str, str | None]]:
 
 
 def missing_packages(inputs: Inputs) -> dict[str, str]:
-    """The kernels that support these inputs but need a package that is not installed, each with that package."""
+    """Return the kernels that support these inputs but need a package that is not installed, each with that package."""
     supporting = {name: kernel for name in KERNELS if (kernel := _load(name)).unsupported_reason(inputs) is None}
     return {name: package for name, kernel in supporting.items() if (package := _missing_package(kernel))}
 

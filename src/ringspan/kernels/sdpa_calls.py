@@ -1,4 +1,4 @@
-"""From bands to calls of PyTorch's fused attention, which knows full, causal and dense masks."""
+"""Convert bands to calls of PyTorch's fused attention, which supports full, causal and dense masks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RectangleCall(NamedTuple):
 
 @cache_by_digest(4096, plain=True)
 def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[RectangleCall, ...]:
-    """The calls that together compute each pair of the bands once.
+    """Return the calls that together compute each pair of the bands once.
 
     >>> make_sdpa_calls((Band(0, 8, 0, 8, -7, 0),))
     (RectangleCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
@@ -37,7 +37,7 @@ def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[RectangleCall, ...]:
 
 
 def _grouped(bands: Sequence[Band]) -> Iterator[list[Band]]:
-    """Groups of neighbouring bands whose common rectangle has few more pairs than they have."""
+    """Group neighbouring bands whose common rectangle has few more pairs than they have."""
     group: list[Band] = []
     area = 0
     for band in bands:
@@ -72,15 +72,16 @@ def _of_group(group: Sequence[Band]) -> Iterator[RectangleCall]:
 
 
 def _by_rows(band: Band) -> Iterator[RectangleCall]:
-    """A window, as blocks of rows, each with the keys that any of its rows sees."""
+    """Split a window into blocks of rows, each with the keys that any of its rows sees."""
     block = min(BLOCK, max(64, band.hi - band.lo + 1))
     for q0 in range(band.q0, band.q1, block):
         (row,) = tables.table((q0, min(q0 + block, band.q1), *band[2:])).tolist()
-        part = Band(*row)
-        yield RectangleCall(*part[:4]) if part.is_full else RectangleCall(*part[:4], bands=(part,))
+        piece = Band(*row)
+        yield RectangleCall(*piece[:4]) if piece.is_full else RectangleCall(*piece[:4], bands=(piece,))
 
 
 def _hull(bands: Sequence[Band]) -> tuple[int, int, int, int]:
+    """Return the smallest rectangle that contains the bands."""
     q0, q1, k0, k1 = zip(*(band[:4] for band in bands), strict=True)
     return min(q0), max(q1), min(k0), max(k1)
 

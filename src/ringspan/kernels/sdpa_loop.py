@@ -88,7 +88,10 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _mask(call: RectangleCall, like: Tensor) -> Tensor:
-    """The bands of the call as an additive mask of its rectangle. Rows are 16-byte aligned, as GPU kernels require."""
+    """Return the bands of the call as an additive mask of its rectangle.
+
+    Rows are 16-byte aligned, as GPU kernels require.
+    """
     shifted = tables.table(*(band.shifted(-call.q0, -call.k0) for band in call.bands))
     seen = copy_to_device(tables.dense(shifted, call.q1 - call.q0, call.k1 - call.k0), like.device)
     rows, cols = seen.shape
