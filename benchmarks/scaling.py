@@ -137,7 +137,7 @@ def _ideal_seconds(mask: rs.Mask, world: int, machine: Hardware) -> float:
 
 
 def _table(rows: list[list[str]]) -> str:
-    head = ["GPUs", "strategy", "forward + backward, ms", "waiting for the wire", "of the ideal", "buffers, GiB"]
+    head = ["GPUs", "strategy", "forward + backward, ms", "exposed", "of the ideal", "buffers, GiB"]
     lines = [head, ["---:", "---", "---:", "---:", "---:", "---:"], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/flex_cp.py            # gloo on CPUs, NCCL where every process has a GPU
 
-Four processes split one batch of sequences. Each calls PyTorch's own flex_attention on its tokens, with BlockMasks of the whole
-sequence: a causal mask_mod, and one of packed documents, other ones in each member of the batch. A learned bias for each
-distance is the score_mod. Forward and backward, what comes out is put together and compared with one device that holds it all.
+Four processes split a batch of sequences. Each process calls PyTorch's own flex_attention on its tokens, with
+BlockMasks of the whole sequence: a causal mask_mod, and packed documents that differ between batch rows. The score_mod
+adds a learned bias for each distance. The output and all gradients are gathered and compared with dense attention on
+one device.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def documents(ids: Tensor) -> Callable[..., Tensor]:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask_mod: Callable[..., Tensor]) -> Tensor:
-    """One device that holds everything, by the definition."""
+    """Dense attention of the whole sequence on one device."""
     b = torch.arange(BATCH, device=q.device)[:, None, None, None]
     i, j = torch.arange(TOKENS, device=q.device)[:, None], torch.arange(TOKENS, device=q.device)[None, :]
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
@@ -45,13 +46,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask_mod: Callable[...,
 
 
 def split(cp: rs.ContextParallel, whole: list[Tensor], dout: Tensor, block_mask: BlockMask) -> list[Tensor]:
-    """The same over all ranks: out and all gradients, put together again."""
+    """Attention over all ranks: the output and all gradients, gathered."""
     q, k, v = (x.detach().requires_grad_() for x in cp.shard(*whole[:3], dim=2))
     bias = whole[3].detach().requires_grad_()
     with cp:
         out = flex_attention(q, k, v, score_mod=rs.relative_bias(bias), block_mask=block_mask, enable_gqa=True)
     out.backward(cp.shard(dout, dim=2))
-    cp.sum_gradients([bias])  # each rank has seen some of the pairs
+    cp.sum_gradients([bias])  # each rank has the gradient of its own pairs
     return [*(cp.unshard(x, dim=2).detach() for x in (out, q.grad, k.grad, v.grad)), bias.grad]
 
 

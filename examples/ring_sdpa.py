@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/ring_sdpa.py
 
-On GPUs it uses NCCL, elsewhere gloo. Every process computes the attention of the whole sequence by itself as well, forward and
-backward, and what is printed is how far the two are apart.
+It uses NCCL on GPUs and gloo on CPUs. Every process also computes the attention of the whole sequence by itself,
+forward and backward, and the largest differences are printed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.compat import _cp_options, context_parallel, context_parallel_unshard, set_rotate_method
 
-TOKENS = 1001  # nothing divides it
+TOKENS = 1001  # need not be divisible by the number of processes
 
 
 def start() -> DeviceMesh:
-    """One axis of all processes."""
+    """Initialise the processes, and make a mesh with one axis of all of them."""
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -37,7 +37,7 @@ def on_one_device(whole: list[torch.Tensor], *, is_causal: bool) -> list[torch.T
 
 
 def on_all(mesh: DeviceMesh, whole: list[torch.Tensor], *, is_causal: bool) -> list[torch.Tensor]:
-    """The same from the processes' shares, put together again."""
+    """The same over all processes, gathered."""
     q, k, v = (x.clone() for x in whole)
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         for share in (q, k, v):

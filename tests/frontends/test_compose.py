@@ -1,7 +1,7 @@
-"""Context parallelism beside everything else that training uses: the loss and every gradient are those of one process.
+"""Context parallelism together with DDP, FSDP, tensor parallelism, compilation and checkpointing.
 
-Each way runs on 2 × 2 processes. With an axis for data, each replica has one of two sequences; without, a process takes one
-after the other and accumulates.
+The loss and every gradient are compared with those of one process. Each combination runs on 2 × 2 processes. With a
+data axis, each replica has one of two sequences. Without one, a process runs both in turn and accumulates gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step(
 ) -> tuple[float, int]:
     """Forward and backward of this process's sequences: the loss, and the bytes that attention sent.
 
-    ``averaged`` says that gradients will be averaged over ranks, ``context`` how a layer is computed again.
+    ``averaged``: gradients will be averaged over ranks. ``context``: the context in which a layer is recomputed.
     """
     has_data_axis = "dp" in (mesh.mesh_dim_names or ())
     taken = [mesh.get_local_rank("dp")] if has_data_axis else [0, 1]
@@ -69,7 +69,7 @@ def gradients(whole: nn.Module) -> dict[str, Tensor]:
 
 
 def alone(mesh: DeviceMesh) -> Found:
-    """Nothing but context parallelism, and accumulation."""
+    """Context parallelism alone, with gradient accumulation."""
     whole = model()
     loss, sent = step(whole, whole.layers, mesh)
     rs.ContextParallel(mesh["cp"], rs.causal(N)).sum_gradients(whole.parameters())
@@ -108,7 +108,7 @@ HEADS_OVER_RANKS = {
     **{name: ColwiseParallel() for name in ("q", "k", "v", "up")},
     **{name: RowwiseParallel() for name in ("out", "down")},
 }
-# Where q, k and v stay DTensors, so must what they are rotated by.
+# If q, k and v stay DTensors, the rotary tables must be DTensors too.
 HEADS_AS_DTENSORS = {**HEADS_OVER_RANKS, **{name: ColwiseParallel(use_local_output=False) for name in "qkv"}}
 TABLES_AS_DTENSORS = (None, Replicate(), Replicate())
 

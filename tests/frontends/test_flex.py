@@ -26,7 +26,7 @@ STRATEGIES = ("ring", "gather", "exchange", "pass_q", "ulysses", "hierarchical(p
 
 
 def document_ids() -> Tensor:
-    """28 documents in each member of the batch, cut at other places in each."""
+    """28 documents in each batch row, with other boundaries in each."""
     source = torch.Generator().manual_seed(1)
     cuts = torch.stack([torch.randperm(N - 1, generator=source)[: DOCUMENTS - 1] + 1 for _ in range(B)])
     return (torch.arange(N) >= cuts.sort().values[:, :, None]).sum(1)
@@ -112,7 +112,7 @@ def test_layouts_and_strategies(name: str, layout: str) -> None:
 
 
 def split_flex(rank: int, name: str, layout: str, strategy: str, biased: bool, in_block: bool) -> list[Tensor]:
-    """What this rank gets, put together again: the same on every rank."""
+    """Attention of this rank, gathered: the same on every rank."""
     mask_mod, batch = MASK_MODS[name]()
     block_mask = create_block_mask(mask_mod, batch, None, N, N, device="cpu", BLOCK_SIZE=16)
     mask = rs.block_mask(block_mask) if in_block else rs.causal(N)
@@ -121,7 +121,7 @@ def split_flex(rank: int, name: str, layout: str, strategy: str, biased: bool, i
     q, k, v, dout, dlse = cp.shard(x.q.detach(), x.k.detach(), x.v.detach(), x.dout, x.dlse, dim=2)
     leaves = [y.requires_grad_() for y in (q, k, v)]
     with cp:
-        # The mask is that of the block, or the call brings one of its own.
+        # Either the block or the call has the mask.
         out, lse = flex_attention(
             *leaves, x.score_mod if biased else None, None if in_block else block_mask, enable_gqa=True, return_lse=True
         )
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[list[Tensor]], Any], type[Exception], str]] =
 
 @pytest.mark.usefixtures("world_of_one")
 class TestBlock:
-    def test_a_mask_that_a_function_settles_serves_plain_attention(self) -> None:
+    def test_sdpa_with_a_mask_that_has_a_predicate(self) -> None:
         with rs.ContextParallel(None, rs.mask_mod(ragged, 40) & rs.causal()):
             out = F.scaled_dot_product_attention(*small(), is_causal=True)
         want = dense_flex(*small(), lambda b, h, q, k: ragged(b, h, q, k) & (k <= q)).out
@@ -225,7 +225,7 @@ class TestBlock:
         half = [x.bfloat16() for x in (q, k, v)]
         torch.testing.assert_close(out.double(), dense_flex(*half, causal).out, atol=1e-2, rtol=1e-2)
 
-    def test_a_block_mask_is_looked_at_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_block_mask_is_converted_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looked: list[object] = []
         real = rs.block_mask
         monkeypatch.setattr("ringspan.frontends.flex.as_mask", lambda given: looked.append(given) or real(given))
@@ -256,7 +256,7 @@ class TestBlock:
             torch.testing.assert_close([cp.flex_attention(q, k, v, block_mask=one) for one in made], want)
             torch.testing.assert_close([rs.flex_attention(q, k, v, block_mask=one, plan=cp.plan) for one in made], again)
 
-    def test_a_block_mask_is_planned_for_what_the_block_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_block_mask_is_planned_for_the_hardware_and_shape_of_the_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[dict[str, Any]] = []
         monkeypatch.setattr(
             "ringspan.frontends.flex.make_plan", lambda *args, **given: asked.append(given) or rs.plan(*args, **given)
@@ -280,7 +280,7 @@ class TestBlock:
         with cp, pytest.raises(rs.UnplannedAttention, match="use_reentrant=False"):
             checkpoint(lambda *x: flex_attention(*x, block_mask=made), q, k, v, use_reentrant=True)
 
-    def test_other_threads_and_local_attention_are_as_ever(self) -> None:
+    def test_other_threads_and_local_attention_are_not_intercepted(self) -> None:
         q, k, v = (x.float() for x in small())
         want = dense_flex(q, k, v, ragged).out.float()
         seen: list[Tensor] = []
@@ -307,13 +307,13 @@ class TestBlock:
         torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks()), want)
 
     @pytest.mark.parametrize(("call", "kind", "message"), REFUSED.values(), ids=REFUSED)
-    def test_what_cannot_be_is_refused(self, call: Callable[..., Any], kind: type[Exception], message: str) -> None:
+    def test_unsupported_calls_are_refused(self, call: Callable[..., Any], kind: type[Exception], message: str) -> None:
         with rs.ContextParallel(None, rs.full(40)), pytest.raises(kind, match=message):
             call(small())
 
 
 def test_a_block_mask_is_planned_as_its_mask_would_be() -> None:
-    """On a link so slow that heads are split, where it is known how many there are; not so on the machine that is assumed."""
+    """A slow link makes splitting heads the fastest, if their number is known. On the assumed machine it is not."""
     made = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 4096, 4096, device="cpu")
     given: dict[str, Any] = {"hardware": "h200x1", "shape": rs.Shape(heads=32, kv_heads=8, head_dim=128)}
     like = rs.plan(rs.full(4096), world=16, **given)
@@ -321,7 +321,7 @@ def test_a_block_mask_is_planned_as_its_mask_would_be() -> None:
     assert found.strategy == like.strategy != plan_of(made, like, "auto").strategy
 
 
-# -- what is returned, and what is wrong -------------------------------------------------------------------------------
+# -- results and errors ------------------------------------------------------------------------------------------------
 
 
 def test_returns_what_flex_attention_returns() -> None:

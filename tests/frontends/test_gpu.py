@@ -1,4 +1,5 @@
-"""The front ends on a GPU: worlds of several sizes, what a profiler sees, and processes that share one device."""
+"""The front ends on a GPU: several numbers of ranks, profiler traces, CUDA graphs, and processes that share one
+device."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_a_trace_has_a_span_for_every_step_and_the_host_never_waits(tmp_path: Pa
     q, k, v, _ = tensors()
     world = rs.LocalWorld(2)
     plans = world.plans(rs.causal(N), strategy="ring", layout="zigzag")
-    world.run(plans, q, k, v)  # compiles, and makes what is made once for a plan
+    world.run(plans, q, k, v)  # warm-up: compiles, and fills the caches of the plan
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         world.run(plans, q, k, v)
         torch.cuda.synchronize()
@@ -75,8 +76,9 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize(("backend", "strategy"), [*GRAPHS, ("flex", "ring")])
-def test_a_cuda_graph_repeats_it(backend: str, strategy: str) -> None:
-    """Forward and backward, with other numbers in the same tensors, after all was forgotten that can be, and captured again."""
+def test_a_cuda_graph_replays_attention(backend: str, strategy: str) -> None:
+    """Forward and backward, with other values in the same tensors, after the caches were cleared, and captured
+    again."""
     q, k, v, grad = tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     world = rs.LocalWorld(2)
@@ -136,7 +138,7 @@ def test_a_block_in_a_cuda_graph() -> None:
         dist.destroy_process_group()
 
 
-def test_masks_that_are_made_anew_cannot_be_captured() -> None:
+def test_kernels_that_copy_masks_cannot_be_captured() -> None:
     q, k, v, _ = tensors()
     world = rs.LocalWorld(2)
     plans = world.plans(rs.causal(N) & rs.window(left=100), layout="contiguous")
@@ -148,7 +150,7 @@ def test_masks_that_are_made_anew_cannot_be_captured() -> None:
         world.run(plans, q, k, v, backend="efficient")
 
 
-def test_nothing_can_be_captured_before_it_was_run() -> None:
+def test_capture_without_a_warm_up_raises() -> None:
     q, k, v, _ = tensors()
     world = rs.LocalWorld(2)
     plans = world.plans(rs.documents([123, 456, N - 579]), layout="contiguous")
@@ -172,7 +174,7 @@ def job(rank: int, strategy: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "exchange(stages=1)"])
 def test_two_processes_on_one_device_agree_with_two_ranks_in_one(strategy: str, pools: Pools) -> None:
-    """Over gloo, which carries what lies on a device through the host."""
+    """Over gloo, which copies GPU tensors through host memory."""
     q, k, v, grad = tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     world = rs.LocalWorld(2)
@@ -184,7 +186,7 @@ def test_two_processes_on_one_device_agree_with_two_ranks_in_one(strategy: str, 
         rows = torch.from_numpy(plans[0].q_layout.positions(rank))
         for n, (mine, theirs) in enumerate(zip(found[rank], wanted, strict=True)):
             part = theirs.detach().cpu().index_select(2, rows)
-            # The forward pass to the bit; gradients are summed on the device in an order that varies from run to run.
+            # Forward must be equal to the bit. Gradients are summed on the device in an order that varies between runs.
             assert torch.equal(mine, part) if n == 0 else error(mine, part) <= 1e-3 * part.abs().max().item()
 
 
@@ -201,6 +203,6 @@ def captured(rank: int) -> str:
     return ""
 
 
-def test_what_gloo_carries_cannot_be_captured(pools: Pools) -> None:
+def test_messages_over_gloo_cannot_be_captured(pools: Pools) -> None:
     for rank, said in enumerate(pools(2).run(captured)):
         assert said.startswith(f"rank {rank}: forward step 0 is being captured in a CUDA graph")
