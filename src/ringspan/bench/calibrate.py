@@ -1,4 +1,4 @@
-"""Measure this machine for the cost model: the result is a :class:`~ringspan.costs.Hardware`."""
+"""Measure this machine for the cost model. The result is a :class:`~ringspan.costs.Hardware`."""
 
 from __future__ import annotations
 

@@ -117,14 +117,14 @@ def time_case(case: CostCase, head_dim: int) -> tuple[float, float]:
 
 
 def _with_choice(work: list[Row]) -> list[Row]:
-    """Adds to the alternative that the model would choose: its time over that of the best one, measured and busy."""
+    """Add to the alternative that the model would choose the ratio of its time to the best one, measured and busy."""
     chosen = min(work, key=lambda r: r["predicted_ms"])
     over = {f"choice_{by}": round(chosen[f"{by}_ms"] / min(r[f"{by}_ms"] for r in work), 3) for by in ("measured", "busy")}
     return [{**row, **over} if row is chosen else row for row in work]
 
 
 def summary(rows: list[Row]) -> str:
-    """How many predictions are close, and how much the model's choice loses; by wall time, then by processor time."""
+    """The number of close predictions and the loss of the model's choice, by wall time and by processor time."""
 
     def line(ratio: str, choice: str) -> str:
         close = sum(abs(r[ratio] - 1) <= CLOSE for r in rows)

@@ -90,9 +90,9 @@ def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[i
 def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
     """A lower bound of the received key rows of any layout of causal documents with even token counts and this balance.
 
-    The rows from key x to the end of its document have so many tokens and pairs that several ranks must share them. All
-    of these ranks see key x, and all but its owner receive it. (Each key is bounded separately, so the bound may not be
-    reached.)
+    The rows from key x to the end of its document have more tokens or pairs than one rank may have, so several ranks
+    share them. All of these ranks see key x, and all but its owner receive it. (Each key is bounded separately, so the
+    bound may not be reached.)
 
     >>> fewest_rows([8], 2, 1.0)
     6

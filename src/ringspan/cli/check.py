@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(results, cases)
     print(_in_words(summary, args, time.monotonic() - start))
     if args.json:
-        told = {"seed": args.seed, "world": args.world, "processes": args.processes, "seconds": time.monotonic() - start}
-        print(json.dumps({**summary, **told, "ringspan": __version__, "torch": torch.__version__}))
+        options = {"seed": args.seed, "world": args.world, "processes": args.processes, "seconds": time.monotonic() - start}
+        print(json.dumps({**summary, **options, "ringspan": __version__, "torch": torch.__version__}))
     return 1 if summary["failed"] else 0
 
 

@@ -111,8 +111,8 @@ def _missing(found: dict[str, Any]) -> list[str]:
     if list(found["devices"]) == ["cpu"]:
         return ["a CUDA device: without one attention is computed on the CPU"]
     lacks = {name: package for row in found["kernels"] for name, package in row["lacks"].items()}
-    said = [f"{package}, for the kernel {name}: pip install {package}" for name, package in lacks.items()]
-    return [*said, *([] if "nccl" in found["transports"] else ["nccl, for several GPUs: this PyTorch was built without it"])]
+    parts = [f"{package}, for the kernel {name}: pip install {package}" for name, package in lacks.items()]
+    return [*parts, *([] if "nccl" in found["transports"] else ["nccl, for several GPUs: this PyTorch was built without it"])]
 
 
 def _titled(title: str, lines: list[str]) -> list[str]:
@@ -137,7 +137,7 @@ def _chosen(row: dict[str, Any]) -> str:
 
 
 def _sdpa_flash(current: str | None, available: list[str], missing: dict[str, str]) -> str:
-    said = [f"{current or 'the one of PyTorch'} is active"]
-    said += [f'{name} can be activated with rs.activate("{name}")' for name in available if name != current]
-    said += [f"{name} is not installed: pip install {package}" for name, package in missing.items()]
-    return "; ".join(said)
+    parts = [f"{current or 'the one of PyTorch'} is active"]
+    parts += [f'{name} can be activated with rs.activate("{name}")' for name in available if name != current]
+    parts += [f"{name} is not installed: pip install {package}" for name, package in missing.items()]
+    return "; ".join(parts)

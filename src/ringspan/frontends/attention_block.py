@@ -188,9 +188,9 @@ class AttentionCatcher(FlexInterceptor):
 
 
 class AttentionMode(AttentionCatcher):
-    """Hands ``F.scaled_dot_product_attention`` to :meth:`attention`, if its arguments agree with the plan's mask.
+    """Passes ``F.scaled_dot_product_attention`` to :meth:`attention`, if its arguments agree with the plan's mask.
 
-    Hands ``flex_attention``, with all its arguments, to :meth:`flex_attention`, and ``varlen_attn`` to
+    Passes ``flex_attention``, with all its arguments, to :meth:`flex_attention`, and ``varlen_attn`` to
     :meth:`varlen_attention`.
     """
 

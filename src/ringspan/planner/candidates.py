@@ -37,16 +37,16 @@ def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layo
         return _quick_layouts(mask, world)
     slow_windows = _has_slow_windows(mask, machine)
     found: list[Layout] = []
-    asked: list[tuple[float, int]] = []
+    kept: list[tuple[float, int]] = []
     for name in ("contiguous", "zigzag", *_by_work(mask, world), *([FOR_SLOW_WINDOWS] if slow_windows else [])):
         layout, _ = named_layout(name, mask, world)
         keys_at = kv_layout or layout
         # The layout for slow windows has no fewer pairs than others, but in bands that are computed faster.
         work = _seconds(mask, layout, keys_at, machine, shape) if slow_windows else areas(mask, layout).max(initial=0)
         keys = _most_fetched(mask, layout, keys_at)
-        if not any(w <= work and k <= keys for w, k in asked):
+        if not any(w <= work and k <= keys for w, k in kept):
             found.append(layout)
-            asked.append((work, keys))
+            kept.append((work, keys))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The side that is sent to other ranks, keys or queries, so that one planner serves both."""
+"""The side that is sent to other ranks, keys or queries. The planner of staged strategies works with either."""
 
 from __future__ import annotations
 

@@ -67,14 +67,14 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
         ]
 
     def steps(phase: Phase) -> tuple[Step, ...]:
-        home = RESULTS[phase]
+        results = RESULTS[phase]
         return (
             Step(sends=(*own("q"), *own("kv")), recvs=(*of_node("q"), *of_node("kv"))),
             *(
                 _for_each_run(step, middle, node_tokens, runs, lambda node: nodes.ranks(node)[place])
                 for step in middle.steps(phase)
             ),
-            Step(sends=tuple(t for x in home for t in of_node(x)), recvs=tuple(t for x in home for t in own(x))),
+            Step(sends=tuple(t for x in results for t in of_node(x)), recvs=tuple(t for x in results for t in own(x))),
         )
 
     return Program(

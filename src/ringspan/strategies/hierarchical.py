@@ -94,7 +94,7 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     placed = _incoming_rows(problem, tiles, node_tiles, forwarded=indirect_owners)
     bands = bands_by_stage(KEYS, tiles, placed, rank)
     away = by_peer(placed.owner, placed.slot_row, placed.slot_row + placed.size)
-    home = _own_rows(problem, nodes)
+    own_rows = _own_rows(problem, nodes)
     forwarded_rows = _forwarded_rows(problem, node_tiles, placed)
 
     def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
@@ -105,7 +105,7 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
 
     def own(what: PayloadKind, peers: Sequence[int]) -> tuple[Transfer, ...]:
         """Transfers of the rank's own keys (or gradients) with these peers."""
-        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in peers for rows in home.get(p, ()))
+        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in peers for rows in own_rows.get(p, ()))
 
     def forwarded_keys(what: PayloadKind) -> tuple[Transfer, ...]:
         """Transfers of the keys (or gradients) that this rank forwards on its node."""

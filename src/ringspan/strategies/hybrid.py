@@ -1,4 +1,5 @@
-"""Hybrid: heads are split within a node, and keys are sent between nodes, between ranks of the same heads.
+"""Hybrid: heads are split within a node, and keys are sent between the ranks of different nodes that have the same
+heads.
 
 ::
 

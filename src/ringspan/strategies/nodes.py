@@ -18,7 +18,7 @@ from ringspan.layouts import Layout, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The last node has fewer ranks if ``per_node`` does not divide the world."""
+    """Ranks grouped into nodes. The last node has fewer ranks if ``per_node`` does not divide the world."""
 
     world: int
     per_node: int
@@ -41,9 +41,9 @@ class Nodes:
 
 
 def sorted_pieces(layout: Layout, ranks: range) -> Pieces:
-    """The tokens of some ranks in the order of the sequence, so that bands which the layout has cut join again.
+    """The spans of some ranks in the order of the sequence, so that bands which the layout has split join again.
 
-    ``owner`` is the rank as before, and ``at`` the row of a piece in this order.
+    ``owner`` is the same rank as in the layout, and ``at`` is the row of a span in this order.
     """
     p = layout.pieces
     there = np.flatnonzero((p.owner >= ranks.start) & (p.owner < ranks.stop))
@@ -55,7 +55,7 @@ def sorted_pieces(layout: Layout, ranks: range) -> Pieces:
 
 
 def by_node(layout: Layout, nodes: Nodes) -> Layout:
-    """The layout in which every node is one rank that owns the tokens of its ranks, in the order of
+    """A layout whose ranks are the nodes. A node owns the tokens of its ranks, in the order of
     :func:`sorted_pieces`."""
     spans = []
     for node in range(nodes.count):

@@ -85,7 +85,7 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
 
 
 def spec(strategy: str | Strategy) -> str:
-    """The strategy as text, with its options spelled out: the form that goes into digests and files.
+    """The strategy as text with all its options. This form is used in digests and plan files.
 
     >>> spec("gather")
     'gather(stages=1)'

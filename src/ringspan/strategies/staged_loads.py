@@ -16,7 +16,7 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
     links = (workload.is_near, ~workload.is_near)
     arriving = np.stack([_by_stage(demand.incoming * link, receive_stage, stages)[:, 1:] for link in links])
     leaving = np.stack([_by_stage(demand.outgoing * link, send_stage, stages)[:, 1:] for link in links])
-    met = _met(workload, demand, receive_stage, send_stage, stages)
+    stage_peers = _peers_by_stage(workload, demand, receive_stage, send_stage, stages)
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
         what, returned = moving.what, moving.returned[phase] if stages else None
@@ -24,14 +24,14 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
         computing = np.zeros((len(workload.ranks), steps))
         computing[:, : stages + 1] = _by_stage(demand.seconds[phase], receive_stage, stages)
         sent, received = (np.zeros((2, *computing.shape)) for _ in range(2))
-        copied, peers = np.zeros(computing.shape), [*met, *[NO_PEERS] * (steps - stages)]
+        copied, peers = np.zeros(computing.shape), [*stage_peers, *[NO_PEERS] * (steps - stages)]
         sent[:, :, :stages] = leaving * workload.shape.row_bytes(what, phase)
         received[:, :, :stages] = arriving * workload.shape.row_bytes(what, phase)
         if returned:  # the results of a stage are sent back two steps after its rows arrived
             sent[:, :, 2:] += arriving * workload.shape.row_bytes(returned, phase)
             received[:, :, 2:] += leaving * workload.shape.row_bytes(returned, phase)
             copied[:, 2:] = leaving.sum(axis=0) * workload.shape.row_bytes(returned, phase)
-            peers = [_both(a, b) for a, b in zip(peers, [NO_PEERS, NO_PEERS, *met], strict=True)]
+            peers = [_both(a, b) for a, b in zip(peers, [NO_PEERS, NO_PEERS, *stage_peers], strict=True)]
         communication = communication_seconds(sent, received, workload.machine)
         found[phase] = Loads(workload.launched(computing), communication, copied / workload.machine.copy_bytes_per_s, peers)
     return found
@@ -55,7 +55,7 @@ def _by_stage(value: Seconds | Ints, stage: Ints, stages: int) -> Seconds:
     return total.reshape(size)
 
 
-def _met(workload: Workload, demand: Demand, receive_stage: Ints, send_stage: Ints, stages: int) -> list[RankPeers]:
+def _peers_by_stage(workload: Workload, demand: Demand, receive_stage: Ints, send_stage: Ints, stages: int) -> list[RankPeers]:
     """Which ranks exchange rows in each stage."""
     row_of = nearest(np.array(workload.ranks), workload.world)
     receive_stage, send_stage = np.where(demand.incoming > 0, receive_stage, 0), np.where(demand.outgoing > 0, send_stage, 0)

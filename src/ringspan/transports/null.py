@@ -1,4 +1,4 @@
-"""A transport that moves nothing. It serves to time the compute of one rank without communication."""
+"""A transport that moves nothing, to time the compute of one rank without communication."""
 
 from __future__ import annotations
 

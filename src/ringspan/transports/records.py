@@ -1,7 +1,7 @@
 """Records of the ranks in the store of their process group: in which call each rank is, and how it failed.
 
-A rank writes its record only if a call fails or makes no progress for about a second, so the store is not used while all is
-well.
+A rank writes its record only if a call fails or makes no progress for about a second, so the store is not used in
+normal operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CallRecord(NamedTuple):
 
 
 class RankRecord(NamedTuple):
-    """Where a rank is."""
+    """The call and the step that a rank is in."""
 
     number: int
     """The number of its last call."""

@@ -1,10 +1,10 @@
-"""The watchdog: a thread that looks after calls in which a rank waits for long.
+"""The watchdog: a thread that diagnoses calls in which a rank makes no progress.
 
-A rank that waits for a message cannot do anything else. So one background thread per process looks twice a second at the calls
-of all groups. It acts only on a group whose rank has made no progress for a second: it writes the record of the rank to the
-store of the group. If the rank waits for peers, it also reads their records. If these show that a message will never come, the
-thread closes the connections of the group, which ends the wait with an error, here and on the peers. The error says what the
-thread has found::
+A rank that waits for a message cannot do anything else. So one background thread per process checks the calls of all
+groups twice a second. It acts only on a group whose rank has made no progress for a second: it writes the record of the
+rank to the store of the group. If the rank waits for peers, it also reads their records. If these show that a message
+will never come, the thread closes the connections of the group, which ends the wait with an error, here and on the
+peers. The error says what the thread has found::
 
     main thread        call 7, waits for rank 1 ────────────────────────────── raises PeerMismatch
     watchdog                        1 s later: write, read ── diagnose ── close ┘
@@ -29,7 +29,7 @@ from ringspan.transports.diagnosis import describe_ranks, diagnose
 from ringspan.transports.records import RankRecord, Records, record_of, records_of
 
 PATIENCE = 1.0  # seconds without progress before a rank writes its record
-PERIOD = 0.4  # seconds between two looks
+PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
 SILENT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
 
@@ -39,7 +39,7 @@ log = logging.getLogger("ringspan.transports")
 
 
 class WatchedGroup:
-    """A group whose calls the watchdog looks at. Holds the process group weakly."""
+    """A group whose calls the watchdog checks. Holds the process group weakly."""
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int, calls: GroupCalls) -> None:
         self.calls, self.rank, self.global_ranks = calls, rank, global_ranks
@@ -56,7 +56,7 @@ class WatchedGroup:
     # -- in the watchdog's thread ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Write a record if this rank makes no progress, and end a wait that is in vain."""
+        """Write a record if this rank makes no progress, and end a wait for a message that will never come."""
         calls, now = self.calls, time.monotonic()
         current = calls.current
         position = (calls.number, current.label if current else "", current.waiting_since if current else None, calls.failure)
@@ -115,8 +115,8 @@ class WatchedGroup:
     def close_connections(self) -> None:
         """Close the connections of gloo to all peers, so that no rank waits for this one any longer.
 
-        A receive that times out makes gloo close them. One from a peer whose connection is closed already fails at once and
-        leaves the others open, so all peers are tried.
+        A receive that times out makes gloo close them. One from a peer whose connection is closed already fails at once
+        and leaves the others open, so all peers are tried.
         """
         group = self._group()
         if group is None or dist.get_backend(group) != "gloo":
@@ -155,7 +155,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def add(self, group: WatchedGroup) -> None:
-        """Look at a group as long as it is referenced elsewhere."""
+        """Check a group as long as it is referenced elsewhere."""
         with self._lock:
             self._groups.add(group)
             if self._thread is None or not self._thread.is_alive():  # a forked process has no threads
@@ -163,7 +163,8 @@ class Watchdog:
                 self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread, before the interpreter ends. A thread that returned from C++ later would abort the process."""
+        """Stop the thread, before the interpreter ends. A thread that returned from C++ later would abort the
+        process."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)

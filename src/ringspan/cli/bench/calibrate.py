@@ -41,7 +41,7 @@ def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     tokens = tuple(args.tokens or TOKENS[args.device])
     if len(set(tokens)) < 2:
-        raise InputError(f"--tokens needs two lengths or more, to tell launch and pairs apart; got {tokens}")
+        raise InputError(f"--tokens needs two lengths or more, to separate launch time and compute time; got {tokens}")
     if args.device == "cpu" and args.world < 2:
         raise InputError(f"--world must be at least 2, or there is no link to measure; got {args.world}")
     shape = rs.Shape(heads=args.heads, kv_heads=args.heads, head_dim=args.head_dim, dtype=dtype)

@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_error(f"\n{report.failure(comparison, BROKEN.get(args.sabotage))}")
     if args.json:
-        asked = {"steps": args.steps, "seq_len": args.seq_len, "seed": args.seed, "sabotage": args.sabotage}
-        print(report.as_json(comparison, **asked, seconds=round(seconds, 2), pictures=drawn))
+        options = {"steps": args.steps, "seq_len": args.seq_len, "seed": args.seed, "sabotage": args.sabotage}
+        print(report.as_json(comparison, **options, seconds=round(seconds, 2), pictures=drawn))
     return 0 if comparison.parted_at is None else 1
 
 

@@ -65,25 +65,25 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
 
 
 def run(args: argparse.Namespace) -> int:
-    asked, notes = _question(args)
-    if not 0 <= args.rank < asked.world:
-        raise PlanError(f"--rank must be one of 0 … {asked.world - 1}, not {args.rank}")
+    question, notes = _question(args)
+    if not 0 <= args.rank < question.world:
+        raise PlanError(f"--rank must be one of 0 … {question.world - 1}, not {args.rank}")
     for path in (args.html, args.png):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {path}: there is no directory {path.absolute().parent}. Make it first")
     if args.png is not None:
         check_drawable(args.png)
-    found = study(asked)
-    told = facts(found)
-    told["notes"] = [*notes, *told["notes"]]
+    found = study(question)
+    results = facts(found)
+    results["notes"] = [*notes, *results["notes"]]
     if args.html is not None:
-        args.html.write_text(page(found, told), encoding="utf-8")
+        args.html.write_text(page(found, results), encoding="utf-8")
     if args.png is not None:
         draw(args.png, found)
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps(results))
         return 0
-    show(summary(told), candidates(told), "", shortened(found.plans[0].at(args.rank).explain(found.question.shape)))
+    show(summary(results), candidates(results), "", shortened(found.plans[0].at(args.rank).explain(found.question.shape)))
     for path in filter(None, (args.html, args.png)):
         show(f"\nwritten: {path}")
     return 0

@@ -18,25 +18,25 @@ from ringspan.plans.data import PHASES
 def facts(study: Study) -> dict[str, Any]:
     """Seconds are those of the slowest simulated rank; ``exact`` says whether all ranks were simulated. The candidates
     have the costs with which they were compared."""
-    asked, cost, plan = study.question, study.cost, study.plans[0]
+    question, cost, plan = study.question, study.cost, study.plans[0]
     return {
         "ringspan": rs.__version__,
         "python": platform.python_version(),
         "mask": {
-            "name": asked.mask.name,
-            "queries": asked.mask.lengths[0],
-            "keys": asked.mask.lengths[1],
-            "area": asked.mask.area,
-            "bands": len(asked.mask),
-            "share": asked.mask.area / max(1, asked.mask.lengths[0] * asked.mask.lengths[1]),
+            "name": question.mask.name,
+            "queries": question.mask.lengths[0],
+            "keys": question.mask.lengths[1],
+            "area": question.mask.area,
+            "bands": len(question.mask),
+            "share": question.mask.area / max(1, question.mask.lengths[0] * question.mask.lengths[1]),
         },
-        "world": asked.world,
-        "hardware": asdict(asked.machine),
-        "shape": asdict(asked.shape),
+        "world": question.world,
+        "hardware": asdict(question.machine),
+        "shape": asdict(question.shape),
         "chosen": {
             **_candidate(replace(study.best, cost=cost)),
             "digest": plan.digest,
-            "balance": balance(asked.mask, plan.q_layout),
+            "balance": balance(question.mask, plan.q_layout),
         },
         "exact": cost.is_exact,
         "costed_ranks": list(cost.ranks),

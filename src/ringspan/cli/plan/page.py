@@ -13,12 +13,12 @@ from ringspan.cli.plan.study import Study
 from ringspan.cli.plan.text import basis
 
 
-def page(study: Study, told: dict[str, Any]) -> str:
+def page(study: Study, results: dict[str, Any]) -> str:
     """Names come from users: all text is escaped here, or written by the script as text, never as HTML."""
-    data = {**told, "basis": basis(told), "drawings": drawings(study)}
-    chosen = told["chosen"]
+    data = {**results, "basis": basis(results), "drawings": drawings(study)}
+    chosen = results["chosen"]
     parts = {
-        "TITLE": html.escape(f"{chosen['strategy']} on {chosen['layout']}, {told['world']:,} ranks"),
+        "TITLE": html.escape(f"{chosen['strategy']} on {chosen['layout']}, {results['world']:,} ranks"),
         "STYLE": _part("page.css"),
         "SCRIPT": _part("page.js"),
         "DATA": _inside_script(data),
