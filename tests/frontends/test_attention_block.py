@@ -99,14 +99,6 @@ def test_checkpointed_attention_is_computed_again_inside_the_block(cp: rs.Contex
     assert all(close(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_checkpointing_without_the_context_of_the_block_raises(cp: rs.ContextParallel) -> None:
-    q, k, v = qkv(2)
-    with cp:
-        out = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)
-    with pytest.raises(rs.UnplannedAttention, match=r"context_fn=cp\.checkpoint_context"):
-        out.sum().backward()
-
-
 # -- refused calls ---------------------------------------------------------------------------------------------------
 
 X = torch.randn(1, N, 8)
@@ -266,11 +258,6 @@ def test_functions_made_for_one_call_do_not_pile_up(cp: rs.ContextParallel, monk
         assert not treatments
         torch.ones(2).relu()
     assert {torch.ones, torch.Tensor.relu} <= treatments.keys()
-
-
-def test_reentrant_checkpointing_is_refused(cp: rs.ContextParallel) -> None:
-    with cp, pytest.raises(rs.UnplannedAttention, match="use_reentrant=False"):
-        checkpoint(F.scaled_dot_product_attention, *qkv(2), use_reentrant=True)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ USES = {
     "torch.distributed._local_tensor.maybe_run_for_local_tensor": Use("process_groups", "compat: simulated ranks"),
     "torch._C._cuda_getCurrentRawStream": Use("cuda_streams", "keep cached tensors of one stream from another"),
     "torch.autograd._profiler_enabled": Use("profiler", "name the steps of a plan in a profiler's trace"),
+    # checkpoints
+    "torch._C._autograd._top_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
+    "torch._C._autograd._push_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
+    "torch._C._autograd._pop_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
+    "torch.utils.checkpoint._checkpoint_hook": Use("checkpoints", "enter blocks again when attention is recomputed"),
     # attention
     f"{ATEN}._flash_attention_forward": Use("attention_operators", 'backend="flash"'),
     f"{ATEN}._flash_attention_backward": Use("attention_operators", 'backend="flash"'),

@@ -6,7 +6,7 @@ from ringspan.engine.executor import AttentionConfig, backward, forward
 from ringspan.engine.handles import PlanHandle, copy_id, registry
 from ringspan.engine.inputs import DTYPES, shape_of
 from ringspan.engine.kernel_choice import check_mask_sizes, check_score_mod_heads, config_for
-from ringspan.engine.operator import attend_by_id
+from ringspan.engine.operator import attend_by_id, before_operator
 
 __all__ = [
     "DTYPES",
@@ -16,6 +16,7 @@ __all__ = [
     "attend_by_id",
     "attend_ranks",
     "backward",
+    "before_operator",
     "check_mask_sizes",
     "check_score_mod_heads",
     "config_for",

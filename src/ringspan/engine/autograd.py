@@ -117,8 +117,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
         return tensors
     except CheckpointError as error:
         raise UnplannedAttention(
-            "activation checkpointing computed this attention again, but not as it was: outside the `with cp:` block. "
-            "Use checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
+            "activation checkpointing computed this attention again, but not as it was. If its block was not entered again, "
+            "open the block inside the checkpointed function"
         ) from error
 
 

@@ -9,7 +9,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,8 +52,18 @@ torch.library.define(
 )
 
 
+_callbacks: list[Callable[[], None]] = []
+
+
+def before_operator(callback: Callable[[], None]) -> None:
+    """Call a function before each forward pass of the operator."""
+    _callbacks.append(callback)
+
+
 @torch.library.impl("ringspan::attend", "CompositeExplicitAutograd")
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    for callback in _callbacks:
+        callback()
     handle = registry.find(plan_id)
     with disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)

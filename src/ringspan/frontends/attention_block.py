@@ -6,7 +6,6 @@ except for ``flex_attention``, which no mode can intercept (:mod:`ringspan.torch
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
@@ -17,10 +16,11 @@ from typing import Any, Literal, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from ringspan.caching.registry import on_clear_caches
+from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
+from ringspan.frontends.recompute import entered_blocks, keep_blocks, note_entry, note_exit
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
 from ringspan.masks import Mask
@@ -38,7 +38,7 @@ from ringspan.torch_private.flex_interception import (
     install_flex_interception,
     replace_code_if_imported,
 )
-from ringspan.torch_private.function_modes import without_modes
+from ringspan.torch_private.function_modes import function_mode_stack, without_modes
 from ringspan.torch_private.higher_order import HigherOrderOperator
 
 # Other attention functions, which would attend only to this rank's keys: name -> what to call instead.
@@ -121,9 +121,11 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
         removed = without_modes(of=AttentionCatcher)
         removed.__enter__()
         _entered.contexts.append(removed)
+        note_entry(self, hides_others=True)
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        note_exit(self)
         _entered.contexts.pop().__exit__(*raised)
 
 
@@ -150,8 +152,14 @@ class AttentionCatcher(FlexInterceptor):
     def __enter__(self) -> Self:
         if not torch.compiler.is_dynamo_compiling():
             install_flex_interception()
+            note_entry(self)
         super().__enter__()
         return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            note_exit(self)
+        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         treatment = _treatment(func)
@@ -159,6 +167,7 @@ class AttentionCatcher(FlexInterceptor):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if treatment == "attention":
+            self._keep_for_recompute()
             return self.caught(func, args, kwargs)
         if treatment == "unflatten":
             return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
@@ -179,12 +188,23 @@ class AttentionCatcher(FlexInterceptor):
 
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_modes(down_to=self):
+            self._keep_for_recompute()
             return self.caught(flex_attention, args, kwargs)
+
+    def _keep_for_recompute(self) -> None:
+        # A compiled checkpoint recomputes the traced operators, not the function.
+        if not torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            # A mode is off the stack while it handles a call.
+            keep_blocks([*(mode for mode in function_mode_stack() if isinstance(mode, AttentionCatcher)), self])
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an attention call. The mode is disabled meanwhile: calling ``func`` reaches the
         enclosing block."""
+
+
+# Compiled code calls the operator without passing through a block, and without modes on the stack.
+before_operator(lambda: keep_blocks(entered_blocks()))
 
 
 class AttentionMode(AttentionCatcher):
@@ -214,18 +234,15 @@ class AttentionMode(AttentionCatcher):
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
-            _refuse_reentrant_checkpoint()
             q, k, v, scale = self._checked_sdpa(*args, **kwargs)
             if q.ndim == 4:
                 return self.attention(q, k, v, scale=scale)
             out = self.attention(_four_dims(q), _four_dims(k), _four_dims(v), scale=scale)
             return out.reshape(*q.shape[:-1], v.shape[-1])
         if func is flex_attention:
-            _refuse_reentrant_checkpoint()
             return self.flex_attention(*args, **kwargs)
         name = _name(func)
         if is_varlen_attention(func):
-            _refuse_reentrant_checkpoint()
             # The operator's third result is the state of the random generator. varlen_attn does not return it.
             return *self.varlen_attention(VarlenCall(*args, **kwargs)), None
         instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
@@ -282,25 +299,6 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
-
-
-def _refuse_reentrant_checkpoint() -> None:
-    # A compiled checkpoint recomputes the traced operators, not the function.
-    is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-    if not torch.is_grad_enabled() and not is_traced and _inside_reentrant_checkpoint():
-        raise UnplannedAttention(
-            "checkpoint(..., use_reentrant=True) would compute this attention again outside the block: use "
-            "checkpoint(..., use_reentrant=False, context_fn=cp.checkpoint_context)"
-        )
-
-
-def _inside_reentrant_checkpoint() -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-    return False
 
 
 def _four_dims(x: Tensor) -> Tensor:

@@ -288,10 +288,10 @@ class ContextParallel(AttentionMode):
         return attend_packed(self._handle, call)
 
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For activation checkpointing: ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``.
+        """For ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``: ``f`` runs again in this block.
 
-        The backward pass computes ``f`` again, after the block was left; this context enters the block again for it.
-        For selective checkpointing pass ``context_fn=partial(cp.checkpoint_context, policy)``. If the policy saves
+        A checkpoint inside the block does not need it (:mod:`ringspan.frontends.recompute`). For selective
+        checkpointing pass ``context_fn=partial(cp.checkpoint_context, policy)``. If the policy saves
         ``torch.ops.ringspan.attend.default``, attention is neither computed nor communicated a second time.
         """
         forward_context, recompute_context = (

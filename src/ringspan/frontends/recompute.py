@@ -1,0 +1,102 @@
+"""Activation checkpointing: attention that is computed again in the backward pass is computed in the same blocks.
+
+``checkpoint(f, x)`` calls ``f`` a second time in the backward pass, perhaps after the ``with cp:`` block was left. A block
+that is around the checkpoint would not be there. So a block that intercepts attention inside a checkpoint replaces the function
+which the checkpoint will run by one that enters the block again::
+
+    with cp:                                                  # entered before the checkpoint: entered again
+        y = checkpoint(f, x)      f:  attention …
+                                      with other: attention   # entered in f itself: f does so again
+    y.backward()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from ringspan.torch_private.checkpoints import Checkpoint, any_hooks, non_reentrant_checkpoints, reentrant_checkpoints
+
+Block = AbstractContextManager[Any]
+
+
+class InBlocks:
+    """A function, called inside blocks; the innermost is the last."""
+
+    def __init__(self, function: Callable[..., Any], blocks: list[Block]) -> None:
+        self.function, self.blocks = function, blocks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as entered:
+            for block in self.blocks:
+                entered.enter_context(block)
+            return self.function(*args, **kwargs)
+
+
+class _Entry(NamedTuple):
+    block: Block
+    checkpoints: frozenset[int]
+    """The checkpoints around the entry, by their keys."""
+    hides_others: bool
+
+
+class _Entries(threading.local):
+    """The blocks that this thread has entered and not left, the innermost last. Not those that compiled code has entered."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Entry] = []
+
+
+_entries = _Entries()
+
+
+def note_entry(block: Block, *, hides_others: bool = False) -> None:
+    """Note that a block was entered. ``hides_others``: the blocks around it have no effect inside."""
+    keys = frozenset([checkpoint.key for checkpoint in _surrounding_checkpoints()])
+    _entries.stack.append(_Entry(block, keys, hides_others))
+
+
+def note_exit(block: Block) -> None:
+    """Note that a block was left. Does nothing for an entry by compiled code."""
+    for n in reversed(range(len(_entries.stack))):
+        if _entries.stack[n].block is block:
+            del _entries.stack[n]
+            return
+
+
+def entered_blocks() -> list[Block]:
+    """The blocks that have an effect here, the innermost last."""
+    blocks: list[Block] = []
+    for entry in _entries.stack:
+        if entry.hides_others:
+            blocks.clear()
+        else:
+            blocks.append(entry.block)
+    return blocks
+
+
+def keep_blocks(blocks: list[Block]) -> None:
+    """Let the checkpoints around this call run their functions again in those of the blocks that are around the checkpoint."""
+    for checkpoint in _surrounding_checkpoints():
+        if isinstance(checkpoint.function, InBlocks):
+            continue  # by an earlier call of attention in this checkpoint
+        around = [block for n, block in enumerate(blocks) if not _is_inside(checkpoint, block, blocks[:n].count(block))]
+        if around:
+            checkpoint.replace_function(InBlocks(checkpoint.function, around))
+
+
+def _is_inside(checkpoint: Checkpoint, block: Block, n: int) -> bool:
+    """Whether a block was entered inside a checkpoint, at the n-th of its entries."""
+    entries = [entry for entry in _entries.stack if entry.block is block]
+    return n < len(entries) and checkpoint.key in entries[n].checkpoints
+
+
+def _surrounding_checkpoints() -> list[Checkpoint]:
+    found = non_reentrant_checkpoints() if any_hooks() else []
+    if not torch.is_grad_enabled():  # a reentrant checkpoint turns gradients off
+        found += reentrant_checkpoints()
+    return found

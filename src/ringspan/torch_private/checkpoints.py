@@ -1,0 +1,74 @@
+"""The activation checkpoints (``torch.utils.checkpoint``) that surround a call, and the functions that they will run again.
+
+A non-reentrant checkpoint installs hooks for saved tensors. The function that packs a tensor holds the object of the
+checkpoint, whose ``recompute_fn`` runs again in the backward pass. A reentrant checkpoint is an autograd function: its
+``forward`` is on the stack of Python, and its ``ctx.run_function`` runs again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+# (ignore_is_tracing) -> the innermost hooks (pack, unpack) of this thread, or None.
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+# The function by which a non-reentrant checkpoint packs saved tensors, and its variable that is the checkpoint.
+PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
+FRAME = "frame"
+
+
+class Checkpoint(NamedTuple):
+    """One checkpoint, and the attribute of its ``owner`` that is the function to run again."""
+
+    key: int
+    owner: Any
+    attribute: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self.owner, self.attribute)
+        return function
+
+    def replace_function(self, function: Callable[..., Any]) -> None:
+        setattr(self.owner, self.attribute, function)
+
+
+def any_hooks() -> bool:
+    """Whether this thread has hooks for saved tensors, as inside a non-reentrant checkpoint."""
+    return _top_hooks(True) is not None
+
+
+def non_reentrant_checkpoints() -> list[Checkpoint]:
+    """The non-reentrant checkpoints around this call, the outermost first."""
+    hooks: list[Any] = []
+    while (top := _top_hooks(True)) is not None:
+        hooks.insert(0, top)
+        _pop_hooks()
+    for pack, unpack in hooks:
+        _push_hooks(pack, unpack)
+    frames = [inspect.getclosurevars(pack).nonlocals[FRAME] for pack, _ in hooks if _qualified_name(pack) == PACK_HOOK]
+    return [Checkpoint(id(frame), frame, "recompute_fn") for frame in frames]
+
+
+def reentrant_checkpoints() -> list[Checkpoint]:
+    """The reentrant checkpoints around this call, the outermost first."""
+    found: list[Checkpoint] = []
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            ctx = frame.f_locals["ctx"]
+            found.insert(0, Checkpoint(id(ctx), ctx, "run_function"))
+    return found
+
+
+def _qualified_name(function: Any) -> str:
+    return getattr(function, "__qualname__", "")

@@ -1,0 +1,105 @@
+"""Activation checkpointing in a ``context_parallel`` block and in a parallelized module, over gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from ringspan.compat import _context_parallel_shard, _ContextParallel, _HeadTailLoadBalancer, context_parallel
+from ringspan.testing.assertions import assert_close
+from tests.compat.jobs import mesh_of_all
+from tests.conftest import Pools
+
+N, E = 24, 16
+
+
+class Attends(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.attends = nn.Linear(E, 3 * E), nn.Linear(E, E), Attends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, E // 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(self.attends(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers, self.reentrant = nn.Linear(E, E), nn.ModuleList([Layer(), Layer()]), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def whole_sequence() -> Tensor:
+    return torch.randn(2, N, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradients(model: Model) -> list[Tensor]:
+    grads = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        grads.append(parameter.grad)
+    return grads
+
+
+def expected() -> list[Tensor]:
+    model = Model(None).double()
+    model(whole_sequence()).square().sum().backward()
+    return gradients(model)
+
+
+def check(model: Model) -> None:
+    for grad, exact in zip(gradients(model), expected(), strict=True):
+        dist.all_reduce(grad)
+        assert_close(grad, exact, atol=1e-11)
+
+
+def in_a_block(rank: int, reentrant: bool, backward_in_block: bool) -> None:
+    mesh, model, x = mesh_of_all(), Model(reentrant).double(), whole_sequence()
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
+        loss = model(x).square().sum()
+        if backward_in_block:
+            loss.backward()
+    if not backward_in_block:
+        loss.backward()
+    check(model)
+
+
+def in_modules(rank: int, reentrant: bool, backward_in_block: bool) -> None:
+    """The style is applied to the attention of each layer, and there is no block."""
+    mesh, model = mesh_of_all(), Model(reentrant).double()
+    style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"attends": style})
+    (x,) = _context_parallel_shard(mesh, [whole_sequence()], [1], _HeadTailLoadBalancer(N, dist.get_world_size(), "cpu"))
+    model(x).square().sum().backward()
+    check(model)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("job", "backward_in_block"),
+    [(in_a_block, True), (in_a_block, False), (in_modules, False)],
+    ids=["backward in the block", "backward after it", "modules"],
+)
+def test_gradients_are_those_of_one_process(
+    pools: Pools, job: object, backward_in_block: bool, reentrant: bool, world: int
+) -> None:
+    pools(world).run(job, reentrant, backward_in_block)
