@@ -1,4 +1,4 @@
-"""The tests of the engine have small tensors: one thread is faster than several."""
+"""Run the tests of the engine with one thread, which is faster than several for small tensors."""
 
 from __future__ import annotations
 

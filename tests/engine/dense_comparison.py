@@ -20,6 +20,7 @@ __all__ = ["EXACT", "Tensors", "case", "worst_error"]
 
 
 def case(mask: Mask, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, v_dim: int = 6, batch: int = 2) -> Tensors:
+    """Return random q, k, v and gradients for the whole sequence, in float64."""
     source = torch.Generator().manual_seed(0)
     q_len, k_len = mask.lengths
 
@@ -36,7 +37,7 @@ def case(mask: Mask, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, v_
 
 
 def worst_error(plans: Sequence[Plan], given: Tensors, run: Callable[[Sequence[Any]], list[Any]], kernel: Any = cpu) -> float:
-    """Forward and backward of all ranks, driven by ``run``: the largest difference of any result from the dense reference."""
+    """Run forward and backward of all ranks with ``run``. Return the largest difference from the dense reference."""
     mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout
     leaves = [x.clone().requires_grad_() for x in given[:3]]
     pieces = [(q_layout, leaves[0]), (kv_layout, leaves[1]), (kv_layout, leaves[2])]

@@ -1,8 +1,9 @@
-"""Test drivers for the generators of ranks. They meet the contract of PostExchange and WaitExchange in its least helpful way.
+"""Drivers that run the generators of all ranks in the orders that PostExchange and WaitExchange barely allow.
 
-Each rank goes on alone until it can go no further. What is to be received is filled with NaN when it is posted, and is right
-only once it has been waited for. The two are the extremes of when a message is read: at once, so that a rank can be steps
-ahead of the others, or at the very last moment, when all wait for it.
+A driver resumes one rank until it has to wait for a message, then another. It fills a receive buffer with NaN when the
+exchange is posted, so that a read before the wait fails the test. The two drivers are the extremes of when a message is
+delivered: as soon as it is posted, so that a rank can be several steps ahead of the others, or only when all ranks
+wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Messages = dict[tuple[int, int], deque[Tensor]]
 
 
 def resume(generator: RankGenerator[Any], post: Callable[[PostExchange], Any], answer: Any = None) -> tuple[Any, bool]:
-    """Run a generator until it waits (returns the pending exchange, False) or ends (its result, True)."""
+    """Run a generator until it waits or ends. Return (pending exchange, False) or (result, True)."""
     try:
         while isinstance(request := generator.send(answer), PostExchange):
             for _, tensor in (*request.sends, *request.recvs):
@@ -35,7 +36,10 @@ def resume(generator: RankGenerator[Any], post: Callable[[PostExchange], Any], a
 
 
 class DeliverAtOnce:
-    """Messages are delivered when they are posted. The first rank of ``order`` that can run does, as far as it can."""
+    """Delivers messages when they are posted.
+
+    Resumes the first rank in ``order`` that has all messages it waits for.
+    """
 
     def __init__(self, order: int = 1) -> None:
         self.order = order
@@ -59,9 +63,9 @@ class DeliverAtOnce:
             return request
 
         while waiting:
-            able = [rank for rank, exchange in waiting.items() if has_all(rank, exchange)]
-            assert able, "every rank waits"
-            rank, exchange = able[0], waiting[able[0]]
+            ready = [rank for rank, exchange in waiting.items() if has_all(rank, exchange)]
+            assert ready, "deadlock: every rank waits for a message"
+            rank, exchange = ready[0], waiting[ready[0]]
             for peer, tensor in exchange.recvs if exchange else ():
                 tensor.copy_(queues[peer, rank].popleft())
             waiting[rank], ended = resume(generators[rank], lambda request, rank=rank: post(rank, request))  # type: ignore[misc]
@@ -72,19 +76,19 @@ class DeliverAtOnce:
 
 
 class DeliverLate:
-    """Messages are delivered when all ranks wait: then those of the earliest step."""
+    """Delivers messages only when all ranks wait, and then only those of the earliest step."""
 
     def run(self, generators: Sequence[RankGenerator[Any]], description: object = None) -> list[Any]:
         results: dict[int, Any] = {}
         waiting: dict[int, PostExchange] = {}
-        able = list(range(len(generators)))
-        while able:
-            for rank in able:
+        ready = list(range(len(generators)))
+        while ready:
+            for rank in ready:
                 outcome, ended = resume(generators[rank], lambda request: request)
                 (results if ended else waiting)[rank] = outcome
             earliest = min((_step(exchange) for exchange in waiting.values()), default=None)
-            able = [rank for rank, exchange in waiting.items() if _step(exchange) == earliest]
-            self._deliver({rank: waiting.pop(rank) for rank in able})
+            ready = [rank for rank, exchange in waiting.items() if _step(exchange) == earliest]
+            self._deliver({rank: waiting.pop(rank) for rank in ready})
         return [results[rank] for rank in range(len(generators))]
 
     def _deliver(self, exchanges: dict[int, PostExchange]) -> None:

@@ -79,7 +79,7 @@ def test_gradients_of_out_and_of_lse(strategy: str, uses: str) -> None:
 
 
 def test_the_gradient_of_an_empty_row_is_zero() -> None:
-    """Also if the loss uses its lse, which is -inf: the gradient of a sum of squares is then -inf as well."""
+    """This holds even if the loss uses its lse, -inf: the gradient of a sum of squares is then -inf as well."""
     mask = rs.Mask.from_bands([(0, 2, 0, 6, -9, 9), (4, 6, 1, 3, -9, 9)], 7, 6)
     empty = [2, 3, 6]
     given = case(mask)
@@ -95,7 +95,7 @@ def test_the_gradient_of_an_empty_row_is_zero() -> None:
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_no_gradient_of_a_gradient(power: int) -> None:
-    """Also of a loss with a constant gradient, for which PyTorch would silently drop the second derivative."""
+    """This includes a loss with a constant gradient, where PyTorch would silently drop the second derivative."""
     leaves = [x.clone().requires_grad_() for x in case(MASK)[:3]]
     out = rs.LocalWorld(2).attention(*leaves, mask=MASK)
     (dq,) = torch.autograd.grad((out**power).sum(), leaves[:1], create_graph=True)

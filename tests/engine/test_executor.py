@@ -24,16 +24,16 @@ from tests.hypothesis_strategies import layouts, masks
 from tests.plans.examples import MASKS, STRATEGIES, all_plans
 
 DRIVERS = {
-    "far ahead": lambda: DeliverAtOnce(),
-    "far ahead, last first": lambda: DeliverAtOnce(-1),
-    "at the last moment": DeliverLate,
+    "at once": lambda: DeliverAtOnce(),
+    "at once, last rank first": lambda: DeliverAtOnce(-1),
+    "late": DeliverLate,
 }
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_results_are_exact_with_every_driver(strategy: str, driver: str) -> None:
-    """Round robin, for messages of many ranges of rows."""
+    """The round-robin layout gives messages of many ranges of rows."""
     for mask in MASKS.values():
         for layout in ("zigzag", "round_robin"):
             plans = [plan.for_heads(4, 2) for plan in all_plans(mask, 4, strategy, layout)]
@@ -53,7 +53,7 @@ def test_any_mask_on_any_layout_is_exact(data: st.DataObject) -> None:
 
 
 def test_a_driver_lets_ranks_run_steps_ahead() -> None:
-    """Otherwise the tests above would not test it."""
+    """Check that the tests above run ranks at different steps."""
     mask = rs.causal(32)
     driver = DeliverAtOnce()
     worst_error(all_plans(mask, 8, "gather(stages=7)", "contiguous"), case(mask), driver.run)
@@ -64,7 +64,7 @@ def test_a_driver_lets_ranks_run_steps_ahead() -> None:
 
 
 class LoggingKernel:
-    """The CPU kernel, logging its calls."""
+    """The CPU kernel. It logs its calls."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -75,7 +75,7 @@ class LoggingKernel:
 
 
 def run_alone(plan: rs.Plan, log: list[str], posts: list[PostExchange]) -> None:
-    """The forward generator of one rank, with uninitialised receive buffers."""
+    """Run the forward generator of one rank. Its receive buffers are filled with zeros."""
     q, kv = torch.randn(plan.q_rows, 1, 2, 4), torch.randn(plan.kv_rows, 1, 2, 8)
     generator = forward(plan, q, kv, AttentionConfig(kernel=LoggingKernel(log), scale=1.0, head_dim=4))  # type: ignore[arg-type]
     answer = None
@@ -136,7 +136,8 @@ def test_posts_are_the_transfers_of_the_plan(strategy: str) -> None:
 
 ENGINE = sorted(Path(ringspan.engine.__file__).parent.glob("*.py"))
 
-# What the engine uses of the transports: the requests that it yields. A plan handle holds a transport and runs the handshake.
+# What the engine uses of the transports: the requests that it yields. A plan handle holds a transport and runs the
+# handshake.
 REQUESTS = {"CallDescription", "PostExchange", "WaitExchange", "RankGenerator"}
 HANDSHAKE = {
     "CallDescription",

@@ -1,7 +1,7 @@
-"""``peak_bytes`` against the buffers that the engine really holds.
+"""Compare ``peak_bytes`` with the memory that the engine holds.
 
-A rank runs alone, with nothing to compute, to merge or to send: all allocations are then those of the engine.
-The storage of every tensor that an operation returns is counted until it is freed.
+One rank runs alone. Its kernel computes nothing, and nothing is merged or sent, so that all allocations are those of
+the engine. The storage of every tensor that an operation returns is counted until it is freed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from tests.plans.examples import MASKS, all_plans
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_dim": 6}
 
 
-class Ledger(TorchDispatchMode):
-    """The most bytes that were held at once, of storages that are not among the ``given`` ones."""
+class MemoryCounter(TorchDispatchMode):
+    """Counts the bytes of storages that are alive, except those of the ``given`` tensors.
+
+    ``peak`` is the most so far.
+    """
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
@@ -39,8 +42,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            # Scalars are the 0 of ``rows[a:b] = 0``, or the result of an idle kernel. Integers are row indices, which are
-            # cached for a plan.
+            # Scalars are the 0 of ``rows[a:b] = 0``, or the result of an idle kernel. Integers are row indices, which
+            # are cached for a plan.
             if isinstance(x, Tensor) and x.is_floating_point():
                 storage = x.untyped_storage()
                 if storage.nbytes() <= 8 or storage._cdata in self.given:
@@ -52,7 +55,7 @@ class Ledger(TorchDispatchMode):
 
 
 class IdleKernel:
-    """A kernel that computes nothing: results for all rows, which take no memory."""
+    """A kernel that computes nothing. Its results have all rows and take no memory."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
         out = torch.zeros((), dtype=accumulation_dtype(q.dtype)).expand(*q.shape[:3], v.shape[-1])
@@ -67,7 +70,7 @@ IDLE = IdleKernel()
 
 
 class AllocatingKernel(IdleKernel):
-    """One that allocates its results, in half precision if the tensors are: a part for every band."""
+    """A kernel that allocates a partial result for every band, in the dtype of the tensors."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bands: Any, *, scale: float) -> Iterable[PartialRows]:
         for band in bands:
@@ -86,7 +89,7 @@ class AllocatingKernel(IdleKernel):
 
 
 def run_alone(generator: RankGenerator[Any]) -> Any:
-    """Answer every request at once. As a transport does, hold the messages of an exchange until it has been waited for."""
+    """Run a generator alone. Like a transport, hold the messages of an exchange until it has been waited for."""
     answer: Any = None
     try:
         while True:
@@ -98,7 +101,7 @@ def run_alone(generator: RankGenerator[Any]) -> Any:
 
 
 def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = IDLE, kv_heads: int = SHAPE["kv_heads"]) -> int:
-    """The peak of a phase, with the rank's own keys, as ``peak_bytes`` counts it. Queries are a view that is not contiguous."""
+    """Measure the peak of a phase as ``peak_bytes`` counts it, own keys included. Queries are not contiguous."""
     s, t, b, h, g = plan.q_rows, plan.kv_rows, SHAPE["batch"], SHAPE["heads"], kv_heads
     d, e = SHAPE["head_dim"], SHAPE["v_dim"]
     kv = torch.empty(t, b, g, d + e, dtype=dtype)
@@ -106,14 +109,14 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = 
     lse, dlse = (torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0) for _ in range(2))
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
     saved = Saved(q, dout, out, lse, dlse)
-    with Ledger([kv, *saved]) as ledger:  # type: ignore[list-item]
+    with MemoryCounter([kv, *saved]) as memory:  # type: ignore[list-item]
         run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, saved, kv, config))
-    return ledger.peak + kv.nbytes
+    return memory.peak + kv.nbytes
 
 
 @pytest.fixture(autouse=True)
 def skip_merging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulators, "merge_", lambda into, other, old=None: None)  # its scratch space is the kernels' own
+    monkeypatch.setattr(accumulators, "merge_", lambda into, other, old=None: None)  # its temporary memory is not the engine's
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -146,7 +149,7 @@ def test_peak_bytes_bounds_the_memory_held(strategy: str, dtype: str) -> None:
     "strategy", ["ring", "gather(stages=3)", "exchange(stages=1)", "exchange", "pass_q", "hierarchical(per_node=2)"]
 )
 def test_memory_bytes_bounds_the_memory_with_kernel_results(strategy: str, kv_heads: int) -> None:
-    """In half precision, where results are kept and wait. The result of the pass is not counted."""
+    """Half-precision results are borrowed, and second ones are pending. The result of the pass is not counted."""
     shape = rs.Shape(**{**SHAPE, "kv_heads": kv_heads}, dtype="bfloat16")  # type: ignore[arg-type]
     b, h, d, e = SHAPE["batch"], SHAPE["heads"], SHAPE["head_dim"], SHAPE["v_dim"]
     for mask in (MASKS["causal"], MASKS["documents"], MASKS["cross"]):
@@ -172,7 +175,7 @@ def test_peak_bytes_is_nearly_reached(strategy: str) -> None:
 
 @pytest.mark.parametrize(("strategy", "blocks"), [("ring", 3), ("gather", 8), ("gather(stages=7)", 3)])
 def test_key_blocks_held_by_ring_and_gather(strategy: str, blocks: int) -> None:
-    """Of a full mask on 8 ranks: a ring holds three blocks of keys, however many ranks; a gather all eight."""
+    """With a full mask on 8 ranks, a ring holds the keys of three ranks, and a gather those of all eight."""
     shape = rs.Shape(heads=1, kv_heads=1, head_dim=4, dtype="float32")
     plan = rs.plan(rs.full(64), world=8, strategy=strategy, layout="contiguous")
     out = 8 * (4 + 1) * 4

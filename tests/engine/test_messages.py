@@ -1,4 +1,4 @@
-"""The messages of a step against its transfers."""
+"""Compare the messages of a step with its transfers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def registered(mask: rs.Mask = MASK) -> PlanHandle:
-    """The handle of the only rank."""
+    """Return the handle of the only rank."""
     return registered_handle(rs.plan(mask, world=1), None, "cpu")
 
 

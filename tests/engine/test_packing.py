@@ -1,4 +1,4 @@
-"""Packed rows: keys with values against ``torch.cat``, and saved queries there and back."""
+"""Packed rows: keys with values equal ``torch.cat``, and saved queries are unchanged by packing and unpacking."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def test_unpacking_gives_what_was_packed(dtype: torch.dtype, d: int, e: int, wit
     assert rows.dtype == dtype
     assert rows[0, 0, 0].nbytes == saved_bytes(d, e, dtype.itemsize)
     assert saved_bytes(d, e, dtype.itemsize) % 16 == 0
-    # A copy, as a transfer makes one.
-    for name, is_, should in zip(Saved._fields, unpack_saved(rows.clone(), d, e), given, strict=True):
-        assert is_ is not None
-        assert torch.equal(is_, torch.zeros_like(is_) if should is None else should), name
+    # A copy, as after a transfer.
+    for name, actual, expected in zip(Saved._fields, unpack_saved(rows.clone(), d, e), given, strict=True):
+        assert actual is not None
+        assert torch.equal(actual, torch.zeros_like(actual) if expected is None else expected), name
 
 
-def test_parts_are_aligned_if_the_dims_are() -> None:
-    """If the dims are multiples of 8, every part of every row begins at a multiple of 16 bytes."""
-    parts = unpack_saved(pack_saved(saved(torch.bfloat16, 64, 128, with_dlse=True)), 64, 128)
-    for part in parts[:3]:
-        assert part.data_ptr() % 16 == 0
-        assert all(stride * 2 % 16 == 0 for stride in part.stride()[:-1])
+def test_tensors_in_packed_rows_are_aligned_if_the_dims_are() -> None:
+    """If the dims are multiples of 8, each tensor starts at a multiple of 16 bytes in every row."""
+    unpacked = unpack_saved(pack_saved(saved(torch.bfloat16, 64, 128, with_dlse=True)), 64, 128)
+    for x in unpacked[:3]:
+        assert x.data_ptr() % 16 == 0
+        assert all(stride * 2 % 16 == 0 for stride in x.stride()[:-1])

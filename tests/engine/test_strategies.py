@@ -31,7 +31,8 @@ def test_strategies_are_exact_with_every_driver(strategy: str, driver: str) -> N
                 assert worst_error(plans, case(mask), DRIVERS[driver](world).run) <= EXACT
 
 
-# As many heads as ranks, more, fewer; groups on one rank, split once, split on both sides; one key head for all.
+# As many heads as ranks, more, or fewer. The query heads that share a key head are on one rank, are cut once, or are cut
+# on both sides. Also one key head for all.
 HEADS = [(4, 4, 4), (3, 3, 2), (8, 2, 4), (6, 3, 2), (10, 2, 3), (4, 2, 3), (5, 1, 3), (2, 1, 5), (1, 1, 2), (4, 2, 1)]
 
 
@@ -62,7 +63,7 @@ def test_heads_within_a_node_and_keys_between_them(heads: int, kv_heads: int, pe
 @pytest.mark.parametrize("strategy", ["pass_q", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_bytes_are_those_of_the_plan(strategy: str, dtype: str) -> None:
-    """Transfers of a rank to itself do not count; a result that comes back is at least float32."""
+    """Transfers of a rank to itself do not count. An output that is sent back is at least float32."""
     mask = rs.documents([9, 14]) | rs.window(left=3, right=1)
     world = rs.LocalWorld(4)
     plans = all_plans(mask, 4, strategy, "zigzag")

@@ -1,4 +1,4 @@
-"""Shards with any order of strides, against PyTorch's own attention."""
+"""Compare shards with any order of strides with PyTorch's own attention."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.engine.drivers import DeliverAtOnce
 RANKS, SIZES = 2, (2, 4, 12, 8)  # batch, heads, tokens of a rank, dim
 
 
-def lying(order: tuple[int, ...]) -> Tensor:
-    """A random shard whose dims have this order in memory, the last one innermost."""
+def random_shard(order: tuple[int, ...]) -> Tensor:
+    """Return a random shard whose dims have this order in memory, the last one innermost."""
     return torch.randn([SIZES[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
 
 
@@ -28,7 +28,7 @@ def test_any_order_of_strides(strategy: str, backend: str) -> None:
     first = rs.plan(rs.causal(RANKS * SIZES[2]), world=RANKS, strategy=strategy, layout="contiguous")
     plans = [first.at(rank).for_heads(SIZES[1], SIZES[1]) for rank in range(RANKS)]
     for order in permutations(range(4)):
-        q, k, v, dout = ([lying(order).requires_grad_() for _ in range(RANKS)] for _ in range(4))
+        q, k, v, dout = ([random_shard(order).requires_grad_() for _ in range(RANKS)] for _ in range(4))
         config = config_for(plans[0], q[0], v[0], SIZES[3] ** -0.5, backend)
         parts = attend_ranks(plans, list(zip(q, k, v, strict=True)), config, DeliverAtOnce().run)
         out = torch.cat([part.out for part in parts], 2)

@@ -16,7 +16,7 @@ from ringspan.frontends import sums
 from ringspan.testing.assertions import assert_close
 from ringspan.transports import collectives
 from tests.conftest import Pools
-from tests.engine.test_memory import Ledger
+from tests.engine.test_memory import MemoryCounter
 from tests.meshes import cpu_mesh
 
 N, REPLICAS, CP = 13, 2, 2
@@ -169,12 +169,12 @@ def extra_memory_of_sum_gradients(rank: int, dtype: torch.dtype, size: int) -> i
         p.grad = torch.ones_like(p)
     cp = rs.ContextParallel(None, rs.causal(N))
     collectives.SMALL, collectives.PIECE = PIECE, PIECE
-    with Ledger([x for p in parameters for x in (p, p.grad) if x is not None]) as ledger:
+    with MemoryCounter([x for p in parameters for x in (p, p.grad) if x is not None]) as memory:
         cp.sum_gradients(parameters)
     sums.BUCKET_BYTES = 32 * 2**20
     collectives.SMALL, collectives.PIECE = 4096, 2**20
     assert all(p.grad is not None and (p.grad == 2).all() for p in parameters)
-    return ledger.peak
+    return memory.peak
 
 
 @pytest.mark.parametrize(

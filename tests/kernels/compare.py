@@ -27,7 +27,7 @@ MASKS = {
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    """The root mean square of the differences. The largest of a million differences varies too much from run to run.
+    """Return the root mean square of the differences. The largest difference varies too much from run to run.
 
     It is NaN if any element is, and a comparison with NaN fails.
     """
@@ -35,7 +35,7 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 class Compared(NamedTuple):
-    """A result, the exact one, and that of PyTorch's plain attention in the same dtype, which is the yardstick."""
+    """A result, the exact one, and that of PyTorch's plain attention in the same dtype, whose error is the limit."""
 
     actual: Tensor
     exact: Tensor
@@ -51,7 +51,7 @@ class Compared(NamedTuple):
 
 
 def compared(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, *, lse: float = 1e-4, **options: Any) -> list[Compared]:
-    """Out and the gradients of q, k and v, computed by 3 ranks. ``lse`` is the greatest error that lse may have."""
+    """Return out and the gradients of q, k and v of 3 ranks. ``lse`` is the greatest error that lse may have."""
     seen = torch.from_numpy(mask.dense()).to(q.device)
     exact, plain = dense_attention(q, k, v, seen), sdpa_math(q, k, v, seen)
     actual = rs.LocalWorld(3).attention(q, k, v, mask=mask, return_lse=True, **options)
@@ -63,7 +63,7 @@ def compared(q: Tensor, k: Tensor, v: Tensor, mask: rs.Mask, *, lse: float = 1e-
 
 
 def sdpa_math(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """PyTorch's attention by plain operations in the dtype of the inputs. By default PyTorch uses float32."""
+    """Return PyTorch's attention by plain operations in the dtype of the inputs. By default PyTorch uses float32."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:

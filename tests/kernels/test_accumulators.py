@@ -66,7 +66,7 @@ class OutputModel:
 
 
 def random_partial(rows: int, heads: int, seed: int, dtype: torch.dtype = torch.float64) -> Partial:
-    """(rows, B, H, E), views of heads-first tensors as kernels return them, with a few rows that attend to no key."""
+    """Return out (rows, B, H, E) and lse with the strides of a kernel's output. A few rows attend to no key."""
     source = torch.Generator().manual_seed(seed)
     out = torch.randn(BATCH, heads, rows, VALUE_DIM, generator=source, dtype=torch.float64)
     lse = torch.randn(BATCH, heads, rows, generator=source, dtype=torch.float64) * 5
@@ -85,7 +85,7 @@ output_operations = st.lists(
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for the last bit: PyTorch's vectorised loops round differently at the unaligned ends of a tensor."""
+    """Allow the last bits to differ: PyTorch's vectorised loops round differently at the unaligned ends of a tensor."""
     few = 4 * torch.finfo(actual.dtype).eps
     assert_close(actual, expected, rtol=few, atol=few, what=what)
 

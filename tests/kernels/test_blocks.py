@@ -14,7 +14,7 @@ from tests.kernels.test_intervals import dense
 
 
 def listed(lists: BlockTable, rows: int, cols: int) -> NDArray[np.int64]:
-    """How often each block is listed."""
+    """Return how often each block is listed."""
     assert len(lists.counts) == len(lists.indices) == max(rows, MIN_LENGTH)
     assert lists.indices.shape[1] >= MIN_LENGTH
     assert (lists.counts[rows:] == 0).all()

@@ -1,4 +1,4 @@
-"""The CPU kernel against the reference, over every kind of band."""
+"""Compare the CPU kernel with the reference, for every kind of band."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_gradient_of_lse_in_lower_precision(dtype: torch.dtype) -> None:
 
 @pytest.fixture(scope="module")
 def small_blocks() -> Iterator[None]:
-    """Small limits, so that small masks need all kinds of calls."""
+    """Set small limits, so that small masks need all kinds of calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa_calls, "WASTE", 6)
         patch.setattr(sdpa_calls, "BLOCK", 3)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
-    """The pairs of ``rows × cols`` inside a window, by the documentation of flash-attention."""
+    """Return which pairs of ``rows × cols`` are inside a window, by the documentation of flash-attention."""
     distance = np.arange(cols)[None, :] - np.arange(rows)[:, None] - (cols - rows)
     left = np.inf if shape.left is None else shape.left
     right = np.inf if shape.right is None else shape.right
@@ -25,7 +25,10 @@ def seen_through(shape: Window, rows: int, cols: int) -> np.ndarray:
 
 
 def as_flash_2(shape: Window, longest: int) -> Window:
-    """A window as FlashAttention-2 changes it in mha_varlen_fwd and set_params_fprop. ``longest``: sequence of keys."""
+    """Change a window as FlashAttention-2 does in mha_varlen_fwd and set_params_fprop.
+
+    ``longest``: sequence of keys.
+    """
     left, right = (None if side is None or side >= longest else side for side in shape)
     if left is None and right is None:
         return Window(None, None)
@@ -33,7 +36,7 @@ def as_flash_2(shape: Window, longest: int) -> Window:
 
 
 def sequences(call: FlashCall) -> list[tuple[slice, slice]]:
-    """The queries and keys of each sequence of a call, counted from the first of the call."""
+    """Return the queries and keys of each sequence of a call, counted from the first of the call."""
     if call.q_sequences is None or call.k_sequences is None:
         return [(slice(0, call.queries.stop - call.queries.start), slice(0, call.keys.stop - call.keys.start))]
     q, k = call.q_sequences.cu_seqlens.tolist(), call.k_sequences.cu_seqlens.tolist()

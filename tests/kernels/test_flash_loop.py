@@ -1,4 +1,4 @@
-"""The loop over calls of flash attention, with dense attention in its place."""
+"""The loop over calls of flash attention. Dense attention takes the place of the flash kernel."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BANDS = (
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_parts_and_gradients_equal_the_reference(with_dlse: bool) -> None:
+def test_partial_results_and_gradients_equal_the_reference(with_dlse: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 4, dtype=torch.float64) for h, n in ((4, 9), (2, 11), (2, 11)))
 
     def dense_bands(call: FlashCall, rows: int, cols: int) -> list[Band]:
-        """The pairs of a call, by the definition of its window in each of its sequences."""
+        """Return the pairs of a call, by the definition of its window in each of its sequences."""
         left, right = call.window
         found = []
         for q, k in sequences(call):
@@ -40,7 +40,7 @@ def test_parts_and_gradients_equal_the_reference(with_dlse: bool) -> None:
         return found
 
     def as_kernel(x):  # type: ignore[no-untyped-def]
-        """(B, S, H, D), or (S, 2 × H, D) for several sequences, as (2, H, S, D)."""
+        """View (B, S, H, D), or (S, 2 × H, D) for several sequences, as (2, H, S, D)."""
         return x.transpose(1, 2) if x.ndim == 4 else x.transpose(0, 1).unflatten(0, (2, -1))
 
     def as_call(x, like):  # type: ignore[no-untyped-def]

@@ -41,7 +41,7 @@ def dense_flex_attention() -> Iterator[None]:
 
 
 def inputs(mask: rs.Mask, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """With the strides that the engine uses: rows first in memory, keys and values side by side."""
+    """Return q, k and v with the strides that the engine uses: rows first in memory, keys and values side by side."""
     torch.manual_seed(0)
     rows, cols = mask.lengths
     q = torch.randn(rows, 2, 4, 16, dtype=dtype).movedim(0, 2)
@@ -91,7 +91,7 @@ def compiled_programs() -> int:
 
 
 def test_other_masks_and_lengths_need_no_recompilation() -> None:
-    """Also masks with two equal lengths, of one block, or without the first rows or keys."""
+    """This includes masks with two equal lengths, of one block, or without the first rows or keys."""
     first, *others = [rs.Mask.from_bands([(q, 500, k, 500, -500, 500)], 500) for q, k in ((99, 77), (0, 99), (99, 0), (0, 0))]
     others += [rs.full(n, m) for n, m in ((2, 3), (128, 128), (128, 500), (500, 128), (700, 700))]
     others += [rs.documents([n, 600 - n]) for n in range(10, 300, 30)]
@@ -108,7 +108,7 @@ class FailingCatcher(AttentionCatcher):
         pytest.fail("caught")
 
 
-def test_backward_inside_a_block_that_intercepts_attention() -> None:
+def test_backward_inside_a_context_that_intercepts_attention() -> None:
     mask = MASKS["causal"]
     q, k, v = inputs(mask)
     saved = Saved(q, torch.randn(2, 4, N, 24, dtype=q.dtype), *forward(mask, q, k, v))

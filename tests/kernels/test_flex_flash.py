@@ -39,7 +39,7 @@ def part(q: Tensor, k: Tensor, v: Tensor) -> Partial:
     return Partial(*Flash.apply(q, k, v))
 
 
-def test_gradients_of_parts_add_up_to_those_of_the_whole() -> None:
+def test_gradients_of_partial_results_add_up_to_those_of_the_whole() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, D, requires_grad=True) for n in (S, T, T))
     score = q @ k.mT
@@ -55,7 +55,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole() -> None:
         torch.testing.assert_close(torch.cat([grads[n] for grads in parts], 2), wanted[n])
 
 
-def test_a_part_that_saves_no_out_and_lse_raises() -> None:
+def test_a_computation_that_saves_no_out_and_lse_raises() -> None:
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Partial:
         return Partial((q @ k.mT).exp() @ v, (q @ k.mT).logsumexp(-1).detach())
 

@@ -1,4 +1,4 @@
-"""The Triton kernels against plain operations, in Triton's interpreter if there is no GPU."""
+"""Compare the Triton kernels with plain operations, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 fused = pytest.importorskip("ringspan.kernels.fused", reason="needs triton")
 
 
-def parts(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
-    """Two parts of 7 × 2 × 3 queries, the second with a kernel's strides. Rows 0 to 2 are empty in one or both."""
+def partials(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
+    """Return two partial results of 7 × 2 × 3 queries, the second with a kernel's strides.
+
+    Rows 0 to 2 are empty in one or both.
+    """
     torch.manual_seed(e)
     a = Partial(torch.randn(7, 2, 3, e, device=DEVICE), 5 * torch.randn(7, 2, 3, device=DEVICE))
     b_out = torch.randn(2, 7, 3, e, device=DEVICE).to(dtype).transpose(0, 1)
@@ -29,8 +32,8 @@ def parts(e: int, dtype: torch.dtype) -> tuple[Partial, Partial]:
 @pytest.mark.parametrize("e", [5, 64, 128])
 @pytest.mark.parametrize("separate_old", [False, True])
 def test_merge_equals_the_plain_one(separate_old: bool, e: int, dtype: torch.dtype) -> None:
-    """In place, or with the old part in another, narrow tensor."""
-    a, b = parts(e, dtype)
+    """The old out is read in place, or from another tensor of lower precision."""
+    a, b = partials(e, dtype)
     old = a.out
     if separate_old:
         old, a = a.out.to(dtype), Partial(torch.full_like(a.out, torch.nan), a.lse)
@@ -45,7 +48,7 @@ def test_merge_equals_the_plain_one(separate_old: bool, e: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_narrow_result_is_rounded_once(dtype: torch.dtype) -> None:
-    a, b = parts(64, dtype)
+    a, b = partials(64, dtype)
     narrow = a.out.to(dtype)
     want = merge(Partial(narrow.float().cpu(), a.lse.cpu()), Partial(b.out.float().cpu(), b.lse.cpu()))
     fused.merge_(narrow, a.lse, b.out, b.lse, narrow)
@@ -58,7 +61,7 @@ def test_a_narrow_result_is_rounded_once(dtype: torch.dtype) -> None:
 def test_cached_launches_give_the_same_result() -> None:
     """The first launch looks up a program, later ones reuse it with other tensors, addresses and strides."""
     for shift in (0, 0, 1, 1, 0):
-        a, b = parts(64, torch.bfloat16)
+        a, b = partials(64, torch.bfloat16)
         buffer = torch.empty(b.out.numel() + 8, dtype=b.out.dtype, device=DEVICE)
         moved = buffer[shift : shift + b.out.numel()].view(b.out.shape)
         moved.copy_(b.out)

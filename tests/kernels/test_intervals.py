@@ -13,7 +13,7 @@ from tests.hypothesis_strategies import Drawn, masks
 
 
 def dense(layer: IntervalLayer, rows: int, cols: int) -> Dense:
-    """The pairs of ``rows × cols`` in a layer, by its definition."""
+    """Return which pairs of ``rows × cols`` are in a layer, by its definition."""
     out = np.zeros((rows, cols), dtype=np.bool_)
     k = np.arange(layer.k1 - layer.k0)[None, :]
     out[layer.q0 : layer.q1, layer.k0 : layer.k1] = (layer.start[:, None] <= k) & (k < layer.stop[:, None])

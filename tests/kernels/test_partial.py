@@ -16,7 +16,7 @@ DTYPES = [torch.float64, torch.float32]
 
 
 def softmax_partial(scores: Tensor, values: Tensor) -> Partial:
-    """Attention with these scores (…, T) and values (T, E), by definition."""
+    """Compute attention with these scores (…, T) and values (T, E), by definition."""
     if not scores.shape[-1]:
         return Partial(scores.new_zeros(*scores.shape[:-1], values.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf))
     return Partial(scores.softmax(-1) @ values, scores.logsumexp(-1))
@@ -24,7 +24,7 @@ def softmax_partial(scores: Tensor, values: Tensor) -> Partial:
 
 @st.composite
 def partials(draw: st.DrawFn, count: int) -> tuple[list[Partial], Partial]:
-    """Partial results of the same queries over different keys, some of them empty, and the result over all keys."""
+    """Draw partial results of the same queries over different keys, some empty, and the result over all keys."""
     dtype = draw(st.sampled_from(DTYPES))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     sizes = [draw(st.integers(0, 4)) for _ in range(count)]
@@ -39,7 +39,7 @@ def partials(draw: st.DrawFn, count: int) -> tuple[list[Partial], Partial]:
 
 
 def assert_same(actual: Partial, expected: Partial) -> None:
-    """The weight of a part is exp of a difference of two lse, so its error is a few ulps of their magnitude."""
+    """Allow a few ulps of the magnitude of lse, because a weight is exp of a difference of two lse."""
     few = 16 * torch.finfo(actual.out.dtype).eps * expected.lse.masked_fill(expected.lse.isneginf(), 0.0).abs().clamp_min(1.0)
     assert_close(actual.lse, expected.lse, atol=few, what="lse")
     assert_close(actual.out, expected.out, atol=few.unsqueeze(-1), what="out")
@@ -59,8 +59,8 @@ def empty(dtype: torch.dtype = torch.float64) -> Partial:
 
 
 @given(drawn=partials(1))
-def test_an_empty_part_changes_nothing(drawn: tuple[list[Partial], Partial]) -> None:
-    """Bit for bit, merged from either side."""
+def test_an_empty_partial_result_changes_nothing(drawn: tuple[list[Partial], Partial]) -> None:
+    """The result has the same bits, merged from either side."""
     (one,), _ = drawn
     none = empty(one.out.dtype)
     for merged in (merge(one, none), merge(none, one)):
@@ -69,7 +69,7 @@ def test_an_empty_part_changes_nothing(drawn: tuple[list[Partial], Partial]) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_empty_parts_are_empty(dtype: torch.dtype) -> None:
+def test_two_empty_partial_results_are_empty(dtype: torch.dtype) -> None:
     merged = merge(empty(dtype), empty(dtype))
     assert (merged.out == 0).all()
     assert merged.lse.isneginf().all()
@@ -88,7 +88,7 @@ def test_merge_is_associative(drawn: tuple[list[Partial], Partial]) -> None:
 
 
 @given(drawn=partials(5))
-def test_merging_all_parts_gives_the_whole(drawn: tuple[list[Partial], Partial]) -> None:
+def test_merging_all_partial_results_gives_the_whole(drawn: tuple[list[Partial], Partial]) -> None:
     parts, whole = drawn
     merged = parts[0]
     for part in parts[1:]:
@@ -103,7 +103,7 @@ EXTREMES = [-torch.inf, -3e38, -1e4, -745.0, -1.0, 0.0, 1.0, 709.0, 1e4, 3e38]
 @pytest.mark.parametrize("b", EXTREMES)
 @pytest.mark.parametrize("a", EXTREMES)
 def test_extreme_lse(a: float, b: float, dtype: torch.dtype) -> None:
-    """No NaN and no overflow. A much larger lse takes all the weight, equal ones take half each."""
+    """There is no NaN and no overflow. A much larger lse has all the weight, equal ones have half each."""
     one = Partial(torch.full((1, 1), 0.0 if a == -torch.inf else 1.0, dtype=dtype), torch.tensor([a], dtype=dtype))
     two = Partial(torch.full((1, 1), 0.0 if b == -torch.inf else 3.0, dtype=dtype), torch.tensor([b], dtype=dtype))
     out, lse = (float(x) for x in merge(one, two))

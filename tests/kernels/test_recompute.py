@@ -1,4 +1,4 @@
-"""Gradients of parts, recomputed with autograd, against autograd through the whole."""
+"""Compare the gradients of recomputed partial results with autograd through the whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ S, T = 13, 17
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["dout", "dout and dlse"])
-def test_gradients_of_parts_add_up_to_those_of_the_whole(parts: int, with_dlse: bool) -> None:
-    """Every pair is in one part or in none. Some rows are empty in some parts, two in all of them."""
+def test_gradients_of_partial_results_add_up_to_those_of_the_whole(parts: int, with_dlse: bool) -> None:
+    """Every pair is in one partial result or in none. Some rows are empty in some of them, two rows in all."""
     torch.manual_seed(parts)
     q, k, v = (
         torch.randn(2, h, n, e, dtype=torch.float64, requires_grad=True) for h, n, e in ((4, S, 8), (2, T, 8), (2, T, 5))

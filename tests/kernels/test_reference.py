@@ -1,4 +1,4 @@
-"""The reference against the definition in plain Python, and its gradients against finite differences."""
+"""Compare the reference with the definition in plain Python, and its gradients with finite differences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inputs(mask: Mask, heads: int = 4, kv_heads: int = 2, d: int = 3, e: int = 2
 def attention_in_python(
     q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, scale: float
 ) -> tuple[list[list[float]], list[float]]:
-    """Out and lse of one head, by definition: q (S, D), k (T, D), v (T, E)."""
+    """Return out and lse of one head, by definition: q (S, D), k (T, D), v (T, E)."""
     outs, lses = [], []
     for i in range(len(q)):
         weights = {j: math.exp(scale * sum((q[i] * k[j]).tolist())) for j in np.flatnonzero(seen[i]).tolist()}

@@ -19,7 +19,7 @@ from tests.hypothesis_strategies import Drawn, masks
 
 @pytest.fixture(autouse=True)
 def clear_cache() -> Iterator[None]:
-    """Cached calls were made with other settings."""
+    """Discard cached calls, which were made with other limits."""
     make_sdpa_calls.cache_clear()
     yield
     make_sdpa_calls.cache_clear()
@@ -34,7 +34,7 @@ def with_settings(bands: Sequence[Band], waste: int, block: int) -> tuple[Rectan
 
 
 def covered(given: Sequence[RectangleCall], rows: int, cols: int) -> NDArray[np.int64]:
-    """How often each pair is computed: all of a rectangle, its lower triangle from the top left, or its bands."""
+    """Return how often each pair is computed: all of a rectangle, its lower triangle, or its bands."""
     count = np.zeros((rows, cols), dtype=np.int64)
     for call in given:
         q0, q1, k0, k1 = call[:4]
@@ -62,7 +62,10 @@ def test_calls_compute_every_pair_once(drawn: Drawn, waste: int, block: int) -> 
 
 @given(drawn=masks(max_len=20), waste=st.sampled_from([0, 5, 50]))
 def test_hidden_pairs_are_limited(drawn: Drawn, waste: int) -> None:
-    """In calls of several bands, or of one that is no window. Blocks of a window have hidden triangles at both ends."""
+    """This holds for calls of several bands, and of one band that is no window.
+
+    A window has hidden triangles at its ends.
+    """
     for call in with_settings(drawn.mask.bands, waste, 4):
         area = sum(band.area for band in call.bands)
         if len(call.bands) > 1 or (call.bands and call.bands[0] in drawn.mask.bands and not call.bands[0].cut_below):
@@ -103,7 +106,7 @@ def test_calls_of_each_kind_of_band(name: str) -> None:
 
 @pytest.mark.parametrize(("left", "rows"), [(10, 64), (99, 100), (5000, 512)])
 def test_a_window_is_computed_by_blocks_of_rows(left: int, rows: int) -> None:
-    """As many rows as keys in the window, between 64 and 512; each with the keys that any of them sees."""
+    """A block has as many rows as the window has keys, between 64 and 512, and the keys that any of its rows sees."""
     given = make_sdpa_calls((Band(0, LARGE, 0, LARGE, -left, 0),))
     assert len(given) == -(-LARGE // rows)
     assert {call.q1 - call.q0 for call in given[:-1]} == {rows}

@@ -1,6 +1,9 @@
-"""Kernels that give their results in half precision, as those on GPUs do: they are kept, wait, and are combined at the end.
+"""Kernels that return half precision, as those on GPUs do.
 
-A result in the wrong rows, twice or not at all, is wrong by as much as results are large; rounding is not.
+Accumulators borrow such results and combine them at the end.
+
+A partial result that is added to the wrong rows, twice or not at all, changes the result by far more than rounding
+does.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from tests.plans.examples import MASKS, all_plans
 ROUNDING = 0.02
 
 
-class Narrow:
-    """The CPU's kernel, band by band or all at once, its results rounded to the dtype of the tensors."""
+class HalfPrecisionKernel:
+    """The CPU kernel, called band by band or for all bands at once.
+
+    Its results are rounded to the dtype of the tensors.
+    """
 
     def __init__(self, *, one_by_one: bool) -> None:
         self.one_by_one = one_by_one
@@ -63,5 +69,5 @@ def test_half_precision_results_differ_by_rounding_only(strategy: str, one_by_on
         for layout in ("contiguous", "zigzag", "round_robin"):
             for driver in (DeliverAtOnce(), DeliverLate()):
                 plans = all_plans(mask, 4, strategy, layout)
-                error = worst_error(plans, half, driver.run, Narrow(one_by_one=one_by_one))
+                error = worst_error(plans, half, driver.run, HalfPrecisionKernel(one_by_one=one_by_one))
                 assert error <= ROUNDING, (mask, layout, driver)
