@@ -59,7 +59,7 @@ class PeerTimeout(TransportError):
 
 
 def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:
-    """The error message for an unknown name, with the most similar known one.
+    """Return the error message for an unknown name, with the most similar known one.
 
     >>> unknown_name("mask", "casual", ["full", "causal", "window"])
     "no mask is called 'casual' (did you mean causal?); there are full, causal and window"

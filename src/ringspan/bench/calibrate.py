@@ -28,7 +28,7 @@ def calibrate(probes: Probes, *, world: int, like: str, rounds: int, on_progress
 
 
 def hardware_rows(machine: Hardware) -> Iterator[Row]:
-    """A row for each figure of a machine."""
+    """Yield a row for each figure of a machine."""
 
     def row(what: str, value: float, unit: str) -> dict[str, Any]:
         return {"what": what, "value": float(f"{value:.4g}"), "unit": unit}

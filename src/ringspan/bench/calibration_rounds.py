@@ -71,7 +71,7 @@ class Round(NamedTuple):
 
 
 def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], float, list[float], list[float]]:
-    """A job for all workers. On one GPU it is called directly, and there are no messages to time."""
+    """Run one round. A job for all workers. On one GPU it is called directly, and there are no messages to time."""
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     return (
         [time_attention(probes, mask) for mask in probes.masks],
@@ -137,7 +137,8 @@ def _forward_and_backward(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], T
 
 
 def _exchange(size: int) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
-    """Functions that send a message to the next rank, receive one from the previous rank into new memory, and wait."""
+    """Make functions that send a message to the next rank, receive one from the previous rank into new memory, and
+    wait."""
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing = torch.ones(size, dtype=torch.uint8)  # not zeros: the system may map all pages of zeros to one
 
@@ -167,7 +168,7 @@ def time_after_barrier(f: Callable[[], Any], clock: Callable[[], float] = time.p
 
 
 def time_on_device(f: Callable[[], Any]) -> float:
-    """Seconds on a GPU whose queue is never empty, as in training: back-to-back replays of a CUDA graph."""
+    """Return the seconds on a GPU whose queue is never empty, as in training: back-to-back replays of a CUDA graph."""
     replay = captured(f) or f  # a call that cannot be captured includes its time on the host
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay()
@@ -194,7 +195,7 @@ def kernel_of(rounds: Sequence[Round], probes: Probes) -> FittedKernel:
 
 
 def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardware:
-    """Hardware with this GPU's kernel speed, copy speed and memory.
+    """Make a Hardware with this GPU's kernel speed, copy speed and memory.
 
     Links and overlap, which one GPU cannot measure, are those of ``like``.
     """
@@ -215,7 +216,7 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
 
 
 def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
-    """The processes of this machine as the ranks of one node."""
+    """Return the processes of this machine as the ranks of one node."""
     kernel = kernel_of(rounds, probes)
     world = len(rounds[0].attention)
     seconds = min_over_rounds([r.messages for r in rounds]).tolist()
@@ -243,6 +244,6 @@ def _copy_rate(rounds: Sequence[Round], probes: Probes) -> float:
 
 
 def min_over_rounds(rounds: Sequence[Seconds]) -> Seconds:
-    """Maximum over ranks (axis 0), then minimum over rounds, for each quantity."""
+    """Return the maximum over ranks (axis 0), then minimum over rounds, for each quantity."""
     least: Seconds = np.min([seconds.max(axis=0) for seconds in rounds], axis=0)
     return least

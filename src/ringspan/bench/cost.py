@@ -56,7 +56,7 @@ def cost_rows(
     rounds: int,
     on_progress: OnProgress = ignore_progress,
 ) -> list[Row]:
-    """A row for each mask, number of heads and strategy."""
+    """Return a row for each mask, number of heads and strategy."""
     shape = rs.Shape(heads=heads[0], kv_heads=heads[0], head_dim=head_dim, dtype="float32")
     probes = Probes(shape=shape, tokens=tuple(seq_len // part for part in (4, 2, 1)))
     cases = [CostCase(m, h, s, layout) for m in masks(seq_len) for h in heads for s in strategies]
@@ -96,12 +96,12 @@ def cost_rows(
 
 
 def time_cases(rank: int, cases: list[CostCase], head_dim: int) -> list[tuple[float, float]]:
-    """A job for all workers: each case, forward + backward."""
+    """Time each case, forward + backward. A job for all workers."""
     return [time_case(case, head_dim) for case in cases]
 
 
 def time_case(case: CostCase, head_dim: int) -> tuple[float, float]:
-    """Wall time and processor time."""
+    """Return the wall time and processor time."""
     cp = rs.ContextParallel(None, case.mask, strategy=case.strategy, layout=case.layout)
     q, k, v, grad = torch.randn(4, 1, case.heads, cp.plan.q_rows, head_dim).unbind()
     qkv = [x.requires_grad_() for x in (q, k, v)]
@@ -124,7 +124,7 @@ def _with_choice(work: list[Row]) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> str:
-    """The number of close predictions and the loss of the model's choice, by wall time and by processor time."""
+    """Return the number of close predictions and the loss of the model's choice, by wall time and by processor time."""
 
     def line(ratio: str, choice: str) -> str:
         close = sum(abs(r[ratio] - 1) <= CLOSE for r in rows)

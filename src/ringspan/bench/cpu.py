@@ -30,7 +30,7 @@ def cpu_rows(
     rounds: int,
     on_progress: OnProgress = ignore_progress,
 ) -> Iterator[Row]:
-    """A row for each strategy."""
+    """Yield a row for each strategy."""
     with Pool(world, threads=1, timeout=1800) as pool:
         for n, strategy in enumerate(strategies):
             on_progress(n, len(strategies), f"measuring {strategy}")
@@ -57,7 +57,8 @@ def cpu_rows(
 def _time_strategy(
     rank: int, strategy: str, n: int, heads: int, head_dim: int, rounds: int
 ) -> tuple[list[tuple[float, float]], str]:
-    """A job for all workers: seconds in one process and split, for each round, and the digest of the plan."""
+    """Return the seconds in one process and split, for each round, and the digest of the plan. A job for all
+    workers."""
     torch.manual_seed(0)
     cp = rs.ContextParallel(None, rs.causal(n), strategy=strategy, layout="zigzag")
     whole = torch.randn(4, 1, heads, n, head_dim).unbind()

@@ -43,7 +43,7 @@ class FittedKernel(NamedTuple):
 
 
 def fit_kernel(timed: Sequence[TimedAttention], shape: Shape) -> FittedKernel:
-    """The parameters that fit the timed launches best. Each kind of band needs two sizes or more."""
+    """Return the parameters that fit the timed launches best. Each kind of band needs two sizes or more."""
     return min((_with_tile(timed, shape, tile) for tile in TILES), key=lambda found: found.error)
 
 
@@ -82,13 +82,13 @@ def fit_link(timed: Sequence[Message]) -> Link:
 
 
 def fit_overlap(computing: float, communication: float, both: float) -> float:
-    """The fraction of the shorter of the two that was hidden when both ran at once."""
+    """Return the fraction of the shorter of the two that was hidden when both ran at once."""
     hidden = (computing + communication - both) / min(computing, communication)
     return float(np.clip(hidden, 0.0, 1.0))
 
 
 def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Least squares of the relative errors, and the mean relative error that is left.
+    """Solve the least squares of the relative errors, and the mean relative error that is left.
 
     The first unknown is a constant; if noise makes it negative, it is set to 0. If noise makes another unknown
     negative, it is set to the value with which the fastest measurement would consist of that term alone.

@@ -14,7 +14,7 @@ from ringspan.kernels import Saved
 
 
 def held_bytes(attention: Callable[..., Tensor], *qkv: Tensor) -> int:
-    """The peak of allocated memory in forward and backward, beyond inputs and results. Includes the kernels'
+    """Return the peak of allocated memory in forward and backward, beyond inputs and results. Includes the kernels'
     scratch."""
     for x in qkv:
         x.grad = None
@@ -25,7 +25,7 @@ def held_bytes(attention: Callable[..., Tensor], *qkv: Tensor) -> int:
 
 
 def scratch_bytes(plan: rs.Plan, backend: str, *qkv: Tensor) -> int:
-    """The peak of what the kernel allocates for its results and scratch in any task of the backward pass."""
+    """Return the peak of what the kernel allocates for its results and scratch in any task of the backward pass."""
     q, k, v = (x.detach() for x in qkv)
     config, most = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend), 0
     for task in (task for step in plan.program.backward for task in step.tasks):

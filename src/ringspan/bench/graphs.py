@@ -11,7 +11,8 @@ from ringspan.errors import KernelError
 
 
 def captured(f: Callable[[], Any]) -> Callable[[], Any] | None:
-    """``f`` as the replay of a CUDA graph, or None if it cannot be captured: some kernels build masks in every call.
+    """Return ``f`` as the replay of a CUDA graph, or None if it cannot be captured: some kernels build masks in every
+    call.
 
     The warm-up runs on a side stream. That stream has to wait for the current one, which may still be filling the
     tensors that ``f`` reads, and the current stream has to wait for the side stream before it reuses their memory.

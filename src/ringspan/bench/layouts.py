@@ -35,7 +35,7 @@ def layout_rows(
     layouts: Sequence[str],
     seed: int,
 ) -> Iterator[Row]:
-    """A row for each number of tokens, distribution of lengths, number of ranks and layout."""
+    """Yield a row for each number of tokens, distribution of lengths, number of ranks and layout."""
     for n in seq_len:
         for name in lengths:
             drawn = draw_lengths(name, documents=documents or max(1, n // 1024), tokens=n, seed=seed)
@@ -79,8 +79,8 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[int]:
-    """Lengths of documents from a named distribution, scaled to a number of tokens. Lengths that round to 0 are left
-    out."""
+    """Draw lengths of documents from a named distribution, scaled to a number of tokens. Lengths that round to 0 are
+    left out."""
     share = LENGTHS[name](np.random.default_rng(seed), documents)
     cuts = np.round(np.cumsum(share) / share.sum() * tokens).astype(np.int64)
     lengths: list[int] = np.diff(cuts, prepend=0).tolist()
@@ -88,7 +88,8 @@ def draw_lengths(name: str, *, documents: int, tokens: int, seed: int) -> list[i
 
 
 def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
-    """A lower bound of the received key rows of any layout of causal documents with even token counts and this balance.
+    """Return a lower bound of the received key rows of any layout of causal documents with even token counts and this
+    balance.
 
     The rows from key x to the end of its document have more tokens or pairs than one rank may have, so several ranks
     share them. All of these ranks see key x, and all but its owner receive it. (Each key is bounded separately, so the
@@ -112,8 +113,8 @@ def fewest_rows(lengths: list[int], world: int, balanced_to: float) -> int:
 
 
 def ptrr(mask: rs.Mask, world: int, block: int = 128) -> Layout:
-    """PyTorch's processing-time round robin: blocks of queries are assigned to ranks in alternating order, the heaviest
-    first.
+    """Make the layout of PyTorch's processing-time round robin: blocks of queries are assigned to ranks in alternating
+    order, the heaviest first.
 
     (PyTorch's head-tail balancer is zigzag. Its per-document balancer is per_document, which here takes any lengths.)
     """
@@ -140,7 +141,7 @@ COMPARED: dict[str, Callable[[rs.Mask, int], Layout]] = {
 
 
 def _pieces(mask: rs.Mask, layout: Layout) -> list[int]:
-    """How many parts of documents each rank owns. A kernel treats each as a separate sequence."""
+    """Return how many parts of documents each rank owns. A kernel treats each as a separate sequence."""
     cuts = mask.documents()
     p = layout.pieces
     joins = np.append(False, (p.owner[1:] == p.owner[:-1]) & (p.start[1:] == p.start[:-1] + p.size[:-1]))

@@ -20,7 +20,8 @@ ROUNDS = 8
 
 
 def planning_rows(*, documents: int, seq_len: int, world: int, seed: int) -> Iterator[Row]:
-    """A row for each mask of a batch with ``"auto"``, then for each of some layouts and strategies of a large mask."""
+    """Yield a row for each mask of a batch with ``"auto"``, then for each of some layouts and strategies of a large
+    mask."""
     rs.plan(rs.documents([3, 5]), world=2)  # imports and first uses are not part of the first row
     n = BATCH_TOKENS
     packed = [_lengths(n, count, seed) for count in BATCH_DOCUMENTS]
@@ -67,7 +68,7 @@ def _row(mask: Callable[[], rs.Mask], world: int, layout: str, strategy: str) ->
 
 
 def _seconds(f: Callable[[], Any]) -> float:
-    """Processor time of this process: planning uses one core and waits for nothing."""
+    """Return the processor time of this process: planning uses one core and waits for nothing."""
     start = time.process_time()
     f()
     return time.process_time() - start

@@ -60,7 +60,7 @@ class RankOptions:
 
 
 def _documents(n: int) -> rs.Mask:
-    """28 documents of log-normal lengths, as in packed training data."""
+    """Make 28 documents of log-normal lengths, as in packed training data."""
     share = np.random.default_rng(0).lognormal(sigma=1.0, size=28)
     cuts = np.round(np.cumsum(share) / share.sum() * n).astype(int)
     return rs.documents(np.diff(np.concatenate([[0], cuts])))
@@ -76,7 +76,7 @@ MASKS: dict[str, Callable[[int, int], rs.Mask]] = {
 
 
 def rank_rows(options: RankOptions, *, on_progress: OnProgress = ignore_progress) -> Iterator[Row]:
-    """A row for each mask, length, world, layout, strategy and kernel."""
+    """Yield a row for each mask, length, world, layout, strategy and kernel."""
     per_mask = len(options.world) * len(options.backends) * len(options.layout) * len(options.strategies)
     done, total = 0, len(options.masks) * len(options.seq_len) * per_mask
     for name, n in product(options.masks, options.seq_len):
@@ -98,7 +98,7 @@ def rank_rows(options: RankOptions, *, on_progress: OnProgress = ignore_progress
 
 
 def _record(mask: rs.Mask, world: int, options: RankOptions) -> Row:
-    """The fields that all measurements of a mask have in common."""
+    """Return the fields that all measurements of a mask have in common."""
     return {
         "bench": "rank",
         "device": torch.cuda.get_device_name() if options.on_gpu else options.device,
@@ -153,7 +153,7 @@ def _times(whole: float, times: dict[int, float], world: int) -> Row:
 
 
 def _memory(plan: rs.Plan, share: Callable[..., Tensor], backend: str, options: RankOptions, *qkv: Tensor) -> dict[str, int]:
-    """MiB of the plan's buffers, of the kernel beside them, and of the peak that was measured."""
+    """Return the MiB of the plan's buffers, of the kernel beside them, and of the peak that was measured."""
     shape = rs.Shape(heads=options.heads, kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype)
     planned = max(peak_bytes(plan, shape, phase) for phase in PHASES)
     found = {"planned_mib": planned, "kernel_mib": scratch_bytes(plan, backend, *qkv), "held_mib": held_bytes(share, *qkv)}
@@ -161,7 +161,7 @@ def _memory(plan: rs.Plan, share: Callable[..., Tensor], backend: str, options: 
 
 
 def _torch(mask: rs.Mask, world: int, whole: float, backend: str, options: RankOptions) -> Row:
-    """PyTorch's own context parallelism, one rank at a time."""
+    """Time PyTorch's own context parallelism, one rank at a time."""
     times = {}
     for rank in range(world) if options.ranks is None else options.ranks:
         with torch_baseline.rank_of(rank, world, backend, *_tensors(mask.lengths[0], options)) as step:
@@ -181,7 +181,8 @@ def _tensors(n: int, options: RankOptions) -> list[Tensor]:
 
 
 def _whole(mask: rs.Mask, options: RankOptions) -> Callable[[], object]:
-    """Forward and backward of the whole sequence by the kernel alone, without the engine and autograd."""
+    """Make a function that runs forward and backward of the whole sequence by the kernel alone, without the engine and
+    autograd."""
     backend = options.whole or options.backends[0]
     (plan,) = rs.LocalWorld(1).plans(mask)
     q, k, v = _tensors(mask.lengths[0], options)
@@ -209,7 +210,8 @@ def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
 
 
 def _step(attention: Callable[..., Tensor], *qkv: Tensor) -> Callable[[], object]:
-    """Forward and backward. The gradients are dropped: in a model nothing keeps those of q, k and v."""
+    """Make a function that runs forward and backward. The gradients are dropped: in a model nothing keeps those of q, k
+    and v."""
     leaves = [x.requires_grad_() for x in qkv]
     grad = torch.randn_like(leaves[0])
     return lambda: torch.autograd.grad(attention(*leaves), leaves, grad)

@@ -13,4 +13,4 @@ OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 def ignore_progress(done: int, total: int, text: str) -> None:
-    """The default ``on_progress``."""
+    """Do nothing: the default ``on_progress``."""

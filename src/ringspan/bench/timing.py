@@ -18,7 +18,7 @@ ROUND_SECONDS = 0.1
 
 
 def step_seconds(step: Callable[[], object], *, rounds: int, on_gpu: bool) -> float:
-    """Seconds for one step: the median of the rounds, each of which ends with a synchronisation."""
+    """Return the seconds of one step: the median of the rounds, each of which ends with a synchronisation."""
     synchronize = _synchronize(on_gpu)
 
     def round_of(steps: int) -> float:
@@ -35,20 +35,20 @@ def step_seconds(step: Callable[[], object], *, rounds: int, on_gpu: bool) -> fl
 
 
 def host_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
-    """Seconds of the host for one forward call. The host does not wait for the device."""
+    """Return the seconds of the host for one forward call. The host does not wait for the device."""
     with torch.no_grad():
         return _on_host(lambda: attention(*qkv), _synchronize(qkv[0].is_cuda))
 
 
 def replay_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
-    """Seconds of the host for the replay of a captured forward call. 0 if it cannot be captured."""
+    """Return the seconds of the host for the replay of a captured forward call. 0 if it cannot be captured."""
     with torch.no_grad():
         replay = captured(lambda: attention(*qkv))
     return 0.0 if replay is None else _on_host(replay, torch.cuda.synchronize)
 
 
 def device_profile(step: Callable[[], object]) -> dict[str, int]:
-    """Microseconds of each kernel on the device in one step, the longest first."""
+    """Return the microseconds of each kernel on the device in one step, the longest first."""
     step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
@@ -59,7 +59,8 @@ def device_profile(step: Callable[[], object]) -> dict[str, int]:
 
 
 def _on_host(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """The median of ten calls; the least of five such medians, because other processes can only make a call slower."""
+    """Return the median of ten calls; the least of five such medians, because other processes can only make a call
+    slower."""
 
     def seconds() -> float:
         start = time.perf_counter()

@@ -27,7 +27,8 @@ BACKENDS = {
 
 @contextmanager
 def rank_of(rank: int, world: int, backend: str, *qkv: Tensor) -> Iterator[Callable[[], None]]:
-    """Forward and backward of causal attention on one rank. q, k and v are those of the whole sequence."""
+    """Yield a function that runs forward and backward of causal attention on one rank. q, k and v are those of the
+    whole sequence."""
     from torch.distributed.tensor.experimental import context_parallel
 
     if dist.is_initialized():

@@ -45,7 +45,7 @@ NOT_CAPTURABLE = (
 
 
 def cache_by_stream(maxsize: int) -> Callable[[F], F]:
-    """``lru_cache`` for functions whose last argument is the device on which they make tensors.
+    """Cache the results of functions whose last argument is the device on which they make tensors.
 
     ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs
     read.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A ``type=`` for argparse.
+    """Return a ``type=`` for argparse.
 
     >>> at_least(1)("3")
     3

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarise(results: Sequence[CaseResult], cases: Sequence[Case]) -> dict[str, Any]:
-    """The figures of a run. An unfinished case counts as failed."""
+    """Return the figures of a run. An unfinished case counts as failed."""
     finished = {result.case.index for result in results}
     failures = [result.case.index for result in results if result.problems]
     failures += [case.index for case in cases if case.index not in finished]

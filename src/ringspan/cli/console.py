@@ -37,7 +37,8 @@ def show_error(text: str) -> None:
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, total: Mapping[str, Any] | None = None) -> Table:
-    """A table of the columns (key -> title) that any row has a value for. Columns of numbers are aligned to the right.
+    """Return a table of the columns (key -> title) that any row has a value for. Columns of numbers are aligned to the
+    right.
 
     ``total`` is a last row below a line.
     """
@@ -57,6 +58,6 @@ def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, tota
 
 
 def _is_figure(value: object) -> bool:
-    """Whether a value is a number, alone or with a unit as in ``1.5 GiB``."""
+    """Return whether a value is a number, alone or with a unit as in ``1.5 GiB``."""
     text = str(value)
     return text == "–" or text[:1].isdigit() or (text[:1] == "-" and text[1:2].isdigit())

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
-    """Versions, devices, and for each device and dtype the chosen kernel, why others are not, and what they are
+    """Return versions, devices, and for each device and dtype the chosen kernel, why others are not, and what they are
     missing."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     kernels = [
@@ -76,7 +76,7 @@ def _choice(inputs: Inputs) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """A summary in a few lines, then the details."""
+    """Return a summary in a few lines, then the details."""
     lines = [
         *_titled("will use", _used(found)),
         *_titled("missing", _missing(found) or ["nothing"]),
@@ -107,7 +107,7 @@ def _used(found: dict[str, Any]) -> list[str]:
 
 
 def _missing(found: dict[str, Any]) -> list[str]:
-    """Devices and packages that ringspan could use and that are missing."""
+    """Return the devices and packages that ringspan could use and that are missing."""
     if list(found["devices"]) == ["cpu"]:
         return ["a CUDA device: without one attention is computed on the CPU"]
     lacks = {name: package for row in found["kernels"] for name, package in row["lacks"].items()}
@@ -120,7 +120,7 @@ def _titled(title: str, lines: list[str]) -> list[str]:
 
 
 def _alike(kernels: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The rows, grouped if they differ in the dtype only."""
+    """Return the rows, grouped if they differ in the dtype only."""
     return [list(rows) for _, rows in groupby(kernels, key=lambda row: (row["device"], row["chosen"], row["why_not"]))]
 
 

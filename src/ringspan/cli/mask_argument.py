@@ -18,7 +18,8 @@ class MaskArgument(NamedTuple):
 
 
 def mask_at(text: str, seq_len: int | None) -> MaskArgument:
-    """The mask that ``--mask`` and ``--seq-len`` describe: a relation takes the length, another mask must have it.
+    """Return the mask that ``--mask`` and ``--seq-len`` describe: a relation takes the length, another mask must have
+    it.
 
     >>> mask_at("causal() & window(2)", 6)
     MaskArgument(mask=<Mask causal() & window(left=2) & full(6): 6 × 6, area 15, 1 band>, notes=())

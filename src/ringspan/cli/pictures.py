@@ -28,7 +28,7 @@ MIDDLE = 0.545
 
 
 def why_not() -> str | None:
-    """Why there can be no pictures, or None."""
+    """Return why there can be no pictures, or None."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -37,7 +37,8 @@ def why_not() -> str | None:
 
 
 def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Every visible pair in the colour of the rank that owns the query; pale if the key comes from another rank."""
+    """Draw every visible pair in the colour of the rank that owns the query; pale if the key comes from another
+    rank."""
     from matplotlib.figure import Figure
 
     colours = rank_colours(plan.world)
@@ -73,7 +74,7 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
 
 
 def draw_losses(path: Path, split: Sequence[float], alone: Sequence[float], *, world: int, tolerance: float) -> None:
-    """The two curves, and below them their difference on a log scale with the tolerance."""
+    """Draw the two curves, and below them their difference on a log scale with the tolerance."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -100,7 +101,7 @@ def draw_losses(path: Path, split: Sequence[float], alone: Sequence[float], *, w
 def cells(
     seen: NDArray[np.bool_], q_owner: NDArray[np.int64], k_owner: NDArray[np.int64], colours: NDArray[Any]
 ) -> NDArray[Any]:
-    """The mask as (queries, keys, RGB): white where a key is hidden."""
+    """Return the mask as (queries, keys, RGB): white where a key is hidden."""
     full = colours[q_owner][:, None]
     own = (q_owner[:, None] == k_owner[None, :])[..., None]
     picture = np.where(own, full, pale(full))
@@ -108,7 +109,7 @@ def cells(
 
 
 def owners(layout: Layout) -> NDArray[np.int64]:
-    """The rank that owns each token."""
+    """Return the rank that owns each token."""
     owner = np.empty(layout.length, dtype=np.int64)
     for rank in range(layout.world):
         owner[layout.positions(rank)] = rank
@@ -116,7 +117,7 @@ def owners(layout: Layout) -> NDArray[np.int64]:
 
 
 def rank_colours(world: int) -> NDArray[np.float32]:
-    """(world, RGB)"""
+    """Return the colour of each rank: (world, RGB)."""
     if world <= len(COLOURS):
         rows = [tuple(int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)) for c in COLOURS[:world]]
     else:
@@ -129,7 +130,8 @@ def pale(colour: NDArray[Any]) -> NDArray[Any]:
 
 
 def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolerance: float) -> None:
-    """Steps that agree to the last bit are hollow points at the lower edge: a log scale has no zero."""
+    """Draw the differences. Steps that agree to the last bit are hollow points at the lower edge: a log scale has no
+    zero."""
     floor = 1e-8
     same = difference == 0
     axes.vlines(steps[~same], floor, difference[~same], color=COLOURS[1], linewidth=1, alpha=0.5)
@@ -152,7 +154,7 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
 
 
 def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Each document's name beside its triangle: on the right, or on the left near the right edge."""
+    """Write each document's name beside its triangle: on the right, or on the left near the right edge."""
     n, stop = sum(lengths), 0
     for name, length in zip(names, lengths, strict=True):
         start, stop = stop, stop + length
@@ -192,7 +194,7 @@ def _mask_legend(figure: Any, plan: Plan, colours: NDArray[Any]) -> None:
 
 
 def _ticks(n: int) -> list[int]:
-    """A few round numbers, and the end."""
+    """Return a few round numbers, and the end."""
     step = max(1, n // 6)
     step = int(round(step, -len(str(step)) + 1)) or 1
     return [*(t for t in range(0, n, step) if n - t > step // 2), n]

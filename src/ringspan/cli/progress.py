@@ -40,7 +40,7 @@ class Progress:
                 self._write_line()
 
     def on_progress(self, done: int, total: int, text: str) -> None:
-        """:meth:`update` in the form in which benchmarks call it."""
+        """Call :meth:`update` in the form in which benchmarks call it."""
         self.update(done, text, total=total)
 
     def print(self, text: str) -> None:

@@ -26,5 +26,5 @@ def size(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, and never an exponent."""
+    """Write three digits, and never an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

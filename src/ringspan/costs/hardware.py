@@ -124,7 +124,7 @@ class Hardware:
 
 
 def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, source: str) -> Hardware:
-    """A GPU with the given forward FLOP/s in long rectangles. Other speeds are in the proportions measured on an
+    """Return a GPU with the given forward FLOP/s in long rectangles. Other speeds are in the proportions measured on an
     H200."""
     full = tflops * 1e12
     return Hardware(
@@ -165,7 +165,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """A machine by name, with the number of GPUs of a node (8 by default), or from a hardware file.
+    """Return a machine by name, with the number of GPUs of a node (8 by default), or from a hardware file.
 
     >>> hardware("h200x4").per_node
     4

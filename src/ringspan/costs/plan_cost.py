@@ -47,8 +47,8 @@ class Cost:
 
 
 def cost(plans: Sequence[RankPlan], machine: Hardware, shape: Shape) -> Cost:
-    """The cost of the plans of all ranks, or of a sample of ranks, in rank order. The plans must fit the heads of the
-    shape."""
+    """Return the cost of the plans of all ranks, or of a sample of ranks, in rank order. The plans must fit the heads
+    of the shape."""
     for plan in plans:
         check_heads_fit(plan, shape)
     forward, backward = (simulate(_loads(plans, machine, shape, phase), machine.overlap) for phase in PHASES)
@@ -84,21 +84,21 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
 
 
 def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:
-    """Bytes of messages that are packed, and of gradients that are added to a slot."""
+    """Return the bytes of messages that are packed, and of gradients that are added to a slot."""
     packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
     added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
     return shape.total_bytes(packed + added, phase, plan.program)
 
 
 def _merged_bytes(task: Task, plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """Bytes of results that are merged into earlier results of the same queries, or of gradients that are added to
-    earlier ones."""
+    """Return the bytes of results that are merged into earlier results of the same queries, or of gradients that are
+    added to earlier ones."""
     rows = max((b.q1 for b in task.bands), default=0) - min((b.q0 for b in task.bands), default=0)
     return rows * shape.row_bytes("out" if phase == "forward" else "dq", phase, plan.program.q_slots[task.q_slot].heads)
 
 
 def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, phase: Phase) -> float:
-    """How long the kernel takes: one launch for each kind of band, and the pairs at the speed of their kind."""
+    """Return the time of the kernel: one launch for each kind of band, and the pairs at the speed of their kind."""
     speed = machine.forward if phase == "forward" else machine.backward
     kinds = tiled_area(task.bands, machine.tile)
     heads = plan.program.q_slots[task.q_slot].heads or shape.heads
@@ -107,7 +107,7 @@ def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, ph
 
 
 def flops_per_pair(shape: Shape, phase: Phase) -> int:
-    """FLOPs of one pair for one head, over the batch.
+    """Return the FLOPs of one pair for one head, over the batch.
 
     The forward pass has two matrix products, over d and over e. The backward pass has five, three of them over d.
     """
@@ -121,13 +121,13 @@ def rounded(seconds: float) -> float:
 
 
 def of_kind(speed: Speed, cuts: int) -> float:
-    """The speed for bands that are bounded by this number of diagonals."""
+    """Return the speed for bands that are bounded by this number of diagonals."""
     return (speed.full, speed.causal, speed.window)[cuts]
 
 
 @cache_by_digest(65536, plain=True)
 def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
-    """The pairs that the kernel's tiles cover: of rectangles, of bands with one diagonal, of bands with two.
+    """Return the pairs that the kernel's tiles cover: of rectangles, of bands with one diagonal, of bands with two.
 
     In a band that is narrower than a tile, kernels use narrower tiles.
     """

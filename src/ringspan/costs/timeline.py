@@ -65,7 +65,7 @@ class Timeline(NamedTuple):
 
 
 def simulate(loads: Loads, overlap: float) -> Timeline:
-    """The timeline of all ranks through all steps."""
+    """Return the timeline of all ranks through all steps."""
     extra = (1 - overlap) * np.minimum(loads.computing, loads.communication) + loads.copying
     begin, computed, end = (np.zeros_like(loads.computing) for _ in range(3))
     now = np.zeros(len(loads.computing))
@@ -82,7 +82,7 @@ def simulate(loads: Loads, overlap: float) -> Timeline:
 
 
 def communication_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardware) -> Seconds:
-    """The time that the messages of a step take once both sides have posted them.
+    """Return the time that the messages of a step take once both sides have posted them.
 
     ``sent`` and ``received`` are bytes of shape (2, ranks, steps): within the node, and between nodes. Both links work
     at the same time and in both directions, so the time is the maximum. Latency counts once for each link, however many
@@ -95,7 +95,8 @@ def communication_seconds(sent: Seconds | Ints, received: Seconds | Ints, machin
 
 
 def nearest(ranks: Ints, world: int) -> Ints:
-    """For each rank of the world, the index of the nearest of the given ranks; its own index, if it is one of them.
+    """Return, for each rank of the world, the index of the nearest of the given ranks; its own index, if it is one of
+    them.
 
     >>> nearest(np.array([0, 4, 5]), 6).tolist()
     [0, 0, 0, 1, 1, 2]
@@ -108,5 +109,5 @@ def nearest(ranks: Ints, world: int) -> Ints:
 
 
 def without_messages(computing: Seconds) -> Loads:
-    """Loads of ranks that only compute."""
+    """Return the loads of ranks that only compute."""
     return Loads(computing, np.zeros_like(computing), np.zeros_like(computing), [NO_PEERS] * computing.shape[1])

@@ -61,7 +61,7 @@ class Workload:
         return replace(self, ranks=tuple(range(self.world)))
 
     def demand(self, moving: MovingSide) -> Demand:
-        """The work and the rows if keys move to the queries, or queries to the keys."""
+        """Return the work and the rows if keys move to the queries, or queries to the keys."""
         return self._demand_of_keys if moving is KEYS else self._demand_of_queries
 
     @cached_property
@@ -75,7 +75,7 @@ class Workload:
         return self._demand(QUERIES, self._seeing, self._seen, self._with_keys)
 
     def busiest(self, moving: MovingSide) -> float:
-        """The compute time of the busiest rank, if this side moves."""
+        """Return the compute time of the busiest rank, if this side moves."""
         computing = self._for_queries if moving is KEYS else self._with_keys
         return sum(float(seconds.sum(axis=1).max(initial=0.0)) for seconds in computing.values())
 
@@ -117,8 +117,8 @@ class Workload:
         return {phase: self._matrix(tiles.k_rank, tiles.q_rank, seconds[phase]) for phase in PHASES}
 
     def _demand(self, moving: MovingSide, computed: Tiles, elsewhere: Tiles, seconds: dict[Phase, Seconds]) -> Demand:
-        """``computed`` are the tiles that the workload's ranks compute, ``elsewhere`` the tiles that use their rows on
-        any rank."""
+        """Return the matrices. ``computed`` are the tiles that the workload's ranks compute, ``elsewhere`` the tiles
+        that use their rows on any rank."""
         here, of = (computed.q_rank, computed.k_rank) if moving is KEYS else (computed.k_rank, computed.q_rank)
         owner, receiver = (elsewhere.k_rank, elsewhere.q_rank) if moving is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
         return Demand(
@@ -132,7 +132,7 @@ class Workload:
         return self._matrix(*np.divmod(pair, self.world), stop - start).astype(np.int64)
 
     def _matrix(self, here: Ints, there: Ints, value: Seconds | Ints) -> Seconds:
-        """The sums of the values for each rank of the workload and each rank of the world."""
+        """Return the sums of the values for each rank of the workload and each rank of the world."""
         row = np.searchsorted(self.ranks, here)
         size = len(self.ranks), self.world
         total: Seconds = np.bincount(row * self.world + there, weights=value, minlength=size[0] * size[1]).astype(np.float64)
@@ -140,7 +140,7 @@ class Workload:
 
 
 def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, Seconds]:
-    """A lower bound of the compute time of each band, without launches; see
+    """Return a lower bound of the compute time of each band, without launches; see
     :func:`ringspan.costs.plan_cost.tiled_area`.
 
     Bands that a layout has split may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals

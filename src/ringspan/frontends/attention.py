@@ -62,7 +62,7 @@ def attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | Partial:
-    """Exact attention of a sequence that is split over the ranks of a group.
+    """Compute exact attention of a sequence that is split over the ranks of a group.
 
     ``q`` (B, H, S, D), ``k`` (B, G, T, D) and ``v`` (B, G, T, E) are this rank's tokens, in the order of
     ``plan.q_layout`` and ``plan.kv_layout``; H is a multiple of G. The result (B, H, S, E) is that of this rank's
@@ -95,7 +95,7 @@ def attention(
 def attend_tensors(
     handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, scale: float | None, score_mod: ScoreMod | None = None
 ) -> Partial:
-    """Attention under a plan handle, of plain tensors or of the shards of DTensors."""
+    """Compute attention under a plan handle, of plain tensors or of the shards of DTensors."""
     factor = None if scale is None else check_scale(scale, q.shape[-1])
     if not any_dtensor(q, k, v):
         return attend(handle, q, k, v, factor, score_mod)
@@ -105,13 +105,13 @@ def attend_tensors(
 
 
 def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None) -> PlanHandle:
-    """A registered handle, as a constant of the compiled program: torch.compile does not trace into plans."""
+    """Return a registered handle, as a constant of the compiled program: torch.compile does not trace into plans."""
     id(plan)  # makes Dynamo guard on this plan; it does not guard on the ``self`` of a method with a constant result
     return plan.call_as_constant(registered_handle, group, backend, extents)
 
 
 def registered_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None = None) -> PlanHandle:
-    """A handle that custom operators can find; with ``extents``, that of a shard of batch and heads."""
+    """Return a handle that custom operators can find; with ``extents``, that of a shard of batch and heads."""
     plan, ranks = _shard_plan(extents, plan), as_transport(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.global_ranks} by {backend}"
     return registry.register(name, PlanHandle(plan=plan, group=ranks, backend=backend))

@@ -87,7 +87,7 @@ def _find_treatment(func: Any) -> Treatment:
 
 
 def _is_of_torch(func: Any) -> bool:
-    """Whether a function is one of PyTorch's own, or a built-in method of its classes."""
+    """Return whether a function is one of PyTorch's own, or a built-in method of its classes."""
     return isinstance(func, BUILT_IN) or str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
 
 
@@ -98,7 +98,7 @@ def _name(func: Any) -> str:
 
 
 def is_varlen_attention(func: Any) -> bool:
-    """Whether a function is the operator that ``torch.nn.attention.varlen.varlen_attn`` calls."""
+    """Return whether a function is the operator that ``torch.nn.attention.varlen.varlen_attn`` calls."""
     return _name(func) == VARLEN_ATTENTION
 
 
@@ -222,11 +222,11 @@ class AttentionMode(AttentionCatcher):
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-        """Attention under the plan's mask, of q, k and v (batch, heads, tokens, dim)."""
+        """Compute attention under the plan's mask, of q, k and v (batch, heads, tokens, dim)."""
 
     @abstractmethod
     def flex_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """FlexAttention under the call's mask or, if it has none, the plan's."""
+        """Compute FlexAttention under the call's mask or, if it has none, the plan's."""
 
     @abstractmethod
     def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _four_dims(x: Tensor) -> Tensor:
-    """(…, heads, tokens, dim) as (batch, heads, tokens, dim)."""
+    """Reshape (…, heads, tokens, dim) to (batch, heads, tokens, dim)."""
     return x.unsqueeze(1) if x.ndim == 3 else x.flatten(0, -4)
 
 

@@ -105,7 +105,8 @@ class ContextParallel(AttentionMode):
         return self.group.world
 
     def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
-        """A ContextParallel with the same layout and another mask, for layers that differ (full and sliding window)."""
+        """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding
+        window)."""
         if check_mask(mask).lengths != self.plan.mask.lengths:
             raise InputError(
                 f"with_mask keeps the layout, so the mask must have the plan's lengths: {mask.name} has {mask.lengths[0]} "
@@ -202,7 +203,7 @@ class ContextParallel(AttentionMode):
         return result
 
     def positions(self, of: Side = "q", *, documents: Any = None, device: torch.device | str | None = None) -> Tensor:
-        """Position ids of this rank's tokens, as for rotary embeddings.
+        """Return the position ids of this rank's tokens, as for rotary embeddings.
 
         They are positions in the whole sequence or, given a list of the lengths of all ``documents``, in the token's
         own document. The result is on the CPU unless ``device`` is given.
@@ -214,7 +215,7 @@ class ContextParallel(AttentionMode):
         return mine.to(device or "cpu")
 
     def _hint(self, of: Side, tokens: int) -> str:
-        """A hint for an error message, if the tensor is of the other sequence of a cross-attention."""
+        """Return a hint for an error message, if the tensor is of the other sequence of a cross-attention."""
         other: Side = "kv" if of == "q" else "q"
         what = "keys" if other == "kv" else "queries"
         return f" ({tokens} is the number of its {what}: pass of={other!r})" if self._layout(other).length == tokens else ""
@@ -239,8 +240,8 @@ class ContextParallel(AttentionMode):
 
     @dynamo_constant
     def _shard_handle(self, extents: ShardExtents, name: str) -> PlanHandle:
-        """The handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards on
-        arguments but not on ``self``."""
+        """Return the handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards
+        on arguments but not on ``self``."""
         if extents not in self._shard_handles:
             self._shard_handles[extents] = registered_handle(self.plan, self.group, self.backend, extents)
         return self._shard_handles[extents]
@@ -302,8 +303,8 @@ class ContextParallel(AttentionMode):
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
     def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
-        """The (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens each
-        has.
+        """Return the (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens
+        each has.
 
         ``over`` is the group or mesh to reduce over; by default the group of this object. With data parallelism, give
         the mesh of both (``over=mesh["dp", "cp"]``), so that every token has the same weight. The gradient on a rank is
@@ -319,7 +320,7 @@ class ContextParallel(AttentionMode):
         return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
 
     def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
-        """The sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
+        """Return the sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
 
         The mean over several batches is not the mean of their means if they have different numbers of tokens.
         Accumulate ``cp.sum(losses) / total`` instead, where ``total`` is the number of tokens with a label in all

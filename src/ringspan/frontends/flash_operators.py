@@ -39,7 +39,8 @@ class Flash(Protocol):
         """Import the package. The ``ModuleNotFoundError`` says what to install."""
 
     def unsupported_reason(self, inputs: Inputs) -> str | None:
-        """None if it supports these inputs, else the reason, as the end of a sentence that starts with its name."""
+        """Return None if it supports these inputs, else the reason, as the end of a sentence that starts with its
+        name."""
 
     def forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, call: FlashCall, scale: float, into: Tensor, /

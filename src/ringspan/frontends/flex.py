@@ -48,7 +48,8 @@ def flex_attention(
     group: Group = None,
     backend: str = "auto",
 ) -> FlexResult:
-    """``torch.nn.attention.flex_attention.flex_attention`` of a sequence that is split over the ranks of a group.
+    """Compute ``torch.nn.attention.flex_attention.flex_attention`` of a sequence that is split over the ranks of a
+    group.
 
     Tensors, ``plan`` and ``group`` are those of :func:`ringspan.attention`; everything else is FlexAttention's.
     ``score_mod`` and the ``mask_mod`` of a BlockMask are called with global indices. ``block_mask`` is of the whole
@@ -159,7 +160,7 @@ def _convert(given: BlockMask, lengths: tuple[int, int]) -> _ConvertedMask:
 
 
 def _versions(given: BlockMask) -> list[tuple[int, int]]:
-    """The tensors of a BlockMask and of its mask_mod, each with the counter of its in-place changes."""
+    """Return the tensors of a BlockMask and of its mask_mod, each with the counter of its in-place changes."""
     zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
     blocks = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
     tensors = [*(x for x in blocks if x is not None), *captured_tensors(given.mask_mod, zero, zero, zero, zero)]

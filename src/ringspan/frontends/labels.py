@@ -15,7 +15,7 @@ IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
 def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore_index: int = IGNORED) -> Tensor:
-    """The label of each token: the next token of the same document, or ``ignore_index`` for the last token of a
+    """Return the label of each token: the next token of the same document, or ``ignore_index`` for the last token of a
     document.
 
     Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the
@@ -39,7 +39,7 @@ def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore
 
 
 def positions_in(documents: Any, n: int) -> Tensor:
-    """The position of each token in its own document.
+    """Return the position of each token in its own document.
 
     >>> positions_in([2, 0, 3], 5)
     tensor([0, 1, 0, 1, 2])

@@ -94,7 +94,8 @@ class LocalWorld:
         return_lse: bool = False,
         backend: str = "auto",
     ) -> Tensor | Partial:
-        """Attention of whole sequences: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E). Returns the whole result.
+        """Compute attention of whole sequences: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E). Returns the whole
+        result.
 
         The sequence is split over the ranks, and every rank executes its own plan. Differentiable.
         ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention.
@@ -122,7 +123,7 @@ class LocalWorld:
         layout: LayoutLike = "auto",
         backend: str = "auto",
     ) -> FlexResult:
-        """FlexAttention of whole sequences; see :func:`ringspan.flex_attention`.
+        """Compute FlexAttention of whole sequences; see :func:`ringspan.flex_attention`.
 
         The mask is ``block_mask`` or ``mask``; without either, every query sees every key.
         """
@@ -169,7 +170,7 @@ class LocalWorld:
     def plans(
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None
     ) -> list[Plan]:
-        """The plans of all ranks."""
+        """Return the plans of all ranks."""
         first = plan(check_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
         return [first.at(rank) for rank in range(self.world)]
 
@@ -185,7 +186,8 @@ class LocalWorld:
         backend: str = "auto",
         score_mod: ScoreMod | None = None,
     ) -> Partial:
-        """Attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H, S)."""
+        """Compute attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H,
+        S)."""
         shape = shape_of(q, k, v)
         plans = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
         mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout
@@ -217,11 +219,11 @@ MAX_LAYOUTS = 16
 
 @cache_by_stream(MAX_LAYOUTS)
 def _tokens(layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
-    """The tokens of each rank, in its order."""
+    """Return the tokens of each rank, in its order."""
     return tuple(copy_to_device(layout.positions(rank), device) for rank in range(layout.world))
 
 
 @cache_by_stream(MAX_LAYOUTS)
 def _inverse_order(layout: Layout, device: torch.device) -> Tensor:
-    """The row of each token in the concatenation of all ranks."""
+    """Return the row of each token in the concatenation of all ranks."""
     return copy_to_device(layout.order().argsort(), device)

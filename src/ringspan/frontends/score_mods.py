@@ -38,7 +38,8 @@ def softcap(cap: float) -> ScoreMod:
 
 
 def alibi(slopes_H: Tensor) -> ScoreMod:
-    """ALiBi: subtract a slope times the distance from each score, with one slope for each head (:func:`alibi_slopes`).
+    """Make the score_mod of ALiBi, which subtracts a slope times the distance from each score, with one slope for each
+    head (:func:`alibi_slopes`).
 
     >>> import ringspan as rs
     >>> q = torch.zeros(1, 2, 4, 8)
@@ -58,7 +59,7 @@ def alibi(slopes_H: Tensor) -> ScoreMod:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slopes of ALiBi for a number of heads: a geometric sequence from 2^(-8/heads) to 2^-8.
+    """Return the slopes of ALiBi for a number of heads: a geometric sequence from 2^(-8/heads) to 2^-8.
 
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
@@ -95,7 +96,8 @@ def relative_bias(bias_HR: Tensor) -> ScoreMod:
 
 
 def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
-    """Attention sinks: each head has one additional key that every query sees, with its own score and a value of zero.
+    """Add attention sinks: each head has one additional key that every query sees, with its own score and a value of
+    zero.
 
     The key belongs to no rank, so it is merged into the result once. Differentiable in all three arguments.
 

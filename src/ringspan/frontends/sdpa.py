@@ -60,17 +60,17 @@ def restore() -> None:
 
 
 def current() -> str | None:
-    """The name of the active implementation, or None for PyTorch's own."""
+    """Return the name of the active implementation, or None for PyTorch's own."""
     return next(iter(_active), None)
 
 
 def available() -> list[str]:
-    """The names that ``activate`` takes on this machine: those whose package is installed."""
+    """Return the names that ``activate`` takes on this machine: those whose package is installed."""
     return [name for name in IMPLEMENTATIONS if _load(name).is_installed()]
 
 
 def missing() -> dict[str, str]:
-    """The names that ``activate`` would take if their package were installed: name -> package."""
+    """Return the names that ``activate`` would take if their package were installed: name -> package."""
     return {name: _load(name).PACKAGE for name in IMPLEMENTATIONS if not _load(name).is_installed()}
 
 

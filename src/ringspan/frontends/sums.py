@@ -29,7 +29,7 @@ Grads = Literal["summed", "averaged"]
 
 
 def groups_of(over: Group) -> list[ProcessGroupTransport]:
-    """The groups to sum over, one after the other: one for each axis of a mesh."""
+    """Return the groups to sum over, one after the other: one for each axis of a mesh."""
     if isinstance(over, DeviceMesh) and over.ndim > 1:
         return [ProcessGroupTransport(over.get_group(axis)) for axis in range(over.ndim)]
     return [as_transport(over)]
@@ -42,7 +42,7 @@ def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
 
 
 def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads) -> Tensor:
-    """The sum of the shares of all ranks, on every rank; differentiable in the share of this rank."""
+    """Return the sum of the shares of all ranks, on every rank; differentiable in the share of this rank."""
     if grads not in ("summed", "averaged"):
         raise InputError(f'grads must be "summed" or "averaged", how the gradients are combined over ranks; not {grads!r}')
     result: Tensor = _SumOfShares.apply(share, groups, grads)
@@ -151,5 +151,5 @@ def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
 
 
 def _local(x: Tensor) -> Tensor:
-    """The local tensor of a DTensor, else the tensor itself. Not a copy."""
+    """Return the local tensor of a DTensor, else the tensor itself. Not a copy."""
     return x.to_local().detach() if is_dtensor(x) else x.detach()

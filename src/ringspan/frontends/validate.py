@@ -23,7 +23,7 @@ def check_mask(mask: Any) -> Mask:
 
 
 def check_scale(scale: Any, head_dim: int) -> float:
-    """The factor of the scores; None is 1 / √(head dim)."""
+    """Return the factor of the scores; None is 1 / √(head dim)."""
     if scale is None:
         return max(1, head_dim) ** -0.5  # a head dim of 0 is refused with the tensors, in a better message
     try:
@@ -33,12 +33,12 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 
 def unequal_heads(query_heads: int, key_heads: int) -> InputError:
-    """The error of a call whose queries and keys have different numbers of heads, without ``enable_gqa``."""
+    """Return the error of a call whose queries and keys have different numbers of heads, without ``enable_gqa``."""
     return InputError(f"{query_heads} query heads and {key_heads} key heads: pass enable_gqa=True to share key heads")
 
 
 def check_weights(weights: Any, x: Tensor) -> Tensor:
-    """One weight for each of the values ``x``."""
+    """Return one weight for each of the values ``x``."""
     if not isinstance(weights, Tensor):
         raise InputError(f"weights must be a tensor of the shape of the values, {tuple(x.shape)}; got {_kind(weights)}")
     try:
@@ -51,7 +51,7 @@ def check_weights(weights: Any, x: Tensor) -> Tensor:
 
 
 def check_parameters(parameters: Any) -> list[Tensor]:
-    """Parameters as a list. Refuses a single tensor, although it can be iterated over."""
+    """Return parameters as a list. Refuses a single tensor, although it can be iterated over."""
     if isinstance(parameters, torch.nn.Module):
         raise InputError("sum_gradients takes parameters, not a module: pass module.parameters()")
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):

@@ -26,7 +26,7 @@ LayoutLike: TypeAlias = "str | Layout | Sequence[Iterable[Sequence[int]]] | Call
 
 
 def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]:
-    """The layout of the mask's queries for a ``layout=`` argument, and a note on its origin.
+    """Return the layout of the mask's queries for a ``layout=`` argument, and a note on its origin.
 
     The argument is a name, a :class:`Layout`, a list of spans for each rank, or a function of (mask, world).
     """
@@ -50,7 +50,7 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
 
 @cache_by_digest(256)
 def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
-    """The layout of that name, or the one that ``"auto"`` chooses, and a note."""
+    """Return the layout of that name, or the one that ``"auto"`` chooses, and a note."""
     if name == "auto":
         return auto(mask, world)
     if name not in LAYOUTS:

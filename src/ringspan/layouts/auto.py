@@ -13,8 +13,8 @@ GOOD_ENOUGH = 1.1
 
 
 def auto(mask: Mask, world: int) -> tuple[Layout, str]:
-    """The first of contiguous, zigzag, balanced whose balance is at most 1.1, else the best of them; and a note that
-    says why.
+    """Return the first of contiguous, zigzag, balanced whose balance is at most 1.1, else the best of them; and a note
+    that says why.
 
     Contiguous comes first because it keeps neighbours together and so moves the fewest keys for windows and documents.
 

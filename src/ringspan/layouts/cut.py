@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
-    """The bands between the given spans of queries and the given spans of keys."""
+    """Return the bands between the given spans of queries and the given spans of keys."""
     queries, keys = _same_step(queries, keys)
     # Join query spans with bands, then the clipped bands with key spans.
     q, b = tables.overlapping(*queries.extent, mask.table[:, Q0], mask.table[:, Q1])
@@ -45,7 +45,7 @@ def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
 
 @cache_by_digest(64)
 def areas(mask: Mask, layout: Layout) -> Ints:
-    """Visible pairs per rank, if each rank computes the rows of its own queries."""
+    """Return the visible pairs per rank, if each rank computes the rows of its own queries."""
     all_keys = {"owner": 0, "start": 0, "size": mask.lengths[1], "step": 1, "at": 0}
     tiles = cut(mask, layout.pieces, Pieces(**{name: np.array([x], dtype=np.int64) for name, x in all_keys.items()}))
     total = np.zeros(layout.world, dtype=np.int64)
@@ -55,7 +55,8 @@ def areas(mask: Mask, layout: Layout) -> Ints:
 
 
 def balance(mask: Mask, layout: Layout) -> float:
-    """Maximum over mean of the pairs per rank: 1.0 is balanced, ``world`` is one rank with all the work."""
+    """Return the maximum over the mean of the pairs per rank: 1.0 is balanced, ``world`` is one rank with all the
+    work."""
     per_rank = areas(mask, layout)
     return float(per_rank.max() * layout.world / per_rank.sum()) if per_rank.sum() else 1.0
 

@@ -103,7 +103,7 @@ class Layout:
         return hashlib.sha256(repr(self.spans).encode()).hexdigest()[:16]
 
     def positions(self, rank: int) -> Ints:
-        """The global tokens of a rank, in local order.
+        """Return the global tokens of a rank, in local order.
 
         >>> Layout([[(0, 2), (6, 8)], [(2, 6)]]).positions(0).tolist()
         [0, 1, 6, 7]
@@ -112,7 +112,7 @@ class Layout:
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def order(self) -> Ints:
-        """All tokens, rank after rank: ``x[order]`` shards a sequence, ``y[argsort(order)]`` restores it."""
+        """Return all tokens, rank after rank: ``x[order]`` shards a sequence, ``y[argsort(order)]`` restores it."""
         return np.concatenate([self.positions(rank) for rank in range(self.world)])
 
     def __eq__(self, other: object) -> bool:
@@ -125,12 +125,12 @@ class Layout:
         return f"<Layout {self.name}: {self.length} tokens over {self.world} rank{'s' * (self.world != 1)}>"
 
     def ascii(self) -> str:
-        """The spans as text, one line per rank with its spans."""
+        """Return the spans as text, one line per rank with its spans."""
         return "\n".join(f"rank {rank}: {' '.join(map(repr, s))}".rstrip() for rank, s in enumerate(self.spans))
 
 
 def even_cuts(length: int, parts: int) -> list[int]:
-    """Boundaries of parts whose sizes differ by at most one token.
+    """Return the boundaries of parts whose sizes differ by at most one token.
 
     >>> even_cuts(10, 4)
     [0, 2, 5, 7, 10]
@@ -139,7 +139,7 @@ def even_cuts(length: int, parts: int) -> list[int]:
 
 
 def check_world(world: Any) -> int:
-    """``world`` as a number of ranks, or a :class:`LayoutError`."""
+    """Return ``world`` as a number of ranks, or raise a :class:`LayoutError`."""
     try:
         n = operator.index(world)
     except TypeError:
@@ -150,7 +150,7 @@ def check_world(world: Any) -> int:
 
 
 def _checked(spans: Any) -> tuple[tuple[Span, ...], ...]:
-    """The given spans, validated, without empty ones."""
+    """Return the given spans, validated, without empty ones."""
     try:
         given = [list(of_rank) for of_rank in spans]
     except TypeError:
@@ -212,7 +212,7 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
 
 
 def _first_without_owner(first: Ints, last: Ints, common: int) -> int:
-    """The first token without an owner.
+    """Return the first token without an owner.
 
     It is the start of a residue class or one step after a span, and no span begins there. At most as many classes need
     to be tried as there are spans, plus one.

@@ -7,7 +7,7 @@ from ringspan.masks import Mask
 
 
 def striped(mask: Mask, world: int) -> Layout:
-    """Rank r owns tokens ``r, r + world, r + 2 * world, …``.
+    """Assign tokens in turn: rank r owns tokens ``r, r + world, r + 2 * world, …``.
 
     A band stays a band when queries and keys are subsampled by the same step, so each pair of ranks has one band for
     each band of the mask, however long the sequence.

@@ -64,17 +64,18 @@ class Band(NamedTuple):
         return self._below(self.hi) - self._below(self.lo - 1)
 
     def _below(self, diagonal: int) -> int:
-        """Pairs of the rectangle with ``k - q <= diagonal``: row i holds ``clamp(i + edge + 1, 0, cols)`` of them."""
+        """Return the number of pairs of the rectangle with ``k - q <= diagonal``: row i holds ``clamp(i + edge + 1, 0,
+        cols)`` of them."""
         edge = diagonal - (self.k0 - self.q0)
         return _staircase(self.rows + edge, self.cols) - _staircase(edge, self.cols)
 
     def shifted(self, dq: int, dk: int) -> Band:
-        """The same shape, ``dq`` queries down and ``dk`` keys to the right."""
+        """Return the same shape, ``dq`` queries down and ``dk`` keys to the right."""
         shift = dk - dq
         return Band(self.q0 + dq, self.q1 + dq, self.k0 + dk, self.k1 + dk, self.lo + shift, self.hi + shift)
 
 
 def _staircase(x: int, width: int) -> int:
-    """The sum of ``clamp(t, 0, width)`` over all ``t <= x``."""
+    """Return the sum of ``clamp(t, 0, width)`` over all ``t <= x``."""
     t = min(max(x, 0), width)
     return t * (t + 1) // 2 + max(x - width, 0) * width

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def block_mask(mask: BlockMask) -> Mask:
-    """A BlockMask of the *whole* sequence as a mask, as the compiled FlexAttention reads it.
+    """Return a BlockMask of the *whole* sequence as a mask, as the compiled FlexAttention reads it.
 
     A block is hidden, full or partial, and the ``mask_mod`` applies in partial blocks only. (Without ``torch.compile``,
     FlexAttention ignores the blocks and calls the ``mask_mod`` for all pairs.) The ``mask_mod`` is evaluated in partial
@@ -79,7 +79,7 @@ def _pair_function(kinds_BHQK: Tensor, mask_mod: MaskMod, block: tuple[int, int]
 
 
 def kinds(mask: BlockMask) -> Tensor:
-    """The kind of each block: HIDDEN, PARTIAL or FULL."""
+    """Return the kind of each block: HIDDEN, PARTIAL or FULL."""
     import torch
 
     from ringspan.masks.survey import FULL, HIDDEN, PARTIAL

@@ -13,7 +13,8 @@ Align = Literal["start", "end"]
 
 
 def causal(q_len: int | None = None, k_len: int | None = None, *, align: Align | None = None) -> Mask:
-    """Query ``q`` sees keys ``k <= q``. With no length it is a relation, for use with another mask.
+    """Make a mask in which query ``q`` sees keys ``k <= q``. With no length it is a relation, for use with another
+    mask.
 
     If the numbers of queries and keys differ there are two conventions and no safe default, so ``align`` is required:
     ``"start"`` aligns the first query with the first key (PyTorch's ``is_causal``), ``"end"`` the last query with the
@@ -35,7 +36,7 @@ def causal(q_len: int | None = None, k_len: int | None = None, *, align: Align |
 
 
 def diagonal(q_len: int, k_len: int, align: str | None) -> int:
-    """The largest ``k - q`` that causality allows."""
+    """Return the largest ``k - q`` that causality allows."""
     if align not in (None, "start", "end"):
         raise MaskError(f'align must be "start" or "end", not {align!r}')
     if align is None and q_len != k_len:

@@ -10,7 +10,8 @@ from ringspan.masks.mask import Mask, length
 
 
 def chunked(n: int, chunk: int, *, causal: bool = True) -> Mask:
-    """Tokens see their own chunk of ``chunk`` tokens (the last may be shorter), causally unless ``causal=False``.
+    """Make a mask in which tokens see their own chunk of ``chunk`` tokens (the last may be shorter), causally unless
+    ``causal=False``.
 
     >>> print(chunked(5, 2).ascii())
     x . . . .

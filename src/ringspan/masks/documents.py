@@ -18,7 +18,7 @@ from ringspan.masks.table import K0, K1, MAX_LENGTH, Q0, Q1
 def documents(
     lengths: Any = None, *, ids: Any = None, kv_lengths: Any = None, causal: bool = True, align: Align | None = None
 ) -> Mask:
-    """Documents packed end to end, given by their ``lengths`` or by the document ``ids`` of every token.
+    """Make a mask of documents packed end to end, given by their ``lengths`` or by the document ``ids`` of every token.
 
     Tokens with the same id see each other at any distance; ids need not be sorted. ``kv_lengths`` gives each document
     another number of keys (cross-attention between packed pairs). A causal mask then needs ``align`` (see
@@ -55,8 +55,9 @@ def documents(
 def document_windows(lengths: Any, kv_lengths: Any, *, left: int | None, right: int | None) -> Mask:
     """Packed documents with a window in each, aligned at the end of the document; None means no limit on that side.
 
-    The last query of a document is aligned with its last key, as in flash attention: of ``n`` queries and ``m`` keys, query
-    ``q`` sees keys from ``q + m - n - left`` to ``q + m - n + right``, both counted from the start of the document.
+    The last query of a document is aligned with its last key, as in flash attention: of ``n`` queries and ``m`` keys,
+    query ``q`` sees keys from ``q + m - n - left`` to ``q + m - n + right``, both counted from the start of the
+    document.
 
     >>> print(document_windows([1, 3], [2, 3], left=1, right=0).ascii())
     x x . . .
@@ -79,10 +80,10 @@ def document_windows(lengths: Any, kv_lengths: Any, *, left: int | None, right: 
 
 
 def document_hulls(mask: Mask) -> NDArray[np.int64]:
-    """The smallest rectangle (q0, q1, k0, k1) around each document of a mask, as the rows of an array.
+    """Return the smallest rectangle (q0, q1, k0, k1) around each document of a mask, as the rows of an array.
 
-    Documents are groups of bands that follow each other both in the queries and in the keys. They are derived from the bands,
-    for any numbers of queries and keys.
+    Documents are groups of bands that follow each other both in the queries and in the keys. They are derived from the
+    bands, for any numbers of queries and keys.
 
     >>> document_hulls(documents([1, 3], kv_lengths=[2, 2], causal=False)).tolist()
     [[0, 1, 0, 2], [1, 4, 2, 4]]

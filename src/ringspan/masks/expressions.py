@@ -27,7 +27,7 @@ from ringspan.masks.window import window
 
 
 def parse_mask(text: str) -> Mask:
-    """The mask that an expression describes. Only calls of the constructors with literals and ``& | - ~`` are
+    """Return the mask that an expression describes. Only calls of the constructors with literals and ``& | - ~`` are
     evaluated.
 
     >>> parse_mask("causal(6) & ~window(left=2)")
@@ -81,8 +81,8 @@ def _call(name: str, call: ast.Call) -> Mask:
 
 
 def read_lengths(path: str) -> list[int]:
-    """The lengths in a file: integers separated by spaces, commas or line ends. The rest of a line after ``#`` is a
-    comment."""
+    """Return the lengths in a file: integers separated by spaces, commas or line ends. The rest of a line after ``#``
+    is a comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:

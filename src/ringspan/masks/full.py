@@ -8,7 +8,7 @@ from ringspan.masks.table import MAX_LENGTH
 
 
 def full(q_len: int, k_len: int | None = None) -> Mask:
-    """All of ``q_len`` queries see all of ``k_len`` keys (as many as queries by default).
+    """Make a mask in which all of ``q_len`` queries see all of ``k_len`` keys (as many as queries by default).
 
     >>> print(full(2, 3).ascii())
     x x x

@@ -76,8 +76,8 @@ class Mask:
 
     @classmethod
     def from_bands(cls, bands: Iterable[tuple[int, int, int, int, int, int]], q_len: int, k_len: int | None = None) -> Mask:
-        """The union of the given ``(q0, q1, k0, k1, lo, hi)``, which may overlap; parts outside the lengths are cut
-        away.
+        """Return the union of the given ``(q0, q1, k0, k1, lo, hi)``, which may overlap; parts outside the lengths are
+        cut away.
 
         >>> Mask.from_bands([(0, 4, 0, 2, -9, 9), (0, 4, 0, 4, -9, 0)], 4)
         <Mask from_bands(2 bands): 4 × 4, area 11, 2 bands>
@@ -218,7 +218,7 @@ class Mask:
     # -- for planning -------------------------------------------------------------------------------------------------
 
     def work(self, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The area of the rows between each two consecutive cuts.
+        """Return the area of the rows between each two consecutive cuts.
 
         >>> from ringspan import causal
         >>> causal(4).work(np.array([0, 2, 4])).tolist()
@@ -235,7 +235,7 @@ class Mask:
         return total
 
     def documents(self) -> NDArray[np.int64]:
-        """Boundaries ``[0, …, n]`` of documents: no query sees a key across one.
+        """Return the boundaries ``[0, …, n]`` of documents: no query sees a key across one.
 
         They are derived from the bands, so they are right for every mask with as many queries as keys, however it was
         made.
@@ -262,7 +262,7 @@ class Mask:
     # -- display ------------------------------------------------------------------------------------------------------
 
     def dense(self, *, b: int = 0, h: int = 0) -> NDArray[np.bool_]:
-        """The mask as a (q_len, k_len) boolean array: for tests and pictures, not for planning.
+        """Return the mask as a (q_len, k_len) boolean array: for tests and pictures, not for planning.
 
         If the mask depends on the batch or the head, ``b`` and ``h`` select a batch row and a head.
         """
@@ -298,7 +298,7 @@ def _rebuilt(table: Table, q_len: int | None, k_len: int | None, name: str, pred
 
 
 def length(what: str, value: Any) -> int:
-    """``value`` as a length, or a :class:`MaskError`."""
+    """Return ``value`` as a length, or raise a :class:`MaskError`."""
     try:
         n = operator.index(value)
     except TypeError:
@@ -309,7 +309,7 @@ def length(what: str, value: Any) -> int:
 
 
 def lengths(what: str, values: Any) -> NDArray[np.int64]:
-    """A list, array or tensor of lengths as int64, or a :class:`MaskError` that names the invalid one."""
+    """Return a list, array or tensor of lengths as int64, or raise a :class:`MaskError` that names the invalid one."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     try:
@@ -321,7 +321,8 @@ def lengths(what: str, values: Any) -> NDArray[np.int64]:
 
 
 def _band(given: Any) -> Band:
-    """A band given by a user, as integers. Numbers beyond the longest sequence are clamped, which changes no pair."""
+    """Return a band given by a user, as integers. Numbers beyond the longest sequence are clamped, which changes no
+    pair."""
     try:
         numbers = [operator.index(x) for x in given]
         return Band(*(min(max(x, -MAX_LENGTH), MAX_LENGTH) for x in numbers))

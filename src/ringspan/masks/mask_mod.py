@@ -32,8 +32,8 @@ def mask_mod(
     heads: int | None = None,
     block: int | tuple[int, int] = BLOCK,
 ) -> Mask:
-    """A mask from a function, as in FlexAttention: query ``q`` sees key ``k`` in batch row ``b`` and head ``h`` iff
-    ``function(b, h, q, k)``.
+    """Return a mask from a function, as in FlexAttention: query ``q`` sees key ``k`` in batch row ``b`` and head ``h``
+    iff ``function(b, h, q, k)``.
 
     The function is evaluated for every pair, some rows at a time, which costs O(q_len × kv_len): prefer masks of bands
     where they can express the same. If the result is a small set of bands (causal, windows, documents), the mask is
@@ -70,7 +70,8 @@ def mask_mod(
 
 
 def mask_of_survey(found: Survey, predicate: Predicate, lengths: tuple[int, int], block: tuple[int, int], name: str) -> Mask:
-    """A mask of bands alone if these are few. Otherwise bands around the non-empty blocks, with the predicate."""
+    """Return a mask of bands alone if these are few. Otherwise bands around the non-empty blocks, with the
+    predicate."""
     exact = None if found.runs is None else bands_of_runs(found.runs)
     if exact is not None and len(exact) <= MAX_EXACT_BANDS:
         return Mask(exact, *lengths, name=name)
@@ -98,7 +99,7 @@ def _block(block: Any) -> tuple[int, int]:
 
 
 def _bands_of_blocks(touched_QK: NDArray[np.bool_], block: tuple[int, int], lengths: tuple[int, int]) -> Table:
-    """The blocks as few bands, clipped at the end of the sequence."""
+    """Return the blocks as few bands, clipped at the end of the sequence."""
     edges = np.diff(np.pad(touched_QK, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     q, first = np.nonzero(edges == 1)  # neighbours in a row of blocks are one rectangle
     last = np.nonzero(edges == -1)[1]

@@ -61,7 +61,7 @@ class Predicate:
         return replace(self, functions=(lambda b, h, q, k: function(b, h, k, q),), fingerprint=f"{self.fingerprint}.T")
 
     def both(self, other: Predicate) -> Predicate:
-        """The conjunction of this predicate and another."""
+        """Return the conjunction of this predicate and another."""
         return Predicate(
             functions=(*self.functions, *other.functions),
             fingerprint=hashlib.sha256(f"{self.fingerprint} & {other.fingerprint}".encode()).hexdigest(),

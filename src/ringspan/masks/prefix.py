@@ -9,7 +9,7 @@ from ringspan.masks.table import MAX_LENGTH
 
 
 def prefix(n: int, prefix: int) -> Mask:
-    """Every query sees the first ``prefix`` of ``n`` tokens, itself and earlier tokens.
+    """Make a mask in which every query sees the first ``prefix`` of ``n`` tokens, itself and earlier tokens.
 
     >>> print(prefix(4, 2).ascii())
     x x . .

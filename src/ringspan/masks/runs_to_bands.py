@@ -33,7 +33,7 @@ class RowRuns(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[RowRuns]) -> RowRuns:
-        """The disjoint runs of all parts in order; runs that touch become one.
+        """Return the disjoint runs of all parts in order; runs that touch become one.
 
         >>> RowRuns.joined([RowRuns(*np.array([[0], [4], [6]])), RowRuns(*np.array([[0, 1], [2, 2], [4, 4]]))])
         RowRuns(q=array([0, 1]), start=array([2, 2]), stop=array([6, 4]))
@@ -47,7 +47,7 @@ class RowRuns(NamedTuple):
 
 
 def bands_of_runs(runs: RowRuns) -> Table:
-    """The runs as bands, joined into few bands.
+    """Return the runs as bands, joined into few bands.
 
     >>> bands_of_runs(RowRuns(np.arange(4), np.array([0, 0, 0, 1]), np.arange(4) + 1)).tolist()
     [[0, 4, 0, 4, -2, 0]]

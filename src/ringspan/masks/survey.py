@@ -197,7 +197,7 @@ def survey_blocks(
 
 
 def _full_runs(kinds_QK: NDArray[np.int8], lengths: Lengths, block: tuple[int, int]) -> RowRuns | None:
-    """The keys of full blocks, row by row, neighbouring blocks as one run. None if the runs are too many."""
+    """Return the keys of full blocks, row by row, neighbouring blocks as one run. None if the runs are too many."""
     blocks, rows = _runs(kinds_QK == FULL, np.arange(len(kinds_QK))), min(block[0], lengths[0])
     if len(blocks.q) * rows > MAX_RUNS * lengths[0]:
         return None
@@ -240,7 +240,7 @@ def _hash_function(hashed: hashlib._Hash, function: MaskMod, device: torch.devic
 
 
 def _any_in_blocks(cells_RT: Bools, block: tuple[int, int]) -> Bools:
-    """Which blocks have a visible pair."""
+    """Return which blocks have a visible pair."""
     pad = [(0, -size % by) for size, by in zip(cells_RT.shape, block, strict=True)]
     padded = np.pad(cells_RT, pad)
     rows, cols = padded.shape[0] // block[0], padded.shape[1] // block[1]
@@ -248,7 +248,7 @@ def _any_in_blocks(cells_RT: Bools, block: tuple[int, int]) -> Bools:
 
 
 def _runs(cells_RT: Bools, q_R: Ints, first_R: Ints | None = None) -> RowRuns:
-    """The runs of each row: row i is query ``q_R[i]`` and begins with key ``first_R[i]``, or 0."""
+    """Return the runs of each row: row i is query ``q_R[i]`` and begins with key ``first_R[i]``, or 0."""
     first_R = np.zeros_like(q_R) if first_R is None else first_R
     begins, ends = cells_RT.copy(), cells_RT.copy()
     begins[:, 1:] &= ~cells_RT[:, :-1]

@@ -37,7 +37,7 @@ def tighten(t: Table) -> Table:
 
 
 def tighten_indexed(t: Table) -> tuple[Table, Ints]:
-    """:func:`tighten`, and which rows of ``t`` were kept."""
+    """Apply :func:`tighten`. Returns also which rows of ``t`` were kept."""
     q0, q1, k0, k1, lo, hi = t.T
     # A row q is not empty iff k0 <= q + hi and q + lo < k1; likewise a column.
     rq0, rq1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
@@ -91,7 +91,7 @@ def count_overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> Ints:
 
 
 def ranges(first: Ints, count: Ints) -> Ints:
-    """``[first[0], first[0]+1, … (count[0] of them), first[1], …]``."""
+    """Return ``[first[0], first[0]+1, … (count[0] of them), first[1], …]``."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - count - first, count)
@@ -170,7 +170,7 @@ def coalesce(t: Table) -> Table:
 
 
 def coalesce_grouped(t: Table, group: Ints) -> tuple[Table, Ints]:
-    """:func:`coalesce` within each group. Returns the bands and their groups, ordered by group, then rows, then
+    """Apply :func:`coalesce` within each group. Returns the bands and their groups, ordered by group, then rows, then
     columns."""
     by_rows, by_cols = (K0, Q1, Q0), (Q0, K1, K0)
     while True:

@@ -11,7 +11,8 @@ from ringspan.masks.table import MAX_LENGTH
 
 
 def window(left: int | None = None, right: int | None = None) -> Mask:
-    """Query ``q`` sees keys from ``q - left`` to ``q + right``, both included; None means no limit on that side.
+    """Make a mask in which query ``q`` sees keys from ``q - left`` to ``q + right``, both included; None means no limit
+    on that side.
 
     A relation: it holds at any length and takes the lengths of the mask it is combined with.
 

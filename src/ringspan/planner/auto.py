@@ -79,14 +79,15 @@ def workload_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardwa
 
 
 def plans_at(workload: Workload, strategy: str) -> Sequence[Plan]:
-    """The plans of the workload's ranks, fitted to the heads of its tensors."""
+    """Return the plans of the workload's ranks, fitted to the heads of its tensors."""
     mask, q_layout, kv_layout, shape = workload.mask, workload.q_layout, workload.kv_layout, workload.shape
     plans = (plan_rank(mask, q_layout, kv_layout, strategy, rank) for rank in workload.ranks)
     return [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
 
 
 def describe(choice: Choice, machine: Hardware | None, shape: Shape | None) -> tuple[str, ...]:
-    """The notes of a plan about its choice: what was compared, what was assumed, and the candidates as a table."""
+    """Return the notes of a plan about its choice: what was compared, what was assumed, and the candidates as a
+    table."""
     at, tensors = machine or hardware(ASSUMED), shape or EXAMPLE
     chosen, planned = choice.best, sum(candidate.cost is not None for candidate in choice.candidates)
     why = f"the best of {len(choice.candidates)} candidates"

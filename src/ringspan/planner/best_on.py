@@ -27,8 +27,8 @@ def best_on(
     on_progress: OnProgress | None = None,
     hear: OnProgress | None = None,
 ) -> Choice:
-    """All candidates on a machine, with their costs, the best first. A layout or strategy other than ``"auto"`` is
-    fixed.
+    """Return all candidates on a machine, with their costs, the best first. A layout or strategy other than ``"auto"``
+    is fixed.
 
     The best candidate is the one that :func:`plan` takes for the same arguments. ``on_progress`` is called with the
     fraction of candidates that are decided and the name of the one that is planned next. ``hear`` is its deprecated

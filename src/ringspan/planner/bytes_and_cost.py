@@ -14,21 +14,21 @@ from ringspan.plans.shape import Shape
 
 
 def bytes_moved(plan: Plan, shape: Shape, phase: Phase) -> tuple[int, int]:
-    """The bytes that this rank sends and receives in a phase."""
+    """Return the bytes that this rank sends and receives in a phase."""
     return shapes.bytes_moved(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 
 def peak_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The peak of the buffers of a phase, over all steps."""
+    """Return the peak of the buffers of a phase, over all steps."""
     return memory.peak_bytes(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 
 def memory_bytes(plan: Plan, shape: Shape, phase: Phase) -> int:
-    """The peak memory of a phase, over all steps: buffers, allocations of the kernel, partial results. Inputs and
-    results are not counted."""
+    """Return the peak memory of a phase, over all steps: buffers, allocations of the kernel, partial results. Inputs
+    and results are not counted."""
     return memory.memory_bytes(plan.for_heads(shape.heads, shape.kv_heads), shape, phase)
 
 
 def cost(plans: Sequence[Plan], machine: Hardware, shape: Shape) -> plan_cost.Cost:
-    """The cost of the plans of all ranks, or of a sample of ranks, in rank order."""
+    """Return the cost of the plans of all ranks, or of a sample of ranks, in rank order."""
     return plan_cost.cost([plan.for_heads(shape.heads, shape.kv_heads) for plan in plans], machine, shape)

@@ -29,7 +29,8 @@ MAX_RANKS_BALANCED = 1024
 
 
 def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layout: Layout | None = None) -> list[Layout]:
-    """Layouts of the queries to compare. A layout is left out if a simpler one needs no more work and no more keys.
+    """Return the layouts of the queries to compare. A layout is left out if a simpler one needs no more work and no
+    more keys.
 
     If ``kv_layout`` is None the keys have the same layout.
     """
@@ -55,14 +56,14 @@ def _has_slow_windows(mask: Mask, machine: Hardware) -> bool:
 
 
 def _seconds(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape) -> float:
-    """The compute time of the busiest rank."""
+    """Return the compute time of the busiest rank."""
     ranks = tuple(range(q_layout.world))
     workload = Workload(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
     return rounded(workload.busiest(KEYS))
 
 
 def _by_work(mask: Mask, world: int) -> list[str]:
-    """Layouts that balance the work, for masks that the simple ones do not balance.
+    """Return the layouts that balance the work, for masks that the simple ones do not balance.
 
     Zigzag may be balanced by chance and yet scatter documents, which ``balanced`` keeps together.
     """
@@ -74,19 +75,19 @@ def _by_work(mask: Mask, world: int) -> list[str]:
 
 
 def _quick_layouts(mask: Mask, world: int) -> list[Layout]:
-    """For thousands of ranks: round_robin instead of balanced, where the others are not balanced."""
+    """Return layouts for thousands of ranks: round_robin instead of balanced, where the others are not balanced."""
     simple = [named_layout(name, mask, world)[0] for name in ("contiguous", "zigzag")]
     uneven = all(balance(mask, layout) > GOOD_ENOUGH for layout in simple)
     return [*simple, *([named_layout("round_robin", mask, world)[0]] if uneven else [])]
 
 
 def _most_fetched(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """The largest number of keys that a rank receives from others or sends to them."""
+    """Return the largest number of keys that a rank receives from others or sends to them."""
     away = needed_rows(mask, q_layout, kv_layout) * (1 - np.eye(q_layout.world, dtype=np.int64))
     return int(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
 
 
 def strategies_for(world: int, machine: Hardware, shape: Shape) -> list[str]:
-    """The candidates of the registered strategies, in the order of the registry."""
+    """Return the candidates of the registered strategies, in the order of the registry."""
     kinds = (kind for kind in STRATEGIES.values() if issubclass(kind, Strategy))
     return [spec(strategy) for kind in kinds for strategy in kind.candidates(world, machine, shape)]

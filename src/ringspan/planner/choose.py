@@ -68,7 +68,7 @@ class Choice:
         return self.candidates[0]
 
     def table(self) -> tuple[str, ...]:
-        """The candidates as lines of one table, its heading first."""
+        """Return the candidates as lines of one table, its heading first."""
         rows = [COLUMNS, *(candidate.row for candidate in self.candidates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         sides = ("<", "<", ">", ">", ">", "<")

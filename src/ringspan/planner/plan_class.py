@@ -25,13 +25,13 @@ class Plan(RankPlan):
     """
 
     def at(self, rank: int) -> Plan:
-        """The plan of another rank of the same world."""
+        """Return the plan of another rank of the same world."""
         if rank == self.rank:
             return self
         return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
 
     def for_heads(self, heads: int, kv_heads: int) -> Plan:
-        """The plan for tensors with these numbers of heads: this plan, unless it splits heads and was made for
+        """Return the plan for tensors with these numbers of heads: this plan, unless it splits heads and was made for
         others."""
         if self.program.heads in (None, (heads, kv_heads)):
             return self
@@ -50,12 +50,12 @@ class Plan(RankPlan):
         return self
 
     def explain(self, shape: Shape | None = None) -> str:
-        """The steps of this rank as text, with bytes for tensors of the given shape."""
+        """Return the steps of this rank as text, with bytes for tensors of the given shape."""
         for_shape = EXAMPLE if shape is None else check_shape(shape)
         return explain(self.for_heads(for_shape.heads, for_shape.kv_heads), shape)
 
     def cost(self, hardware: Machine, shape: Shape | None = None) -> Cost:
-        """The cost of the plans of all ranks on a machine: seconds, exposed time, memory, and a timeline of each
+        """Return the cost of the plans of all ranks on a machine: seconds, exposed time, memory, and a timeline of each
         rank."""
         return _cost(self, hardware, EXAMPLE if shape is None else check_shape(shape))
 
@@ -77,7 +77,7 @@ def _cost(plan: Plan, machine: Machine, shape: Shape) -> Cost:
 
 
 def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
-    """The plan of one rank for given layouts and a given strategy. A repeated call is a dictionary look-up.
+    """Return the plan of one rank for given layouts and a given strategy. A repeated call is a dictionary look-up.
 
     A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a
     GPU. So the plan of such a mask is not cached, only its program.

@@ -16,8 +16,8 @@ MAX_COUNTED_TILES = 2**21
 
 
 def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, most: int) -> tuple[int, ...]:
-    """At most ``most`` ranks, in order: the one with the most work, those that wait longest for their keys, the one
-    with the least work, and the rest evenly spaced.
+    """Return at most ``most`` ranks, in order: the one with the most work, those that wait longest for their keys, the
+    one with the least work, and the rest evenly spaced.
 
     >>> from ringspan.layouts import contiguous
     >>> from ringspan.masks import causal
@@ -40,7 +40,7 @@ def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, m
 
 
 def _transfer_time(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:
-    """The time of each rank's slower link for the keys it receives or sends, in rows per byte/s."""
+    """Return the time of each rank's slower link for the keys it receives or sends, in rows per byte/s."""
     world = q_layout.world
     if estimated_tiles(mask, q_layout, kv_layout) > MAX_COUNTED_TILES:
         return np.zeros(world)

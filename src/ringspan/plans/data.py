@@ -49,7 +49,7 @@ Side = Literal["q", "kv"]
 
 
 def side(what: str) -> Side:
-    """Whether a transfer of this kind belongs to queries or to keys."""
+    """Return whether a transfer of this kind belongs to queries or to keys."""
     return "kv" if what in ("kv", "dkv") else "q"
 
 
@@ -127,7 +127,8 @@ class Program:
         return self.forward if phase == "forward" else self.backward
 
     def moves_queries(self, phase: Phase) -> bool:
-        """Whether queries are sent or received. If not, the local queries can be read in place, without a copy."""
+        """Return whether queries are sent or received. If not, the local queries can be read in place, without a
+        copy."""
         return phase in self._moving
 
     @cached_property
@@ -176,7 +177,7 @@ class RankPlan(LocalRows):
         return {name: value for name, value in vars(self).items() if name != "_derived"}
 
     def derived(self, maker: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """``maker(plan, *args, **kwargs)``, cached on the plan.
+        """Return ``maker(plan, *args, **kwargs)``, cached on the plan.
 
         The cache is cleared when it reaches ``DERIVED_CACHE_SIZE`` entries.
         """
@@ -224,7 +225,7 @@ class RankPlan(LocalRows):
         return function(self, *args, **kwargs)
 
     def task_tokens(self, task: Task, of: Side) -> SlotTokens:
-        """Which tokens and heads the query slot or the key slot of a task holds."""
+        """Return which tokens and heads the query slot or the key slot of a task holds."""
         recorded, layout = (task.q_tokens, self.q_layout) if of == "q" else (task.kv_tokens, self.kv_layout)
         return own_tokens(layout)[self.rank] if recorded is None else recorded
 

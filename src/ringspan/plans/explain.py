@@ -9,7 +9,7 @@ from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_heads_fit, c
 
 
 def explain(plan: RankPlan, shape: Shape | None = None) -> str:
-    """The plan of one rank as text: the choice, its balance, and the messages and the work of each step.
+    """Return the plan of one rank as text: the choice, its balance, and the messages and the work of each step.
 
     Bytes depend on the tensors. Without a shape they are those of an example, 32 query heads and 8 key heads of dim 128
     in bfloat16, and the text says so. The plan must fit the heads of the shape.
@@ -64,7 +64,7 @@ def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
 
 
 def _wire(plan: RankPlan, step: Step) -> str:
-    """The payloads and peers of a step. Messages of a rank to itself are left out."""
+    """Return the payloads and peers of a step. Messages of a rank to itself are left out."""
     ways = [(arrow, [t for t in ts if t.peer != plan.rank]) for arrow, ts in (("→", step.sends), ("←", step.recvs))]
     return "; ".join(
         f"{what} {arrow} {_ranks([t for t in transfers if t.what == what])}"

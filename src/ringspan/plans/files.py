@@ -23,7 +23,7 @@ MAX_HEADS = 2**16  # bounds the memory of verify() for a file from an unknown so
 
 
 def to_json(plan: RankPlan) -> str:
-    """The plan of one rank, with its mask and layouts."""
+    """Return the plan of one rank, with its mask and layouts."""
     if plan.mask.predicate is not None:
         raise PlanError(
             f"{plan.mask.name} is defined by a function, and functions are not saved in files: "

@@ -7,13 +7,13 @@ from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
 def peak_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """The peak of the buffers of a phase, over all steps. The plan must fit the heads of the shape."""
+    """Return the peak of the buffers of a phase, over all steps. The plan must fit the heads of the shape."""
     return max(buffer_bytes(plan, shape, phase), default=0)
 
 
 def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
-    """Bytes of the buffers that each step holds: slots, accumulators, and messages that are packed or still to be
-    added.
+    """Return the bytes of the buffers that each step holds: slots, accumulators, and messages that are packed or still
+    to be added.
 
     The input tensors and the kernels' scratch space are not counted.
     """
@@ -35,7 +35,7 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
 
 
 def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """The peak memory of a phase, over all steps, without inputs and results.
+    """Return the peak memory of a phase, over all steps, without inputs and results.
 
     It consists of the buffers, the allocations of the kernel, and partial results that are not merged yet. The plan
     must fit the heads of the shape.
@@ -46,7 +46,7 @@ def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
 
 
 def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
-    """Bytes of partial results of the rank's own rows that wait for a second one, at most one for each row.
+    """Return the bytes of partial results of the rank's own rows that wait for a second one, at most one for each row.
 
     They exist only in half precision, and only if a row may get several. A plan does not know how many bands a kernel
     computes in one launch, so every band counts as one partial result.
@@ -66,7 +66,8 @@ def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
 
 
 def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
-    """Bytes that FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may allocate more.
+    """Return the bytes that FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may
+    allocate more.
 
     Forward: the results in the dtype of the tensors, and lse. Backward: the gradients, float32 sums for dq, for dk and
     dv where query heads share them, and two numbers for each query.

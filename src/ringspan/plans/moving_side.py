@@ -41,34 +41,35 @@ class MovingSide:
         return problem.kv_layout if self.what == "kv" else problem.q_layout
 
     def tiles(self, problem: Problem) -> Tiles:
-        """The tiles that the rank computes: those of all its own rows of the other side."""
+        """Return the tiles that the rank computes: those of all its own rows of the other side."""
         return problem.seen() if self.what == "kv" else problem.seeing()
 
     def owner(self, tiles: Tiles) -> Ints:
-        """The rank that owns the moving rows of each tile."""
+        """Return the rank that owns the moving rows of each tile."""
         return tiles.k_rank if self.what == "kv" else tiles.q_rank
 
     def shifted(self, bands: Table, by: Ints) -> Table:
-        """The bands with these rows shifted by ``by``."""
+        """Return the bands with these rows shifted by ``by``."""
         moved = bands.copy()
         moved[:, self.rows] += by[:, None]
         moved[:, [LO, HI]] += self.slant * by[:, None]
         return moved
 
     def task(self, slot: int, bands: tuple[Band, ...], tokens: SlotTokens | None) -> Task:
-        """A task between the rank's own rows of the other side and the rows of the slot, which hold these tokens."""
+        """Return a task between the rank's own rows of the other side and the rows of the slot, which hold these
+        tokens."""
         if self.what == "kv":
             return Task(kv_slot=slot, bands=bands, kv_tokens=tokens)
         return Task(q_slot=slot, kv_slot=0, bands=bands, q_tokens=tokens)
 
     def incoming(self, problem: Problem, tiles: Tiles) -> RowRanges:
-        """The rows of other ranks that the rank's tiles need, and no others."""
+        """Return the rows of other ranks that the rank's tiles need, and no others."""
         owner, start, stop = union(self.owner(tiles), *tiles.bands[:, self.rows].T)
         away = owner != problem.rank
         return RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
 
     def outgoing(self, problem: Problem) -> RowRanges:
-        """The rank's own rows that the tiles of other ranks need, and no others."""
+        """Return the rank's own rows that the tiles of other ranks need, and no others."""
         tiles = problem.seeing() if self.what == "kv" else problem.seen()
         receiver, start, stop = union(tiles.q_rank if self.what == "kv" else tiles.k_rank, *tiles.bands[:, self.rows].T)
         others = receiver != problem.rank

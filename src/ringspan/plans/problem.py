@@ -31,11 +31,11 @@ class Problem(LocalRows):
     rank: int
 
     def seen(self) -> Tiles:
-        """The tiles of this rank's queries with the keys of all ranks."""
+        """Return the tiles of this rank's queries with the keys of all ranks."""
         return _seen(self.mask, self.q_layout, self.kv_layout, self.rank)
 
     def seeing(self) -> Tiles:
-        """The tiles of the queries of all ranks with this rank's keys."""
+        """Return the tiles of the queries of all ranks with this rank's keys."""
         return _seeing(self.mask, self.q_layout, self.kv_layout, self.rank)
 
 
@@ -58,13 +58,13 @@ def _seeing(mask: Mask, q_layout: Layout, kv_layout: Layout, rank: int) -> Tiles
 
 @cache_by_digest(8)
 def whole_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> Tiles:
-    """The tiles of the queries of all ranks with the keys of all ranks."""
+    """Return the tiles of the queries of all ranks with the keys of all ranks."""
     return cut(mask, q_layout.pieces, kv_layout.pieces)
 
 
 @cache_by_digest(8)
 def estimated_tiles(mask: Mask, q_layout: Layout, kv_layout: Layout) -> int:
-    """An estimate of the number of tiles of all ranks.
+    """Return an estimate of the number of tiles of all ranks.
 
     A band has at most as many tiles as spans of queries times spans of keys that overlap it, unless spans with
     different steps are split further.
@@ -81,7 +81,7 @@ def _where(tiles: Tiles, chosen: NDArray[np.bool_]) -> Tiles:
 
 @cache_by_digest(64)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
-    """A matrix: the number of keys of rank ``column`` that at least one query of rank ``row`` sees."""
+    """Return a matrix: the number of keys of rank ``column`` that at least one query of rank ``row`` sees."""
     tiles = whole_tiles(mask, q_layout, kv_layout)
     pair, start, stop = union(tiles.q_rank * q_layout.world + tiles.k_rank, tiles.bands[:, K0], tiles.bands[:, K1])
     total = np.zeros(q_layout.world**2, dtype=np.int64)
@@ -91,7 +91,7 @@ def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.i
 
 
 def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bool_]:
-    """A matrix: whether the queries of rank ``row`` see any key of rank ``column``.
+    """Return a matrix: whether the queries of rank ``row`` see any key of rank ``column``.
 
     Through a tight band, contiguous queries see contiguous keys, which belong to consecutive spans. So no tile is
     computed for each pair of thousands of ranks.
@@ -133,7 +133,7 @@ def as_bands(table: Table) -> tuple[Band, ...]:
 
 
 def bands_by_group(bands: Table, group: Ints) -> dict[int, tuple[Band, ...]]:
-    """The bands of each group, joined into as few as possible."""
+    """Return the bands of each group, joined into as few as possible."""
     bands, group = tables.coalesce_grouped(bands, group)
     cuts = np.flatnonzero(np.diff(group)) + 1
     parts = zip(np.split(bands, cuts), np.split(group, cuts), strict=True)

@@ -65,7 +65,7 @@ class Shape:
         return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head dim {width}, {self.dtype}"
 
     def row_bytes(self, what: PayloadKind, phase: Phase, heads: int | None = None) -> int:
-        """Bytes of one row in a message and in a slot."""
+        """Return the bytes of one row in a message and in a slot."""
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
         if side(what) == "kv":
             heads = self.kv_heads if heads is None else heads
@@ -76,11 +76,12 @@ class Shape:
         return self.batch * heads * (d if what == "dq" else dv + 1) * self.accumulator_item
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
-        """Bytes of a message: of the heads it names, or of all heads of its slot."""
+        """Return the bytes of a message: of the heads it names, or of all heads of its slot."""
         return self.total_bytes((transfer,), phase, program)
 
     def total_bytes(self, transfers: Iterable[Transfer], phase: Phase, program: Program) -> int:
-        """Bytes of many messages. Rows of one kind are summed first, since a rank may have thousands of messages."""
+        """Return the bytes of many messages. Rows of one kind are summed first, since a rank may have thousands of
+        messages."""
         rows: dict[tuple[PayloadKind, int, tuple[int, int] | None], int] = {}
         for t in transfers:
             kind = t.what, t.slot, t.heads
@@ -97,7 +98,7 @@ class Shape:
 
 
 def check_shape(given: Any) -> Shape:
-    """The argument ``shape=`` of a user, which must be a :class:`Shape`."""
+    """Return the argument ``shape=`` of a user, which must be a :class:`Shape`."""
     if not isinstance(given, Shape):
         raise PlanError(f"shape must be a ringspan.Shape, as Shape(heads=32, kv_heads=8, head_dim=128); got {given!r}")
     return given
@@ -121,7 +122,7 @@ def accumulator_item(item: int) -> int:
 
 
 def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
-    """Bytes of a query in the backward pass, where it is sent with dout, out, lse and dlse (see
+    """Return the bytes of a query in the backward pass, where it is sent with dout, out, lse and dlse (see
     ``engine/packing.py``)."""
     used = (head_dim + 2 * v_dim) * item + 2 * accumulator_item(item)
     return used + -used % ROW_ALIGNMENT
@@ -138,14 +139,14 @@ def check_heads_fit(plan: RankPlan, shape: Shape) -> None:
 
 
 def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
-    """The bytes that this rank sends and receives in a phase. The plan must fit the heads of the shape."""
+    """Return the bytes that this rank sends and receives in a phase. The plan must fit the heads of the shape."""
     check_heads_fit(plan, shape)
     sends, recvs = ([t for t in plan.transfers(phase, direction) if t.peer != plan.rank] for direction in DIRECTIONS)
     return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
 
 
 def is_packed(t: Transfer) -> bool:
-    """Whether a message is packed into a buffer.
+    """Return whether a message is packed into a buffer.
 
     Contiguous rows are sent from their slot in place, except outputs: out and lse are two arrays in a slot and one
     message.

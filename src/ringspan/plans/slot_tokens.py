@@ -55,7 +55,7 @@ class SlotTokens:
         return int(self.sizes.sum())
 
     def expand(self, rows: int) -> Ints:
-        """The token of each row, and 0 for further rows of the slot, up to ``rows``."""
+        """Return the token of each row, and 0 for further rows of the slot, up to ``rows``."""
         sizes, (start, _, step) = self.sizes, self.spans.T
         count = int(sizes.sum())
         index = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -77,7 +77,7 @@ class SlotTokens:
 
 @cache_by_digest(64)
 def own_tokens(layout: Layout) -> tuple[SlotTokens, ...]:
-    """The tokens in slot 0 of each rank: its own."""
+    """Return the tokens in slot 0 of each rank: its own."""
     spans = np.array([span for of_rank in layout.spans for span in of_rank], dtype=np.int64).reshape(-1, 3)
     ends = [0, *accumulate(map(len, layout.spans))]
     return tuple(SlotTokens(spans[first:last]) for first, last in pairwise(ends))

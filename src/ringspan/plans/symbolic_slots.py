@@ -40,7 +40,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(plans: Sequence[RankPlan]) -> Heads:
-    """The heads that the plans of a world distinguish: one, if their programs name no heads."""
+    """Return the heads that the plans of a world distinguish: one, if their programs name no heads."""
     if len({p.program.heads for p in plans}) != 1:
         raise PlanError("the ranks' programs are for different numbers of heads")
     given = plans[0].program.heads
@@ -67,7 +67,7 @@ def _named_heads(plan: RankPlan) -> Iterator[tuple[str, int]]:
 
 
 def _ratios(plan: RankPlan, q: int, kv: int) -> Iterator[int]:
-    """How many query heads share a key head, for each pair of slots of a task."""
+    """Yield how many query heads share a key head, for each pair of slots of a task."""
     q_slots, kv_slots = plan.program.q_slots, plan.program.kv_slots
     pairs = {(task.q_slot, task.kv_slot) for phase in PHASES for step in plan.program.steps(phase) for task in step.tasks}
     for i, j in pairs:
@@ -97,12 +97,12 @@ class SymbolicSlots:
         return np.full((heads if slot.heads is None else slot.heads // unit, slot.rows), NOTHING)
 
     def shape(self, t: Transfer) -> tuple[int, int]:
-        """Heads and rows of the message."""
+        """Return the heads and rows of the message."""
         start, stop = self.span(t)
         return stop - start, t.count
 
     def span(self, t: Transfer) -> tuple[int, int]:
-        """The range of the slot's heads that the message holds."""
+        """Return the range of the slot's heads that the message holds."""
         unit = self.heads.unit if side(t.what) == "q" else 1
         return (0, len(self.ids[side(t.what)][t.slot])) if t.heads is None else (t.heads[0] // unit, t.heads[1] // unit)
 
@@ -141,7 +141,7 @@ class SymbolicSlots:
         return slots[t.slot]
 
     def ids_of(self, task: Task, where: str) -> tuple[Ints, Ints]:
-        """The ids of a task's queries and keys, head by head: each query head with the key head it shares."""
+        """Return the ids of a task's queries and keys, head by head: each query head with the key head it shares."""
         if not 0 <= task.q_slot < len(self.ids["q"]) or not 0 <= task.kv_slot < len(self.ids["kv"]):
             raise PlanError(f"{where}: a task uses slots {task.q_slot} and {task.kv_slot}, which the plan does not have")
         q_HS, k_HS = self.ids["q"][task.q_slot], self.ids["kv"][task.kv_slot]
@@ -150,8 +150,8 @@ class SymbolicSlots:
         return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
 
     def wrong_tokens(self, task: Task, first_heads: Mapping[Side, Ints]) -> Iterator[str]:
-        """Where the task records other tokens or heads than its slots hold. ``first_heads`` are the ids of all
-        tokens."""
+        """Yield an error where the task records other tokens or heads than its slots hold. ``first_heads`` are the ids
+        of all tokens."""
         sides: tuple[tuple[Side, int, SlotTokens | None, int], ...] = (
             ("q", task.q_slot, task.q_tokens, max((band.q1 for band in task.bands), default=0)),
             ("kv", task.kv_slot, task.kv_tokens, max((band.k1 for band in task.bands), default=0)),
@@ -182,7 +182,7 @@ class SymbolicSlots:
 
 
 def first_head_ids(layout: Layout, heads: int) -> Ints:
-    """For each token, the id of its first head in slot 0 of its owner."""
+    """Return, for each token, the id of its first head in slot 0 of its owner."""
     counts = np.array(layout.counts)
     owner = np.repeat(np.arange(layout.world), counts)
     row = np.arange(layout.length) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -69,7 +69,7 @@ def verify(plans: Sequence[RankPlan]) -> None:
 
 
 def _check_slot_0(plan: RankPlan) -> None:
-    """Slot 0 must hold the rank's own tokens, with all heads."""
+    """Raise unless slot 0 holds the rank's own tokens, with all heads."""
     for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
         if not slots or slots[0].rows != rows or slots[0].heads is not None:
             raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, all heads of them")
@@ -172,7 +172,7 @@ class _Simulation:
                 )
 
     def _check_results(self) -> None:
-        """Every owner must hold the whole of its outputs or gradients, once."""
+        """Raise unless every owner holds the whole of its outputs or gradients, once."""
         for r in self.ranks:
             for what in self._results:
                 wrong_rows = (r.weights[what][0] != self._expected[side(what)].of(r.plan.rank)).any(axis=0)
@@ -212,7 +212,7 @@ def _check_races(r: SymbolicSlots, step: Step, where: str) -> None:
 
 
 def _bands_at_owners(r: SymbolicSlots, task: Task, where: str) -> list[ComputedBands]:
-    """A task's bands in the owners' rows, head by head."""
+    """Return a task's bands in the owners' rows, head by head."""
     q_HS, k_HS = r.ids_of(task, where)
     bands = np.array(task.bands, dtype=np.int64).reshape(-1, 6)
     tight = tables.tighten(bands)
@@ -228,7 +228,7 @@ def _bands_at_owners(r: SymbolicSlots, task: Task, where: str) -> list[ComputedB
 
 
 def _split_at_owner_rows(bands: Table, q_ids: Ints, k_ids: Ints) -> ComputedBands:
-    """The bands, split where rows that are adjacent in a slot are not adjacent at their owner."""
+    """Return the bands, split where rows that are adjacent in a slot are not adjacent at their owner."""
     q_at, q_end, q_owner_head, q_row = _runs(q_ids)
     k_at, k_end, k_owner_head, k_row = _runs(k_ids)
     i, q = tables.overlapping(bands[:, Q0], bands[:, Q1], q_at, q_end)
@@ -245,7 +245,7 @@ def _split_at_owner_rows(bands: Table, q_ids: Ints, k_ids: Ints) -> ComputedBand
 
 
 def _runs(ids: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Runs of rows that are adjacent at their owner.
+    """Find runs of rows that are adjacent at their owner.
 
     Returns for each run: start and stop in the slot, ``rank * heads + head`` of the owner, start at the owner.
     """
@@ -278,8 +278,8 @@ def _add_weights(
 
 
 def _check_computed(plan: RankPlan, heads: Heads, computed: list[ComputedBands], phase: Phase) -> None:
-    """What was computed must be what is visible, for every query head: no pair twice, none that is masked, none
-    missing. Pairs are counted once for each head that ``heads`` distinguishes."""
+    """Raise unless the computed pairs are the visible pairs, for every query head: no pair twice, none that is masked,
+    none missing. Pairs are counted once for each head that ``heads`` distinguishes."""
     world = plan.world
     visible = cut(plan.mask, plan.q_layout.pieces, plan.kv_layout.pieces)
     wanted = np.concatenate(
@@ -310,8 +310,8 @@ def _check_computed(plan: RankPlan, heads: Heads, computed: list[ComputedBands],
 
 
 def _disjoint_table(q_rank: Ints, k_rank: Ints, q_head: Ints | int, bands: Table, world: int, heads: Heads) -> Table:
-    """One table for all pairs of ranks and all heads. Each (query rank, key rank, head) gets a disjoint range of query
-    indices, so that bands of different ones cannot overlap."""
+    """Make one table for all pairs of ranks and all heads. Each (query rank, key rank, head) gets a disjoint range of
+    query indices, so that bands of different ones cannot overlap."""
     offset = ((q_rank * world + k_rank) * heads.q + q_head) << ROW_BITS
     out = bands.copy()
     out[:, [Q0, Q1]] += offset[:, None]

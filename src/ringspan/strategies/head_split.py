@@ -33,8 +33,8 @@ RESULTS: dict[Phase, tuple[PayloadKind, ...]] = {"forward": ("out",), "backward"
 
 
 def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Problem], Program]) -> Program:
-    """The program of a rank on nodes of equal size. ``between`` makes the program for a world whose ranks are the
-    nodes."""
+    """Return the program of a rank on nodes of equal size. ``between`` makes the program for a world whose ranks are
+    the nodes."""
     if nodes.per_node == 1:
         return between(problem)
     node = nodes.of(problem.rank)
@@ -47,7 +47,7 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
     there = {"q": sorted_pieces(problem.q_layout, members), "kv": sorted_pieces(problem.kv_layout, members)}
 
     def own(what: PayloadKind) -> list[Transfer]:
-        """Transfers of the rank's own tokens: to each rank of the node the heads that it computes."""
+        """Return the transfers of the rank's own tokens: to each rank of the node the heads that it computes."""
         messages = _messages(here[side(what)]).get(problem.rank, ())
         return [
             Transfer(what=what, peer=peer, slot=0, rows=rows, heads=run.q if side(what) == "q" else run.kv)
@@ -57,7 +57,7 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
         ]
 
     def of_node(what: PayloadKind) -> list[Transfer]:
-        """Transfers of all tokens of the node: the heads that this rank computes."""
+        """Return the transfers of all tokens of the node: the heads that this rank computes."""
         messages = _messages(there[side(what)])
         return [
             Transfer(what=what, peer=peer, slot=_slot(middle, side(what), run, 0), rows=rows)
@@ -90,7 +90,7 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
 def _middle(
     mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, node: int, between: Callable[[Problem], Program]
 ) -> tuple[Program, dict[Side, SlotTokens]]:
-    """The program between nodes, and the tokens of the node. They are the same for all ranks of the node."""
+    """Return the program between nodes, and the tokens of the node. They are the same for all ranks of the node."""
     queries, keys = by_node(q_layout, nodes), by_node(kv_layout, nodes)
     program = between(Problem(mask=mask, q_layout=queries, kv_layout=keys, rank=node))
     return program, {"q": own_tokens(queries)[node], "kv": own_tokens(keys)[node]}
@@ -99,7 +99,8 @@ def _middle(
 def _for_each_run(
     step: Step, middle: Program, node_tokens: dict[Side, SlotTokens], runs: tuple[Run, ...], rank_on: Callable[[int], int]
 ) -> Step:
-    """A step between nodes, once for each run of heads, with the ranks that have the same heads on the other nodes."""
+    """Return a step between nodes, once for each run of heads, with the ranks that have the same heads on the other
+    nodes."""
 
     def moved(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
         return tuple(
@@ -123,18 +124,18 @@ def _for_each_run(
 
 
 def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
-    """The index of the middle program's slot for a run of heads: after slot 0, run by run."""
+    """Return the index of the middle program's slot for a run of heads: after slot 0, run by run."""
     return 1 + run * len(middle.q_slots if of == "q" else middle.kv_slots) + slot
 
 
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
-    """One message to each peer. Some heads of a row are never contiguous with those of the next row, so all are
+    """Return one message to each peer. Some heads of a row are never contiguous with those of the next row, so all are
     packed."""
     return by_peer(p.owner, p.at, p.at + p.size, apart=1)
 
 
 def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
-    """A lower bound: send queries, compute, send results back. ``whole`` is the compute time of all heads of the
+    """Return a lower bound: send queries, compute, send results back. ``whole`` is the compute time of all heads of the
     busiest node.
 
     No rank computes more query heads than ⌈heads / ranks⌉, so it sends all others of its own tokens away, and those

@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 @cache_by_digest(64, plain=True)
 def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """The runs of each rank. Ranks beyond the number of query heads have none.
+    """Return the runs of each rank. Ranks beyond the number of query heads have none.
 
     >>> share_heads(6, 3, 2)
     ((Run(q=(0, 2), kv=(0, 1)), Run(q=(2, 3), kv=(1, 2))), (Run(q=(3, 4), kv=(1, 2)), Run(q=(4, 6), kv=(2, 3))))
@@ -42,7 +42,7 @@ def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...],
 
 
 def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
-    """The boundaries of the ranks' heads: the fewest split groups, then the most even parts.
+    """Return the boundaries of the ranks' heads: the fewest split groups, then the most even parts.
 
     Dynamic programming over the parts and the heads at which a part may end.
     """
@@ -59,8 +59,8 @@ def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
 
 
 def _runs(start: int, stop: int, group: int) -> tuple[Run, ...]:
-    """The query heads from start to stop in runs. A group that is split at either end has fewer query heads than the
-    others."""
+    """Return the query heads from start to stop in runs. A group that is split at either end has fewer query heads than
+    the others."""
     runs: list[Run] = []
     if start == stop:
         return ()

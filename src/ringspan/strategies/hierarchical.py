@@ -98,17 +98,17 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     forwarded_rows = _forwarded_rows(problem, node_tiles, placed)
 
     def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
-        """Transfers of these owners' keys (or gradients) that this rank holds, from the owner or its forwarding
-        rank."""
+        """Return the transfers of these owners' keys (or gradients) that this rank holds, from the owner or its
+        forwarding rank."""
         held = [(forwarder_of[o] if stage == FORWARDED else o, rows) for o in owners for rows in away.get(o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[stage], rows=rows) for peer, rows in held)
 
     def own(what: PayloadKind, peers: Sequence[int]) -> tuple[Transfer, ...]:
-        """Transfers of the rank's own keys (or gradients) with these peers."""
+        """Return the transfers of the rank's own keys (or gradients) with these peers."""
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in peers for rows in own_rows.get(p, ()))
 
     def forwarded_keys(what: PayloadKind) -> tuple[Transfer, ...]:
-        """Transfers of the keys (or gradients) that this rank forwards on its node."""
+        """Return the transfers of the keys (or gradients) that this rank forwards on its node."""
         held = [(peer, rows) for peer in near for o in forwarded_owners for rows in forwarded_rows.get(peer * world + o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[DIRECT], rows=rows) for peer, rows in held)
 
@@ -135,13 +135,13 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
 
 
 def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
-    """The tiles of the queries of this node's ranks with the keys of these owners."""
+    """Return the tiles of the queries of this node's ranks with the keys of these owners."""
     members = nodes.ranks(nodes.of(problem.rank))
     return cut(problem.mask, problem.q_layout.pieces.of(*members), problem.kv_layout.pieces.of(*owners))
 
 
 def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded: Sequence[int]) -> IncomingRows:
-    """All rows that this rank receives: those it sees, and those that its node sees of the owners for which it
+    """Return all rows that this rank receives: those it sees, and those that its node sees of the owners for which it
     forwards."""
     owner = np.concatenate([tiles.k_rank, node_tiles.k_rank])
     bands = np.concatenate([tiles.bands, node_tiles.bands])
@@ -153,8 +153,8 @@ def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded:
 
 
 def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
-    """The messages with this rank's own keys: to each peer on its node the rows that it sees, and to each forwarding
-    rank the rows that any rank of its node sees."""
+    """Return the messages with this rank's own keys: to each peer on its node the rows that it sees, and to each
+    forwarding rank the rows that any rank of its node sees."""
     tiles = problem.seeing()
     rank, node = problem.rank, nodes.of(problem.rank)
     receiver = np.array([q if nodes.of(q) == node else nodes.forwarder(rank, nodes.of(q)) for q in range(problem.world)])
@@ -166,7 +166,7 @@ def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
 
 
 def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dict[int, list[Rows]]:
-    """The messages that forward rows, as rows of the slot that holds them, by ``peer * world + owner``."""
+    """Return the messages that forward rows, as rows of the slot that holds them, by ``peer * world + owner``."""
     pair, start, stop = union(
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )

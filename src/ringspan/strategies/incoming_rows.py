@@ -42,16 +42,16 @@ class IncomingRows(NamedTuple):
         return self.stop - self.start
 
     def rows(self, stage: int) -> int:
-        """How many rows a stage has."""
+        """Return how many rows a stage has."""
         return int(self.size[self.stage == stage].sum())
 
     def tokens(self, stage: int) -> SlotTokens:
-        """The tokens of a stage, in the order of its slot's rows."""
+        """Return the tokens of a stage, in the order of its slot's rows."""
         first, last = self.span_stage.searchsorted((stage, stage + 1)).tolist()
         return SlotTokens(self.spans[first:last])
 
     def find(self, owner: Ints, row: Ints) -> Ints:
-        """The index of the range that holds each of these rows of these owners."""
+        """Return the index of the range that holds each of these rows of these owners."""
         return ((self.owner << 32) + self.start).searchsorted((owner << 32) + row, side="right") - 1
 
 
@@ -88,7 +88,7 @@ def split_at_spans(layout: Layout, rows: RowRanges) -> tuple[RowRanges, Ints, In
 
 
 def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = UNPACKED_RANGES) -> dict[int, list[Rows]]:
-    """The rows of the messages to or from each peer.
+    """Return the rows of the messages to or from each peer.
 
     Up to ``apart`` ranges of rows are a message each, so that nothing is packed. More are one packed message.
     """
@@ -99,8 +99,8 @@ def by_peer(peer: Ints, start: Ints, stop: Ints, *, apart: int = UNPACKED_RANGES
 
 
 def bands_by_stage(moving: MovingSide, tiles: Tiles, placed: IncomingRows, rank: int) -> dict[int, tuple[Band, ...]]:
-    """The tiles in rows of the slots instead of rows of the owners, joined, by stage. The rank's own rows have stage
-    ``OWN``."""
+    """Return the tiles in rows of the slots instead of rows of the owners, joined, by stage. The rank's own rows have
+    stage ``OWN``."""
     owner = moving.owner(tiles)
     if not len(placed.owner):
         return bands_by_group(tiles.bands, np.full_like(owner, OWN))

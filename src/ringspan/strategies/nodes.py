@@ -31,8 +31,8 @@ class Nodes:
         return rank // self.per_node
 
     def forwarder(self, rank: int, node: int) -> int:
-        """The rank with the same index on that node, which forwards this rank's rows there. On a smaller node several
-        ranks have the same forwarder."""
+        """Return the rank with the same index on that node, which forwards this rank's rows there. On a smaller node
+        several ranks have the same forwarder."""
         there = self.ranks(node)
         return there[rank % self.per_node % len(there)]
 
@@ -41,7 +41,7 @@ class Nodes:
 
 
 def sorted_pieces(layout: Layout, ranks: range) -> Pieces:
-    """The spans of some ranks in the order of the sequence, so that bands which the layout has split join again.
+    """Return the spans of some ranks in the order of the sequence, so that bands which the layout has split join again.
 
     ``owner`` is the same rank as in the layout, and ``at`` is the row of a span in this order.
     """
@@ -55,7 +55,7 @@ def sorted_pieces(layout: Layout, ranks: range) -> Pieces:
 
 
 def by_node(layout: Layout, nodes: Nodes) -> Layout:
-    """A layout whose ranks are the nodes. A node owns the tokens of its ranks, in the order of
+    """Return a layout whose ranks are the nodes. A node owns the tokens of its ranks, in the order of
     :func:`sorted_pieces`."""
     spans = []
     for node in range(nodes.count):

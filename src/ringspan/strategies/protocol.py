@@ -60,11 +60,11 @@ class Strategy(ABC):
 
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
-        """The instances that the automatic choice compares, the simplest first. By default there are none."""
+        """Return the instances that the automatic choice compares, the simplest first. By default there are none."""
         return ()
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
-        """A lower bound of the time that each rank spends in each step, without making programs.
+        """Return a lower bound of the time that each rank spends in each step, without making programs.
 
         The automatic choice uses it to skip candidates that cannot be the fastest. The bound counts the tiles of the
         layout, each at the best speed of the kinds of band that it may be joined to, one launch for each step that
@@ -76,17 +76,17 @@ class Strategy(ABC):
         return {phase: without_messages(np.zeros((len(workload.ranks), 1))) for phase in PHASES}
 
     def computing_seconds(self, workload: Workload) -> float:
-        """A lower bound of the compute time of the busiest rank. It is cheaper than ``least_seconds``."""
+        """Return a lower bound of the compute time of the busiest rank. It is cheaper than ``least_seconds``."""
         return 0.0 if self.moving_side is None else workload.busiest(self.moving_side)
 
     def least_seconds(self, workload: Workload) -> float:
-        """A lower bound of the time of forward and backward together."""
+        """Return a lower bound of the time of forward and backward together."""
         return sum(simulate(loads, workload.machine.overlap).seconds for loads in self.loads(workload).values())
 
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
-        """Values of the options for random tests on ``world`` ranks. ``heads`` and ``kv_heads`` come from the
-        tensors."""
+        """Return the values of the options for random tests on ``world`` ranks. ``heads`` and ``kv_heads`` come from
+        the tensors."""
         return {}
 
 
@@ -102,5 +102,5 @@ class UndescribedStrategy(Strategy):
 
 
 def described(strategy: Any) -> Strategy:
-    """The strategy itself, or a callable wrapped as one."""
+    """Return the strategy itself, or a callable wrapped as one."""
     return strategy if isinstance(strategy, Strategy) else UndescribedStrategy(strategy)

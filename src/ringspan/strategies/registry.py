@@ -71,7 +71,7 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
-    """The strategy with its options ``heads`` and ``kv_heads`` set.
+    """Return the strategy with its options ``heads`` and ``kv_heads`` set.
 
     >>> strategy_for_heads("ulysses", 12, 4)
     'ulysses(heads=12, kv_heads=4)'
@@ -85,7 +85,7 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
 
 
 def spec(strategy: str | Strategy) -> str:
-    """The strategy as text with all its options. This form is used in digests and plan files.
+    """Return the strategy as text with all its options. This form is used in digests and plan files.
 
     >>> spec("gather")
     'gather(stages=1)'

@@ -49,7 +49,7 @@ class Ring(Strategy):
         block_tokens = own_tokens(problem.kv_layout)
 
         def is_sent(block: int, hop: int) -> bool:
-            """Whether the block is sent on to its ``hop``-th rank after its owner."""
+            """Return whether the block is sent on to its ``hop``-th rank after its owner."""
             return rows[block] > 0 and hop <= reach[block]
 
         def held(step: int) -> int:
@@ -106,7 +106,7 @@ class Ring(Strategy):
 
 @cache_by_digest(64)
 def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
-    """For each block, the distance from its owner to the last rank that sees any of it."""
+    """Return, for each block, the distance from its owner to the last rank that sees any of it."""
     sees = seen_ranks(mask, q_layout, kv_layout)
     ranks = np.arange(q_layout.world)
     distance = (ranks[:, None] - ranks[None, :]) % q_layout.world
@@ -122,7 +122,8 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _loads(workload: Workload) -> dict[Phase, Loads]:
-    """A lower bound of each step. A rank receives the block of the next step and, one step later, its gradient."""
+    """Return a lower bound of each step. A rank receives the block of the next step and, one step later, its
+    gradient."""
     world, shape, machine = workload.world, workload.shape, workload.machine
     rows = np.array(workload.kv_layout.counts)
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))

@@ -31,7 +31,8 @@ from ringspan.strategies.incoming_rows import OWN, assign_slot_rows, bands_by_st
 def staged(
     problem: Problem, moving: MovingSide, tiles: Tiles, incoming: RowRanges, outgoing: RowRanges, stages: int
 ) -> Program:
-    """The program of a rank that receives the incoming rows from their owners and sends the outgoing ones, in stages.
+    """Return the program of a rank that receives the incoming rows from their owners and sends the outgoing ones, in
+    stages.
 
     ``tiles`` are the visible bands that this rank computes, in the owners' rows.
     """
@@ -53,13 +54,13 @@ def staged(
         distances[stage].append(distance)
 
     def with_owners(what: PayloadKind, stage: int) -> tuple[Transfer, ...]:
-        """Transfers with the owners of a stage's rows: receives of the inputs, or sends of the results."""
+        """Return the transfers with the owners of a stage's rows: receives of the inputs, or sends of the results."""
         owners = ((rank - d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=slot(stage), rows=rows) for p in owners for rows in from_owner.get(p, ()))
 
     def with_receivers(what: PayloadKind, stage: int) -> tuple[Transfer, ...]:
-        """Transfers with the ranks that use this rank's rows in a stage: sends of the inputs, or receives of the
-        results."""
+        """Return the transfers with the ranks that use this rank's rows in a stage: sends of the inputs, or receives of
+        the results."""
         receivers = ((rank + d) % world for d in distances[stage])
         return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in receivers for rows in to_receiver.get(p, ()))
 

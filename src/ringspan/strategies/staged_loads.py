@@ -38,9 +38,9 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
 
 
 def _stage_of_peers(workload: Workload, stages: int) -> tuple[Ints, Ints]:
-    """Matrices with a row for each rank of the workload and a column for each rank of the world: the stage in which
-    rows are received from it, and the stage in which rows are sent to it. Stages count from 1; 0 stands for the rank
-    itself."""
+    """Return matrices with a row for each rank of the workload and a column for each rank of the world: the stage in
+    which rows are received from it, and the stage in which rows are sent to it. Stages count from 1; 0 stands for the
+    rank itself."""
     distance = np.arange(workload.world)
     stage = np.where(distance > 0, 1 + (distance - 1) * stages // max(1, workload.world - 1), 0)
     rank, peer = np.array(workload.ranks)[:, None], np.arange(workload.world)[None, :]
@@ -48,7 +48,7 @@ def _stage_of_peers(workload: Workload, stages: int) -> tuple[Ints, Ints]:
 
 
 def _by_stage(value: Seconds | Ints, stage: Ints, stages: int) -> Seconds:
-    """The sums over the peers of each stage, the rank itself first."""
+    """Return the sums over the peers of each stage, the rank itself first."""
     size = len(value), stages + 1
     cell = np.arange(size[0])[:, None] * size[1] + stage
     total: Seconds = np.bincount(cell.ravel(), weights=value.ravel(), minlength=size[0] * size[1]).astype(np.float64)
@@ -56,7 +56,7 @@ def _by_stage(value: Seconds | Ints, stage: Ints, stages: int) -> Seconds:
 
 
 def _peers_by_stage(workload: Workload, demand: Demand, receive_stage: Ints, send_stage: Ints, stages: int) -> list[RankPeers]:
-    """Which ranks exchange rows in each stage."""
+    """Return which ranks exchange rows in each stage."""
     row_of = nearest(np.array(workload.ranks), workload.world)
     receive_stage, send_stage = np.where(demand.incoming > 0, receive_stage, 0), np.where(demand.outgoing > 0, send_stage, 0)
     pairs = (np.nonzero((receive_stage == stage) | (send_stage == stage)) for stage in range(1, stages + 1))

@@ -14,7 +14,7 @@ from ringspan.errors import InputError
 
 
 def differences(actual: Tensor, expected: Tensor) -> Tensor:
-    """``|actual - expected|`` per element, in float64. It is ``inf`` where only one of the two is NaN, and never
+    """Return ``|actual - expected|`` per element, in float64. It is ``inf`` where only one of the two is NaN, and never
     NaN."""
     a, b = actual.detach().double(), expected.detach().double()
     apart = (a - b).abs()
@@ -23,7 +23,7 @@ def differences(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest of :func:`differences`: 0 for tensors without elements. The shapes must be equal."""
+    """Return the largest of :func:`differences`: 0 for tensors without elements. The shapes must be equal."""
     _check_shapes(actual, expected, "")
     return differences(actual, expected).max().item() if actual.numel() else 0.0
 

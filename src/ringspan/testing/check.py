@@ -42,7 +42,7 @@ class CaseResult:
 
 
 def run_local(case: Case) -> CaseResult:
-    """The case with all ranks in this process."""
+    """Run a case with all ranks in this process."""
     mask = parse_mask(case.mask)
     given, seen = tensors(case, mask), torch.from_numpy(mask.dense())
     expected = dense(given, seen, case.scale)
@@ -58,7 +58,7 @@ def run_local(case: Case) -> CaseResult:
 
 
 def run_rank(case: Case, group: ProcessGroupTransport) -> CaseResult:
-    """The case on this process's rank of a group, compared for this rank's tokens. Every rank of the group must run
+    """Run a case on this process's rank of a group, compared for this rank's tokens. Every rank of the group must run
     it."""
     mask = parse_mask(case.mask)
     given, seen = tensors(case, mask), torch.from_numpy(mask.dense())
@@ -97,7 +97,7 @@ def _verify(plan: rs.Plan, case: Case) -> list[str]:
 
 
 def _check_bytes(plan: rs.Plan, case: Case, moved: Traffic) -> list[str]:
-    """The bytes that a rank moved must be those of its plan."""
+    """Return the bytes that a rank moved must be those of its plan."""
     shape = rs.Shape(
         batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, v_dim=case.v_dim, dtype=case.dtype
     )
@@ -120,7 +120,8 @@ def run_in_this_process(cases: Sequence[Case]) -> Iterator[CaseResult]:
 
 
 def run_in_processes(cases: Sequence[Case], world: int) -> Iterator[CaseResult]:
-    """The cases on a pool of workers. The result of a case is the worst of all ranks. Stops when a worker raises."""
+    """Run the cases on a pool of workers. The result of a case is the worst of all ranks. Stops when a worker
+    raises."""
     with Pool(world) as pool:
         for first in range(0, len(cases), BATCH):
             batch = cases[first : first + BATCH]

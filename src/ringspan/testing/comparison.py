@@ -62,7 +62,7 @@ class Figure(NamedTuple):
 
 
 def tensors(case: Case, mask: rs.Mask) -> Tensors:
-    """The tensors of a case, the same on every machine and rank; rounded to the case's dtype."""
+    """Return the tensors of a case, the same on every machine and rank; rounded to the case's dtype."""
     q_len, k_len = mask.lengths
     source = torch.Generator().manual_seed((case.seed * 1_000_003 + case.index) % 2**63)
     dtype: torch.dtype = getattr(torch, case.dtype)
@@ -80,14 +80,15 @@ def tensors(case: Case, mask: rs.Mask) -> Tensors:
 
 
 def dense(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results:
-    """The expected results: the reference, in float64."""
+    """Return the expected results: the reference, in float64."""
     q, k, v = (x.double().requires_grad_() for x in given[:3])
     dlse = None if given.dlse is None else given.dlse.double()
     return results_of(dense_attention(q, k, v, seen_ST, scale=scale), [q, k, v], given.dout.double(), dlse)
 
 
 def torch_alone(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results:
-    """PyTorch's attention in the dtype of the tensors, in one process; lse and its gradient from scores in float32.
+    """Compute PyTorch's attention in the dtype of the tensors, in one process; lse and its gradient from scores in
+    float32.
 
     A query that sees no key is left out, because PyTorch may return NaN for it. It contributes to no gradient, so the
     other rows do not change. Its own rows are 0 and -inf, as they must be.
@@ -109,7 +110,7 @@ def torch_alone(given: Tensors, seen_ST: Tensor, scale: float | None) -> Results
 
 
 def results_of(result: rs.Partial, leaves: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> Results:
-    """Forward and backward: the gradients of ``sum(out * dout) + sum(lse * dlse)``."""
+    """Run forward and backward: the gradients of ``sum(out * dout) + sum(lse * dlse)``."""
     outputs, weights = ([result.out], [dout]) if dlse is None else ([*result], [dout, dlse])
     if not any(x.requires_grad for x in outputs):  # no query sees any key
         return Results(*result, *(torch.zeros_like(x) for x in leaves))
@@ -122,7 +123,7 @@ def results_of(result: rs.Partial, leaves: Sequence[Tensor], dout: Tensor, dlse:
 
 
 def allowances(case: Case, given: Tensors, seen_ST: Tensor, expected: Results) -> dict[str, float]:
-    """For each result, the largest error allowed, relative as in :class:`Figure`."""
+    """Return, for each result, the largest error allowed, relative as in :class:`Figure`."""
     if case.dtype == "float64":
         return dict.fromkeys(Results._fields, EXACT)
     alone = compare(torch_alone(given, seen_ST, case.scale), expected, dict.fromkeys(Results._fields, 0.0))
@@ -137,8 +138,8 @@ def allowances(case: Case, given: Tensors, seen_ST: Tensor, expected: Results) -
 
 
 def terms(given: Tensors, expected: Results, seen_ST: Tensor, scale: float | None, *, recomputed: bool) -> Results:
-    """The magnitude of the terms that are summed to each result: the root of their sum of squares, as rounding errors
-    add up.
+    """Return the magnitude of the terms that are summed to each result: the root of their sum of squares, as rounding
+    errors add up.
 
     ``recomputed``: the weight of a key is recomputed as exp(score - lse), so its relative error grows with the
     exponent.
@@ -166,7 +167,7 @@ def terms(given: Tensors, expected: Results, seen_ST: Tensor, scale: float | Non
 
 
 def compare(got: Results, expected: Results, allowed: dict[str, float], *, whole: Results | None = None) -> dict[str, Figure]:
-    """The errors of the results. A NaN, or a -inf in the wrong place, is an infinite error.
+    """Return the errors of the results. A NaN, or a -inf in the wrong place, is an infinite error.
 
     ``whole``: if the results are of some tokens only, the expected results of all tokens, whose largest magnitude
     counts.

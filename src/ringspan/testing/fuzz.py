@@ -49,7 +49,7 @@ class Case:
 
     @staticmethod
     def from_json(text: str) -> Case:
-        """The case of a JSON text from :meth:`to_json`, which may have been edited to make the case smaller."""
+        """Read a case from a JSON text from :meth:`to_json`, which may have been edited to make the case smaller."""
         try:
             data = json.loads(text)
             for name in ("layout", "kv_layout"):
@@ -119,7 +119,7 @@ class _Choices:
         self.rng = np.random.default_rng([seed, index])
 
     def between(self, low: int, high: int) -> int:
-        """A random integer of ``low`` to ``high``, both included."""
+        """Return a random integer of ``low`` to ``high``, both included."""
         return int(self.rng.integers(low, high + 1))
 
     def uniform(self, low: float, high: float) -> float:
@@ -132,11 +132,11 @@ class _Choices:
         return choices[self.between(0, len(choices) - 1)]
 
     def length(self) -> int:
-        """A log-uniform length of 1 to MAX_LENGTH: half of the lengths are under 18, one in six is over 116."""
+        """Return a log-uniform length of 1 to MAX_LENGTH: half of the lengths are under 18, one in six is over 116."""
         return int(np.exp(self.uniform(0.0, np.log(MAX_LENGTH + 1))))
 
     def parts(self, total: int, count: int) -> list[int]:
-        """``total`` as a sum of ``count`` lengths, some of which may be 0."""
+        """Split ``total`` into a sum of ``count`` lengths, some of which may be 0."""
         cuts = np.sort(self.rng.integers(0, total + 1, size=count - 1))
         return [int(n) for n in np.diff([0, *cuts.tolist(), total])]
 
@@ -170,7 +170,7 @@ def _documents(d: _Choices, n: int, _: int) -> str:
 
 
 def _ids(d: _Choices, n: int, _: int) -> str:
-    """Document ids in runs. An id may occur in several runs."""
+    """Draw document ids in runs. An id may occur in several runs."""
     ids = [x for size in d.parts(n, d.between(1, 10)) for x in [d.between(-1, 3)] * size]
     return f"documents(ids={ids}{d.one_of(('', '', ', causal=False'))})"
 
@@ -190,7 +190,7 @@ def _chunked(d: _Choices, n: int, _: int) -> str:
 
 
 def _from_bands(d: _Choices, q: int, k: int) -> str:
-    """Bands as a user may write them: overlapping, empty, with bounds that are not minimal, partly outside."""
+    """Draw bands as a user may write them: overlapping, empty, with bounds that are not minimal, partly outside."""
 
     def band() -> tuple[int, ...]:
         q0, q1 = sorted((d.between(-2, q + 2), d.between(-2, q + 2)))
@@ -220,7 +220,7 @@ def _layout(d: _Choices, length: int, world: int, *, same_length: bool) -> str |
 
 
 def _spans(d: _Choices, length: int, world: int) -> Spans:
-    """The sequence split at points and by strides, and the pieces assigned to random ranks in random order."""
+    """Return the sequence split at points and by strides, and the pieces assigned to random ranks in random order."""
     pieces = [range(length)]
     for _ in range(d.between(0, 2 * world)):
         piece = pieces.pop(d.between(0, len(pieces) - 1))
@@ -238,8 +238,8 @@ def _spans(d: _Choices, length: int, world: int) -> Spans:
 
 
 def _strategy(d: _Choices, world: int) -> str:
-    """A registered strategy with values from its ``example_options``, or auto. The number of heads is left to the
-    tensors."""
+    """Return a registered strategy with values from its ``example_options``, or auto. The number of heads is left to
+    the tensors."""
     name = str(d.one_of([*STRATEGIES, "auto"]))
     kind = STRATEGIES.get(name)
     options = kind.example_options(world) if kind is not None and issubclass(kind, Strategy) else {}

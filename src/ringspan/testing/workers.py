@@ -120,7 +120,7 @@ class Pool:
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Processes started in the block ignore ctrl-C. The parent handles it and terminates them."""
+    """Let processes that are started in the block ignore ctrl-C. The parent handles it and terminates them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -136,7 +136,7 @@ _parent: list[Connection] = []
 
 
 def send_message(message: Any) -> None:
-    """Called by a job: send a message to ``on_message`` of the pool."""
+    """Send a message from a job to ``on_message`` of the pool."""
     for pipe in _parent:
         pipe.send(("message", message))
 

@@ -15,13 +15,14 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def dynamo_constant(function: F) -> F:
-    """``torch.compiler.assume_constant_result``: Dynamo calls the function while tracing; its result is a constant."""
+    """Mark a function as ``torch.compiler.assume_constant_result`` does: Dynamo calls the function while tracing; its
+    result is a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def dynamo_disable(function: F) -> F:
-    """``torch.compiler.disable``: a graph break; the function itself runs eagerly."""
+    """Mark a function as ``torch.compiler.disable`` does: a graph break; the function itself runs eagerly."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

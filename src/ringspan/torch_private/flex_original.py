@@ -16,7 +16,7 @@ flex_function: Any = flex_module.flex_attention
 
 
 def why_not_replaceable(function: Any) -> str | None:
-    """Why the code of a function cannot be replaced, or None if it can."""
+    """Return why the code of a function cannot be replaced, or None if it can."""
     if not isinstance(function, FunctionType):
         return f"it is a {type(function).__name__}, not a function"
     code = function.__code__

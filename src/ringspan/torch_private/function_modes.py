@@ -23,7 +23,7 @@ _pop = torch._C._pop_torch_function_stack
 
 
 def function_mode_stack() -> list[Any]:
-    """The modes of this thread, the innermost last."""
+    """Return the modes of this thread, the innermost last."""
     return [function_mode_at(n) for n in range(function_mode_depth())]
 
 

@@ -25,7 +25,7 @@ def on_each_simulated_rank(function: F) -> F:
 
 
 def fake_store() -> Any:
-    """A store for ``init_process_group("fake")``, whose collectives return at once."""
+    """Return a store for ``init_process_group("fake")``, whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

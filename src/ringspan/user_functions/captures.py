@@ -20,7 +20,7 @@ from ringspan.torch_private.pytree import tree_leaves, tree_map_only
 
 
 def captured_tensors(function: Callable[..., Any], *example: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that ``function(*example)`` uses but neither receives as arguments nor creates.
+    """Return the tensors that ``function(*example)`` uses but neither receives as arguments nor creates.
 
     >>> slopes = torch.tensor([0.5, 0.25])
     >>> captured_tensors(lambda h, q, k: slopes[h] * (k - q), *torch.zeros(3, dtype=torch.int64).unbind())

@@ -29,7 +29,8 @@ ABSENT = object()
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Sixteen hex digits, equal in all processes that made the function from the same source with the same numbers.
+    """Return sixteen hex digits, equal in all processes that made the function from the same source with the same
+    numbers.
 
     >>> def times(n: float) -> Callable[[float], float]:
     ...     return lambda x: x * n
@@ -84,7 +85,7 @@ def _name(kind: type) -> str:
 
 
 def _with_methods(x: Any, names: frozenset[str]) -> frozenset[str]:
-    """The names, and those used by methods of the object with these names, recursively."""
+    """Return the names, and those used by methods of the object with these names, recursively."""
     found, to_do = set[str](), set(names)
     while to_do:
         found |= to_do
@@ -93,7 +94,8 @@ def _with_methods(x: Any, names: frozenset[str]) -> frozenset[str]:
 
 
 def _attribute(x: Any, name: str) -> Any:
-    """The attribute of an object, looked up without running its code; of a property or static method, its function."""
+    """Return the attribute of an object, looked up without running its code; of a property or static method, its
+    function."""
     found = inspect.getattr_static(x, name, ABSENT)
     if isinstance(found, MemberDescriptorType):  # a slot
         return getattr(x, name, ABSENT)
@@ -124,7 +126,7 @@ def _names_in(code: CodeType) -> frozenset[str]:
 
 @cache_by_digest(256, plain=True)
 def _code(code: CodeType) -> tuple[Any, ...]:
-    """The instructions, names and constants; no file names, which differ between machines."""
+    """Return the instructions, names and constants; no file names, which differ between machines."""
     return code.co_code, code.co_names, tuple(_constant(x) for x in code.co_consts)
 
 

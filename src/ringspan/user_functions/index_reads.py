@@ -76,7 +76,7 @@ def inputs_read(function: Callable[..., Any], lengths: tuple[int, int]) -> Input
 
 
 def _results_differ(function: Callable[..., Any], member: tuple[int, int], lengths: tuple[int, int]) -> bool:
-    """Whether the function gives other results for this (b, h) than for (0, 0)."""
+    """Return whether the function gives other results for this (b, h) than for (0, 0)."""
     over_pairs = torch.vmap(torch.vmap(function, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
     q, k = (torch.linspace(0, n - 1, min(n, SAMPLED)).long() for n in lengths)
     first = over_pairs(torch.tensor(0), torch.tensor(0), q, k)

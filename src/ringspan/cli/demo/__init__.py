@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_both(training: Training, world: int) -> report.Comparison:
-    """Both trainings at the same time: the split one in a pool of processes, the other in a thread of this process."""
+    """Run both trainings at the same time: the split one in a pool of processes, the other in a thread of this
+    process."""
     stop = threading.Event()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each worker; more threads would compete for the same cores
@@ -130,7 +131,7 @@ def train_both(training: Training, world: int) -> report.Comparison:
 
 
 def draw(folder: Path, training: Training, comparison: report.Comparison) -> list[Path]:
-    """The mask of the last step, and the curves."""
+    """Return the mask of the last step, and the curves."""
     folder.mkdir(parents=True, exist_ok=True)
     pack = training.packs[-1]
     last = plan(rs.documents(pack.lengths), world=comparison.world)
@@ -141,7 +142,7 @@ def draw(folder: Path, training: Training, comparison: report.Comparison) -> lis
 
 
 def _bar_updater(bar: Progress, steps: int, world: int) -> Callable[[str, int, float], None]:
-    """A function to call after each step of either run: it updates the bar with the losses and their largest
+    """Return a function to call after each step of either run: it updates the bar with the losses and their largest
     difference."""
     losses: dict[str, dict[int, float]] = {"split": {}, "alone": {}}
 

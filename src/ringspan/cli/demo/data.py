@@ -51,19 +51,19 @@ class Pack:
     tokens: tuple[int, ...]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, labels and weights, each (1, length). Labels are shifted before the tokens are sharded."""
+        """Return tokens, labels and weights, each (1, length). Labels are shifted before the tokens are sharded."""
         tokens = torch.tensor([self.tokens])
         weights = torch.ones(tokens.shape)
         weights[:, torch.tensor(self.lengths).cumsum(0) - 1] = 0.0
         return tokens, tokens.roll(-1, dims=1), weights
 
     def document_of_token(self) -> Tensor:
-        """The index of the document that each token belongs to."""
+        """Return the index of the document that each token belongs to."""
         return torch.repeat_interleave(torch.tensor(self.lengths))
 
 
 def library_documents() -> tuple[Document, ...]:
-    """Every function and method of the modules above, one document each."""
+    """Return every function and method of the modules above, one document each."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in (root / f"{module}.py" for module in MODULES) if path.is_file()]
     documents = tuple(document for path in paths for document in _functions(path, path.relative_to(root)))
@@ -73,7 +73,7 @@ def library_documents() -> tuple[Document, ...]:
 
 
 def packs(documents: tuple[Document, ...], *, count: int, length: int, seed: int) -> tuple[Pack, ...]:
-    """``count`` packs of ``length`` tokens, drawn at random. A document takes three quarters of a pack at most."""
+    """Draw ``count`` packs of ``length`` tokens, drawn at random. A document takes three quarters of a pack at most."""
     draw = random.Random(seed)
     return tuple(_pack(draw, documents, length) for _ in range(count))
 

@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
 
 def build(config: Config, seed: int) -> Transformer:
-    """The model with weights that depend on the seed alone. The global random generator is left unchanged."""
+    """Return the model with weights that depend on the seed alone. The global random generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(config)
@@ -93,8 +93,8 @@ def build(config: Config, seed: int) -> Transformer:
 
 
 def rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The cosines and sines (S, D) that rotate a head by its token's position. Computed in float64: positions are
-    large."""
+    """Return the cosines and sines (S, D) that rotate a head by its token's position. Computed in float64: positions
+    are large."""
     rates = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles_SD = (positions.double()[:, None] * rates).repeat(1, 2)
     return angles_SD.cos().float(), angles_SD.sin().float()

@@ -76,7 +76,7 @@ class Comparison:
 
 
 def loss_table(comparison: Comparison) -> Table:
-    """Both losses at some steps."""
+    """Return both losses at some steps."""
     steps = len(comparison.alone)
     shown = sorted({1, *(max(1, steps * part // 4) for part in (1, 2, 3)), steps})
     columns = {"run": "loss at step", **{str(step): str(step) for step in shown}}
@@ -90,7 +90,8 @@ def largest_difference(comparison: Comparison) -> str:
 
 
 def rank_table(comparison: Comparison) -> Table:
-    """What each rank computed, sent and received; and what it would have received if every rank were sent all keys."""
+    """Return the work and the bytes of each rank, and the bytes it would have received if all keys were sent to all
+    ranks."""
     rows = [
         _row(str(n), share, **{name: getattr(rank, name) for name in SUMS})
         for n, (rank, share) in enumerate(zip(comparison.ranks, comparison.shares, strict=True))
@@ -100,7 +101,7 @@ def rank_table(comparison: Comparison) -> Table:
 
 
 def traffic(comparison: Comparison) -> str:
-    """The bytes of the plans against those of gather, and the plans."""
+    """Return the bytes of the plans against those of gather, and the plans."""
     moved, gather = (sum(getattr(rank, name) for rank in comparison.ranks) for name in ("received", "gather_received"))
     choices = ", ".join(f"{choice} ({count}×)" for choice, count in Counter(comparison.ranks[0].choices).most_common())
     lines = [f"plans: {choices}"]
@@ -113,7 +114,7 @@ def traffic(comparison: Comparison) -> str:
 
 
 def failure(comparison: Comparison, broken: str | None) -> str:
-    """The message for curves that differ."""
+    """Return the message for curves that differ."""
     step = comparison.parted_at
     assert step is not None
     split, alone, difference = (losses[step - 1] for losses in (comparison.split, comparison.alone, comparison.differences))
@@ -171,7 +172,7 @@ def as_json(comparison: Comparison, **more: object) -> str:
 
 
 def _no_nan(value: Any) -> Any:
-    """NaN and infinity as None: JSON has no value for them."""
+    """Replace NaN and infinity by None: JSON has no value for them."""
     if isinstance(value, dict):
         return {key: _no_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -47,7 +47,7 @@ class RankReport:
 
 
 def train_split(rank: int, training: Training) -> RankReport:
-    """The job of one worker of the pool: a training script with ringspan."""
+    """Train with ringspan. This is the job of one worker of the pool."""
     model = build(training.config, training.seed)
     optimiser = Adam(model.parameters())
     losses: list[float] = []
@@ -83,7 +83,7 @@ def train_split(rank: int, training: Training) -> RankReport:
 
 
 def train_alone(training: Training, on_step: Callable[[int, float], bool]) -> tuple[float, ...]:
-    """The same training in this process: plain attention through a dense mask. Ends early when ``on_step`` returns
+    """Train in this process: plain attention through a dense mask. Ends early when ``on_step`` returns
     False."""
     model = build(training.config, training.seed)
     optimiser = Adam(model.parameters())
@@ -101,7 +101,8 @@ def train_alone(training: Training, on_step: Callable[[int, float], bool]) -> tu
 
 
 def dense_mask(pack: Pack) -> Tensor:
-    """(S, S), True where a query sees a key: same document, not later. Made without ringspan, to test it."""
+    """Return the mask (S, S), True where a query sees a key: same document, not later. Made without ringspan, to test
+    it."""
     document = pack.document_of_token()
     return (document[:, None] == document[None, :]).tril()
 
@@ -121,7 +122,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step along the gradients, which are then cleared."""
+        """Take one step along the gradients, which are then cleared."""
         self.steps += 1
         first, second = self.betas
         for p, (mean, square) in zip(self.parameters, self.moments, strict=True):
@@ -134,7 +135,7 @@ class Adam:
 
 
 def _gather_received(plan: rs.Plan, config: Config) -> int:
-    """The bytes this rank would have received if every rank were sent all keys."""
+    """Return the bytes this rank would have received if every rank were sent all keys."""
     gather = make_plan(plan.mask, world=plan.world, rank=plan.rank, strategy="gather", layout=plan.q_layout)
     shape = rs.Shape(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
     return config.layers * sum(bytes_moved(gather, shape, phase)[1] for phase in PHASES)

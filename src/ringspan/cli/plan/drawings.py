@@ -52,14 +52,14 @@ def drawings(study: Study) -> dict[str, Any]:
 
 
 def slowest_of_groups(study: Study) -> list[int]:
-    """The simulated ranks to draw: all, or from each group of neighbours the one that finishes last."""
+    """Return the simulated ranks to draw: all, or from each group of neighbours the one that finishes last."""
     done = study.cost.forward.end[:, -1] + study.cost.backward.end[:, -1]
     groups = np.array_split(np.arange(len(done)), min(MAX_RANKS, len(done)))
     return [int(group[np.argmax(done[group])]) for group in groups]
 
 
 def traffic(study: Study) -> dict[str, Any]:
-    """Bytes of both phases. Senders are all ranks, in groups if there are many, or the simulated sample."""
+    """Return the bytes of both phases. Senders are all ranks, in groups if there are many, or the simulated sample."""
     world = study.question.world
     to = _groups(world)
     senders = _groups(world) if study.cost.is_exact else [(plan.rank, plan.rank + 1) for plan in study.plans]
@@ -78,13 +78,14 @@ def traffic(study: Study) -> dict[str, Any]:
 
 
 def _groups(world: int) -> list[tuple[int, int]]:
-    """Groups of neighbouring ranks, at most MAX_RANKS of them."""
+    """Return groups of neighbouring ranks, at most MAX_RANKS of them."""
     cuts = np.linspace(0, world, min(MAX_RANKS, world) + 1).round().astype(int).tolist()
     return list(pairwise(cuts))
 
 
 def _segments(line: Timeline, rows: list[int]) -> list[list[list[float]]]:
-    """The steps of each row as (begin, computed, end). Many steps are merged to fewer that compute and then wait."""
+    """Return the steps of each row as (begin, computed, end). Many steps are merged to fewer that compute and then
+    wait."""
     steps = line.begin.shape[1]
     cuts = np.linspace(0, steps, min(MAX_STEPS, steps) + 1).round().astype(int)
     begin = line.begin[rows][:, cuts[:-1]]

@@ -16,8 +16,8 @@ from ringspan.plans.data import PHASES
 
 
 def facts(study: Study) -> dict[str, Any]:
-    """Seconds are those of the slowest simulated rank; ``exact`` says whether all ranks were simulated. The candidates
-    have the costs with which they were compared."""
+    """Return the results. Seconds are those of the slowest simulated rank; ``exact`` says whether all ranks were
+    simulated. The candidates have the costs with which they were compared."""
     question, cost, plan = study.question, study.cost, study.plans[0]
     return {
         "ringspan": rs.__version__,
@@ -47,7 +47,7 @@ def facts(study: Study) -> dict[str, Any]:
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
-    """None where a candidate was rejected before it was costed."""
+    """Return the figures of a candidate; None where a candidate was rejected before it was costed."""
     cost = candidate.cost
     return {
         "strategy": candidate.strategy,
@@ -63,8 +63,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _ranks(study: Study) -> list[dict[str, Any]]:
-    """For each simulated rank: its rows, its work (relative to the mean of all ranks), its bytes and its exposed
-    time."""
+    """Return, for each simulated rank: its rows, its work (relative to the mean of all ranks), its bytes and its
+    exposed time."""
     shape, lines = study.question.shape, (study.cost.forward, study.cost.backward)
     computing = [(line.computed - line.begin).sum(axis=1) for line in lines]
     exposed = np.sum([line.exposed for line in lines], axis=0)

@@ -14,7 +14,8 @@ from ringspan.cli.plan.text import basis
 
 
 def page(study: Study, results: dict[str, Any]) -> str:
-    """Names come from users: all text is escaped here, or written by the script as text, never as HTML."""
+    """Make the page. Names come from users: all text is escaped here, or written by the script as text, never as
+    HTML."""
     data = {**results, "basis": basis(results), "drawings": drawings(study)}
     chosen = results["chosen"]
     parts = {
@@ -32,5 +33,5 @@ def _part(name: str) -> str:
 
 
 def _inside_script(data: dict[str, Any]) -> str:
-    """JSON without the characters that could end a script element."""
+    """Return JSON without the characters that could end a script element."""
     return json.dumps(data, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -37,7 +37,7 @@ class Picture(NamedTuple):
     runs: CellRuns
 
     def seen(self) -> NDArray[np.bool_]:
-        """The picture cell by cell."""
+        """Return the picture cell by cell."""
         edges = np.zeros((len(self.query), len(self.key) + 1), dtype=np.int64)
         np.add.at(edges, (self.runs.row, self.runs.start), 1)
         np.add.at(edges, (self.runs.row, self.runs.stop), -1)
@@ -68,7 +68,7 @@ def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MAX_
 
 
 def owners_of(layout: Layout, token: Ints) -> Ints:
-    """The rank that owns each of these tokens."""
+    """Return the rank that owns each of these tokens."""
     p = layout.pieces
     if (p.step[p.size > 1] > 1).any():
         behind = token[:, None] - p.start[None, :]
@@ -79,6 +79,6 @@ def owners_of(layout: Layout, token: Ints) -> Ints:
 
 
 def _middles(length: int, most: int) -> Ints:
-    """The token in the middle of each of at most ``most`` equal parts."""
+    """Return the token in the middle of each of at most ``most`` equal parts."""
     cells = min(length, most)
     return (2 * np.arange(cells, dtype=np.int64) + 1) * length // (2 * max(1, cells))

@@ -88,7 +88,7 @@ def study(question: Question) -> Study:
 
 
 def _left_out(question: Question) -> Iterator[str]:
-    """Notes on candidates that were not tried."""
+    """Yield notes on candidates that were not tried."""
     if question.world > MAX_RANKS_BALANCED and question.layout == "auto":
         yield (
             f"balanced was not tried: making it takes minutes for more than {MAX_RANKS_BALANCED:,} ranks. "

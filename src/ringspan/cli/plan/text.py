@@ -25,7 +25,7 @@ COLUMNS = {
 
 
 def summary(found: dict[str, Any]) -> str:
-    """The choice and the figures behind it, above the table of candidates."""
+    """Return the choice and the figures behind it, above the table of candidates."""
     mask, chosen = found["mask"], found["chosen"]
     lines = [
         f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward",
@@ -44,12 +44,12 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def candidates(found: dict[str, Any]) -> Table:
-    """All candidates, and why some were rejected."""
+    """Return a table of all candidates, and why some were rejected."""
     return table(COLUMNS, [_row(candidate) for candidate in found["candidates"]])
 
 
 def basis(found: dict[str, Any]) -> str:
-    """How the figures were obtained: from all ranks or from a sample."""
+    """Say how the figures were obtained: from all ranks or from a sample."""
     compared = (
         "" if all(c["exact"] in (True, None) for c in found["candidates"]) else f"; candidates compared by {SAMPLE_SIZE} ranks"
     )
@@ -62,7 +62,7 @@ def basis(found: dict[str, Any]) -> str:
 
 
 def shortened(explained: str) -> str:
-    """A plan's ``explain()``, without the steps in the middle if there are many."""
+    """Return a plan's ``explain()``, without the steps in the middle if there are many."""
     shown: list[str] = []
     for is_step, lines in groupby(explained.splitlines(), key=lambda line: line.startswith("step ")):
         part = list(lines)

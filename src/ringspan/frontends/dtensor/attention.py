@@ -32,7 +32,7 @@ BATCH, HEADS, TOKENS = 0, 1, 2
 def attend_shards(
     attend: Callable[[Tensor, Tensor, Tensor], Partial], q: Tensor, k: Tensor, v: Tensor, ranks: tuple[int, ...]
 ) -> Partial:
-    """``attend(q, k, v)`` of the local tensors. ``ranks`` are the processes that split the sequence."""
+    """Call ``attend(q, k, v)`` with the local tensors. ``ranks`` are the processes that split the sequence."""
     if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
         kinds = ", ".join(f"{name} is a {type(x).__name__}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise InputError(f"{kinds}: give q, k and v all as DTensors, or all as plain tensors (x.to_local())")

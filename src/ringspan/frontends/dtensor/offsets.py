@@ -33,7 +33,8 @@ def extents_of(q: DTensor) -> ShardExtents:
 
 
 def _extent(q: DTensor, dim: int) -> Extent:
-    """This rank's part of a dim. The axes split it one after the other, each into parts of ceil(size / ranks)."""
+    """Return this rank's part of a dim. The axes split it one after the other, each into parts of ceil(size /
+    ranks)."""
     first, size = 0, q.shape[dim]
     for axis, placement in enumerate(q.placements):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -44,7 +45,7 @@ def _extent(q: DTensor, dim: int) -> Extent:
 
 
 def shard_score_mod(extents: ShardExtents, score_mod: ScoreMod) -> ScoreMod:
-    """A score_mod of the whole tensors as one of a shard."""
+    """Return a score_mod of the whole tensors as one of a shard."""
     (first_b, _, _), (first_h, _, heads) = extents
     check_score_mod_heads(score_mod, heads)
 
@@ -55,7 +56,8 @@ def shard_score_mod(extents: ShardExtents, score_mod: ScoreMod) -> ScoreMod:
 
 
 def shard_plan(extents: ShardExtents, plan: Plan) -> Plan:
-    """A plan of the whole tensors as one of a shard: its mask may have a function of the batch index and the head."""
+    """Return a plan of the whole tensors as one of a shard: its mask may have a function of the batch index and the
+    head."""
     predicate = plan.mask.predicate
     if predicate is None:
         return plan

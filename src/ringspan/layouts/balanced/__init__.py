@@ -83,8 +83,8 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0) -> Lay
 
 
 def _documents(mask: Mask, block: int) -> PieceRing:
-    """The documents of the mask as a ring. Documents that begin in the same block of the sequence are one piece, since
-    separating many tiny documents takes time and gains nothing."""
+    """Return the documents of the mask as a ring. Documents that begin in the same block of the sequence are one piece,
+    since separating many tiny documents takes time and gains nothing."""
     n, keys = mask.lengths
     cuts = mask.documents() if n == keys else np.unique(np.array([0, n], dtype=np.int64))
     last_in_block = np.append(cuts[1:] // block != cuts[:-1] // block, True)
@@ -94,7 +94,7 @@ def _documents(mask: Mask, block: int) -> PieceRing:
 
 
 def _share(ring: PieceRing, goal: Goal, resolution: Resolution) -> tuple[Ints, Ints, PieceRing]:
-    """The starts and stops of the pieces for one rank, and the ring that is left."""
+    """Return the starts and stops of the pieces for one rank, and the ring that is left."""
     if goal.tokens in (0, ring.tokens):
         return ring.take(0, goal.tokens)
     interval = best_interval(ring, goal, resolution)
@@ -110,7 +110,7 @@ def _share(ring: PieceRing, goal: Goal, resolution: Resolution) -> tuple[Ints, I
 
 
 def _spans(start: Ints, stop: Ints) -> list[tuple[int, int]]:
-    """The pieces in the order of the sequence, adjacent ones joined."""
+    """Return the pieces in the order of the sequence, adjacent ones joined."""
     spans: list[tuple[int, int]] = []
     for low, high in sorted(zip(start.tolist(), stop.tolist(), strict=True)):
         joins = bool(spans) and spans[-1][1] == low
@@ -119,7 +119,7 @@ def _spans(start: Ints, stop: Ints) -> list[tuple[int, int]]:
 
 
 def _best(mask: Mask, solved: Layout) -> Layout:
-    """The best balanced of the solved layout and the simple ones that share the tokens as evenly.
+    """Return the best balanced of the solved layout and the simple ones that share the tokens as evenly.
 
     A simple layout wins if the mask suits it, or if a rank has so few tokens that each of them matters.
     """

@@ -21,7 +21,7 @@ class Goal(NamedTuple):
     most_work: int
 
     def less(self, tokens: int, work: int) -> Goal:
-        """The goal for the rest, if the rank already has this many tokens and this much work."""
+        """Return the goal for the rest, if the rank already has this many tokens and this much work."""
         return Goal(*(x - tokens for x in self[:3]), *(x - work for x in self[3:]))
 
 
@@ -44,7 +44,7 @@ class RingInterval(NamedTuple):
 
 
 def best_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingInterval | None:
-    """The cheapest interval within the limits of the goal; None if no such interval was found."""
+    """Return the cheapest interval within the limits of the goal; None if no such interval was found."""
     if not goal.tokens:
         return RingInterval(0, abs(goal.work), 0, 0) if goal.least_work <= 0 <= goal.most_work else None
     place = _places(ring, goal, resolution)
@@ -61,7 +61,7 @@ def best_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingIn
 
 
 def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingInterval:
-    """The interval with the work of the goal, as nearly as single tokens allow, at any cost.
+    """Return the interval with the work of the goal, as nearly as single tokens allow, at any cost.
 
     It is found by bisection between an interval with less work and one with more: moving by one token changes the work
     by at most the work of a token.
@@ -86,7 +86,7 @@ def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> Rin
 
 
 def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
-    """The places to try as starts of intervals.
+    """Return the places to try as starts of intervals.
 
     They begin or end with a piece, or some steps from there. In between, linear interpolation of the work gives the
     places where it reaches a limit. These are tried too, and with either end moved to a multiple of the block.
@@ -109,7 +109,7 @@ def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
 
 
 def _sizes_to_an_edge(ring: PieceRing, place: Ints, goal: Goal) -> Ints:
-    """The sizes of intervals from these places: up to the end of a piece where the goal allows it."""
+    """Return the sizes of intervals from these places: up to the end of a piece where the goal allows it."""
     tokens = np.full_like(place, goal.tokens)
     end = (place + tokens) % ring.tokens
     above = ring.edge.searchsorted(end)
@@ -120,8 +120,8 @@ def _sizes_to_an_edge(ring: PieceRing, place: Ints, goal: Goal) -> Ints:
 
 
 def _cost(ring: PieceRing, place: Ints, block: int) -> Ints:
-    """The cost of a cut, in keys: the keys visible across it, and one block for the additional piece, two if it splits
-    a block.
+    """Return the cost of a cut, in keys: the keys visible across it, and one block for the additional piece, two if it
+    splits a block.
 
     An end between two pieces is no cut and costs nothing.
     """

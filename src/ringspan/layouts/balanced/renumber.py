@@ -30,7 +30,7 @@ def renumber_ranks(mask: Mask, layout: Layout) -> Layout:
 
 
 def _links(mask: Mask, layout: Layout) -> Ints:
-    """How many rows each two ranks exchange, in both directions together."""
+    """Return how many rows each two ranks exchange, in both directions together."""
     tiles = cut(mask, layout.pieces, layout.pieces)
     links = np.zeros((layout.world, layout.world), dtype=np.int64)
     np.add.at(links, (tiles.q_rank, tiles.k_rank), tiles.bands[:, K1] - tiles.bands[:, K0])

@@ -30,7 +30,7 @@ class PieceRing:
 
     @staticmethod
     def of(profile: WorkProfile, start: Ints, stop: Ints) -> PieceRing:
-        """The ring of pieces, in ascending order of work per token."""
+        """Return the ring of pieces, in ascending order of work per token."""
         work = profile.work_before(stop) - profile.work_before(start)
         order = np.lexsort((start, work // (stop - start)))
         start, stop, work = start[order], stop[order], work[order]
@@ -46,16 +46,16 @@ class PieceRing:
         return int(self.work_at[-1])
 
     def token_at(self, place: Ints) -> tuple[Ints, Ints]:
-        """The piece at a place before the end, and the token there."""
+        """Return the piece at a place before the end, and the token there."""
         piece = self.edge.searchsorted(place, side="right") - 1
         return piece, self.start[piece] + place - self.edge[piece]
 
     def within_piece(self, place: Ints) -> Ints:
-        """How many tokens of its piece lie before a place."""
+        """Return how many tokens of its piece lie before a place."""
         return place - self.edge[self.edge.searchsorted(place, side="right") - 1]
 
     def work_of(self, place: Ints, size: Ints) -> Ints:
-        """The work of the intervals of ``size`` tokens from these places."""
+        """Return the work of the intervals of ``size`` tokens from these places."""
         end = place + size
         over = end >= self.tokens
         at_end, at_place = self._work_before(np.concatenate([end - over * self.tokens, place])).reshape(2, -1)
@@ -66,13 +66,13 @@ class PieceRing:
         return self.shift[piece] + self.profile.work_before(token)
 
     def grid(self, step: int) -> Ints:
-        """The places where pieces begin, and every ``step`` tokens after each."""
+        """Return the places where pieces begin, and every ``step`` tokens after each."""
         count = -(-np.diff(self.edge) // step)
         nth = np.arange(count.sum()) - np.repeat(_before(count)[:-1], count)
         return np.repeat(self.edge[:-1], count) + nth * step
 
     def take(self, place: int, size: int) -> tuple[Ints, Ints, PieceRing]:
-        """The starts and stops of the pieces in an interval, and the ring without it."""
+        """Return the starts and stops of the pieces in an interval, and the ring without it."""
         ends = [place, place + size] if place + size <= self.tokens else [place, self.tokens, place + size - self.tokens]
         edge = np.unique(np.append(self.edge, ends))
         _, start = self.token_at(edge[:-1])
@@ -81,10 +81,10 @@ class PieceRing:
         return start[inside], stop[inside], PieceRing.of(self.profile, start[~inside], stop[~inside])
 
     def without(self, piece: int) -> PieceRing:
-        """The ring without a piece."""
+        """Return the ring without a piece."""
         return PieceRing.of(self.profile, np.delete(self.start, piece), np.delete(self.stop, piece))
 
 
 def _before(values: Ints) -> Ints:
-    """The sum of the values before each value, and then of all."""
+    """Return the sum of the values before each value, and then of all."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])

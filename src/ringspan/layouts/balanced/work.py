@@ -31,13 +31,14 @@ class WorkProfile:
         self._close, self._highest_until = q1[closes], _accumulate(np.maximum, k1[closes])
 
     def work_before(self, token: Ints) -> Ints:
-        """The area of all rows before a token."""
+        """Return the area of all rows before a token."""
         i = self._corner.searchsorted(token, side="right") - 1
         d = token - self._corner[i]
         return self._before[i] + self._seen[i] * d + self._slope[i] * (d * (d - 1) // 2)
 
     def seen_across(self, token: Ints) -> Ints:
-        """How many keys lie between a cut before this token and the furthest keys visible across it, on both sides.
+        """Return how many keys lie between a cut before this token and the furthest keys visible across it, on both
+        sides.
 
         0 if queries and keys are of different sequences.
         """
@@ -58,7 +59,7 @@ class WorkProfile:
 
 
 def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:
-    """The number of keys per row, as a piecewise linear function.
+    """Return the number of keys per row, as a piecewise linear function.
 
     Returns its corners, and at each corner the area of the rows before it, the keys of its row, and the slope up to the
     next corner. Row q of a tight band sees ``min(k1, q + hi + 1) - max(k0, q + lo)`` keys. A band begins and ends with
