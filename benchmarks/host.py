@@ -1,12 +1,13 @@
-"""The host's share of attention: time without kernels, Python function calls, and the cost of a context per operation.
+"""The host time of attention: time without kernels, Python function calls, and the cost of a context per operation.
 
     python benchmarks/host.py "exchange(stages=1)"
     python benchmarks/host.py --calls
     python benchmarks/host.py --operations
 
 The time is that of rank 3 of 8 on the CPU, with a kernel that only allocates its results, a merge that does nothing and
-a transport that moves nothing. What is left is what the host does between launches, on a GPU as well. A signal samples
-the running file every millisecond of processor time; the time of a PyTorch operation counts for the file that calls it.
+a transport that moves nothing. The rest is the work of the host between launches, which is the same on a GPU. A signal
+samples the running file every millisecond of processor time; the time of a PyTorch operation counts for the file that
+calls it.
 
 ``--calls`` prints the figures of ``ringspan.bench.calls``: Python calls, files and depth of the stack.
 
@@ -92,7 +93,7 @@ def print_time(strategy: str) -> None:
 
 
 def _sample(f: Callable[[], object]) -> tuple[int, Counter[str]]:
-    """The number of calls in ``SECONDS``, and the number of samples in each file."""
+    """Return the number of calls in ``SECONDS``, and the number of samples in each file."""
     files = Counter[str]()
 
     def sample(_: int, frame: FrameType | None) -> None:
@@ -129,7 +130,7 @@ def print_calls() -> None:
 
 
 class PassingMode(TorchFunctionMode):
-    """A torch function mode that does nothing but call the function: what any mode costs."""
+    """A torch function mode that only calls the function. It shows the cost of any mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -145,7 +146,7 @@ def print_operations() -> None:
         "in `with cp:`": [cp],
         "in local_attention() in `with cp:`": [cp, rs.local_attention()],
     }
-    # In turns, so that all cases meet the same load of the machine.
+    # Alternately, so that the load of the machine affects all cases alike.
     times: dict[str, list[float]] = {name: [] for name in cases}
     a, b = torch.ones(()), torch.ones(())
     for _ in range(ROUNDS):

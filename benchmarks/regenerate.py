@@ -1,11 +1,11 @@
-"""Measure again what docs/benchmarks.md shows, and write it there.
+"""Run the commands of docs/benchmarks.md again, and replace their output.
 
     python benchmarks/regenerate.py                    everything that this machine can measure
     python benchmarks/regenerate.py --only "bench cpu" only commands that contain this
 
-Every block of the page that begins with ``$ ringspan bench`` or ``$ python benchmarks/`` is run as it stands. Its table is
-replaced by what was printed, and the line below the block by the date, the device and the versions. Commands that need a GPU
-are left alone where none is.
+Every block of the page that begins with ``$ ringspan bench`` or ``$ python benchmarks/`` is run unchanged. Its table is
+replaced by the output, and the line below the block by the date, the device and the versions. Commands that need a GPU
+are skipped if there is none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
         if args.only not in command:
             continue
         if " rank" in command and not torch.cuda.is_available():
-            print(f"left alone, needs a GPU: {command}")
+            print(f"skipped, needs a GPU: {command}")
             continue
         print(f"$ {command}", flush=True)
         table = run(command)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def run(command: str) -> str | None:
-    """The table that a command prints, or None if it failed; the error is on the screen then."""
+    """Return the table that a command prints, or None if it failed. The error is printed."""
     code = "import sys; from ringspan.cli.main import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     program, *arguments = shlex.split(command)

@@ -1,10 +1,10 @@
-"""Write docs/scaling.md: what splitting attention costs from 8 to 4,096 H200s, by the cost model.
+"""Write docs/scaling.md: the cost of attention split over 8 to 4,096 H200s, by the cost model.
 
     python benchmarks/scaling.py            the whole page, some minutes
-    python benchmarks/scaling.py --most 64  only up to so many GPUs
+    python benchmarks/scaling.py --most 64  only up to 64 GPUs
 
-If there are many ranks, a sample is planned and simulated: those with the most work, those that wait longest for keys, and
-others evenly spread. The others are assumed to have the timeline of the nearest sampled rank.
+If there are many ranks, a sample is planned and simulated: those with the most work, those that wait longest for keys,
+and others evenly spread. The others are assumed to have the timeline of the nearest sampled rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TOKENS_PER_RANK = 1 << 14
 
 
 class Study(NamedTuple):
-    """Masks for a growing world. Up to ``exact`` ranks all are planned and simulated, of more ranks a sample of ``FEW``."""
+    """Masks for a growing world. Up to ``exact`` ranks all are planned and simulated, of more ranks a sample of
+    ``FEW``."""
 
     text: str
     layout: str
@@ -44,14 +45,14 @@ FEW = 32
 
 
 def documents(n: int) -> rs.Mask:
-    """Log-normal lengths of about 8,192 tokens, as packed training data has."""
+    """Make documents of log-normal lengths of about 8,192 tokens, as in packed training data."""
     count = max(1, n // 8192)
     share = np.random.default_rng(0).lognormal(sigma=1.0, size=count)
     cuts = np.round(np.cumsum(share) / share.sum() * n).astype(int)
     return rs.documents(np.diff(np.concatenate([[0], cuts])))
 
 
-# Of a causal mask ranks do much the same. Documents differ, and all wait for the rank that has to do with the longest.
+# With a causal mask all ranks have similar work. Documents differ, and all ranks wait for those with the longest one.
 STUDIES = {
     "Strong scaling, causal": Study("1,048,576 tokens, however many GPUs.", "zigzag", 32, lambda world: rs.causal(TOKENS)),
     "Weak scaling, causal": Study(
@@ -67,7 +68,7 @@ STUDIES = {
         lambda world: documents(TOKENS_PER_RANK * world),
     ),
 }
-# They move everything, whatever the mask: a few ranks are enough to simulate.
+# These send all keys for any mask, so that simulating a few ranks is enough.
 MOVE_EVERYTHING = ("ring", "gather")
 
 
@@ -89,7 +90,7 @@ def main() -> int:
 
 
 def _rows(study: Study, world: int, machine: Hardware) -> Iterator[list[str]]:
-    """One row for each strategy that can be, the fastest first."""
+    """Yield one row for each applicable strategy, the fastest first."""
     found: list[tuple[float, list[str]]] = []
     mask = study.mask_for(world)
     ideal = _ideal_seconds(mask, world, machine)
@@ -131,7 +132,7 @@ def _cost(mask: rs.Mask, world: int, layout: str, strategy: str, machine: Hardwa
 
 
 def _ideal_seconds(mask: rs.Mask, world: int, machine: Hardware) -> float:
-    """An even share of the pairs at the speed of whole rectangles, and nothing else."""
+    """Return the time of an equal share of the pairs at the speed of rectangles, without anything else."""
     d = SHAPE.head_dim
     return mask.area / world * 2 * SHAPE.heads * (2 * d / machine.forward.full + 5 * d / machine.backward.full)
 

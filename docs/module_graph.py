@@ -23,7 +23,7 @@ FOUNDATION = ("errors", "caching", "torch_private", "user_functions")
 
 
 def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """The line and full name of everything that a source imports.
+    """Yield the line and the full name of everything that a source imports.
 
     ``from a import b`` may mean the module a.b or the name b of a: it counts as ``a.b``.
     """
@@ -40,13 +40,13 @@ def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[t
 
 
 def modules(root: Path = SOURCE) -> dict[str, Path]:
-    """The modules of the package by name; ``__init__.py`` has the name of its package."""
+    """Return the modules of the package by name; ``__init__.py`` has the name of its package."""
     paths = sorted(root.rglob("*.py"))
     return {".".join(p.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
 
 
 def module_graph(sources: Mapping[str, Path]) -> dict[str, dict[str, int]]:
-    """For each module the modules it imports, with the line of the import."""
+    """Return, for each module, the modules it imports, with the line of the import."""
     graph: dict[str, dict[str, int]] = {}
     for name, path in sources.items():
         found = imports(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py")
@@ -59,7 +59,7 @@ def module_graph(sources: Mapping[str, Path]) -> dict[str, dict[str, int]]:
 
 
 def find_cycle(graph: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The modules of one import cycle, in order; empty if there is none."""
+    """Return the modules of one import cycle, in order; empty if there is none."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -77,7 +77,8 @@ def find_cycle(graph: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def package_graph(sources: Mapping[str, Path]) -> dict[str, set[str]]:
-    """For each package the packages it imports. The package's own ``__init__`` and ``__main__`` are left out."""
+    """Return, for each package, the packages it imports. The package's own ``__init__`` and ``__main__`` are left
+    out."""
     graph: dict[str, set[str]] = {}
     for name, targets in module_graph(sources).items():
         package = name.split(".")[1] if "." in name else ""
@@ -88,7 +89,7 @@ def package_graph(sources: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def table() -> str:
-    """The packages, each after those that it imports."""
+    """Return the table: the packages, each after those that it imports."""
     graph, lines = package_graph(modules()), ["package      imports"]
     placed: list[str] = []
     while len(placed) < len(graph):
@@ -101,7 +102,7 @@ def table() -> str:
 
 
 def page_with_table(page: str) -> str:
-    """The page with the table of today between the markers."""
+    """Return the page with the current table between the markers."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n```\n{table()}\n```\n\n{END}{after}"

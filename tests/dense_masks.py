@@ -1,6 +1,6 @@
-"""What each mask means, cell by cell: dense boolean arrays made from the definitions alone, with nothing of ringspan in them.
+"""The definition of each mask: dense boolean arrays, made without ringspan.
 
-Every test of the algebra compares with these. They are as slow and as plain as can be.
+Every test of the algebra compares with these. They are simple and slow.
 """
 
 from __future__ import annotations

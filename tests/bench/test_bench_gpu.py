@@ -1,4 +1,4 @@
-"""The benchmarks on a GPU: what they measure there and nowhere else."""
+"""The benchmarks on a GPU: figures that exist only there."""
 
 from __future__ import annotations
 

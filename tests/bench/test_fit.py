@@ -1,4 +1,4 @@
-"""The fit finds the machine that timings were made with: the cost model there, the fit back."""
+"""The fit recovers the machine from timings that the cost model computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBES = Probes(shape=SHAPE, tokens=(256, 512, 1024, 4096))
 
 
 def timings(machine: Hardware) -> list[TimedAttention]:
-    """What the model says that the probes take."""
+    """The times of the probes by the model."""
     plans = [rs.plan(mask, world=1, strategy="gather") for mask in PROBES.masks]
     tasks = [(plan, plan.program.forward[0].tasks[0]) for plan in plans]
     return [TimedAttention(p, task.bands, task_seconds(task, plan, machine, SHAPE, p)) for plan, task in tasks for p in PHASES]

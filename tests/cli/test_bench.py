@@ -1,4 +1,4 @@
-"""The benchmarks run, and print what they should. No test depends on how fast anything is."""
+"""The benchmarks run and print their tables. No test depends on speed."""
 
 from __future__ import annotations
 
@@ -149,5 +149,6 @@ def test_fewest_rows_is_a_lower_bound(lengths: list[int]) -> None:
 
 
 def test_ptrr() -> None:
-    """Five blocks of two queries see 1, 2, 2, 3 and 4 blocks of keys; the heaviest first they go to ranks 0, 1, 1, 0, 0."""
+    """Five blocks of two queries see 1, 2, 2, 3 and 4 blocks of keys; the heaviest first they go to ranks 0, 1, 1, 0,
+    0."""
     assert ptrr(rs.documents([3, 7]), 2, block=2) == Layout([[(0, 2), (4, 6), (8, 10)], [(2, 4), (6, 8)]])

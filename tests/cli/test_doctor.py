@@ -1,4 +1,4 @@
-"""The doctor says what is there, and why what is not chosen is not."""
+"""``ringspan doctor`` lists what is available, and why kernels are not chosen."""
 
 from __future__ import annotations
 

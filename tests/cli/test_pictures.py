@@ -1,4 +1,4 @@
-"""What the pictures are made of. The pictures themselves are looked at in the tests of the demo."""
+"""The data of the pictures. The tests of the demo check the pictures themselves."""
 
 from __future__ import annotations
 

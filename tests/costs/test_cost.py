@@ -1,4 +1,4 @@
-"""The cost of plans: by hand where a hand can do it, and by what must hold on any machine."""
+"""The cost of plans: small examples computed by hand, and properties that hold on any machine."""
 
 from __future__ import annotations
 

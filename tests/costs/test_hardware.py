@@ -1,4 +1,4 @@
-"""Machines by name, from files, and what is no machine."""
+"""Machines by name and from files, and invalid machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringspan.costs import HARDWARE, Hardware, named_hardware
 H200 = HARDWARE["h200"]
 
 NAN = float("nan")
-# Each field with values that it cannot have.
+# Invalid values of each field.
 WRONG: dict[str, list[Any]] = {
     "name": [None, 8],
     "source": [None],

@@ -1,4 +1,4 @@
-"""A small transformer with what real ones have: rotary embeddings, grouped key heads, a layer with a window; and its truth.
+"""A small transformer with rotary embeddings, grouped key heads and a layer with a window, and its expected results.
 
 Two sequences of packed documents, a token of which predicts the next of its document, in one process under dense masks.
 """
@@ -21,7 +21,7 @@ REACH = 3
 
 
 def masks(lengths: Sequence[int]) -> tuple[rs.Mask, rs.Mask]:
-    """What the two layers see."""
+    """The masks of the two layers."""
     return rs.documents(lengths), rs.documents(lengths) & rs.window(left=REACH)
 
 
@@ -81,7 +81,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def truth() -> tuple[float, dict[str, Tensor]]:
-    """The mean loss of all tokens of both sequences that predict something, and its gradients; nothing of ringspan in it."""
+    """The mean loss of all tokens with a label of both sequences, and its gradients, computed without ringspan."""
     whole = model()
     total, counted = torch.zeros((), dtype=torch.float64), 0
     for tokens, lengths in zip(sequences(), LENGTHS, strict=True):

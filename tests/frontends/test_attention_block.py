@@ -44,7 +44,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: rs.Mask = MAS
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What torch's own full attention gives."""
+    """PyTorch's own full attention."""
     return dense(q, k, v, rs.full(N))
 
 

@@ -1,4 +1,4 @@
-"""How evenly each layout shares the work of common masks, as numbers; and which layout ``auto`` chooses."""
+"""The balance of each layout for common masks, as numbers, and the layout that ``auto`` chooses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ MASKS = {
     "packed + window": rs.documents(PACKED) & rs.window(left=127),
 }
 
-# The largest rank's area over the mean, at 4096 tokens and 8 ranks: 1.000 is perfect, 8.000 is one rank with all the work.
+# The largest rank's area over the mean, at 4096 tokens and 8 ranks: 1.000 is perfect, 8.000 is one rank with all the
+# work.
 BALANCE = """
                     contiguous  zigzag  striped  per_document  round_robin  balanced   auto takes
   full                   1.000   1.000    1.000         1.000        1.000     1.000   contiguous
@@ -51,7 +52,7 @@ BALANCE = """
 
 @cache
 def work_of_rows(name: str) -> NDArray[np.int64]:
-    """How many keys each query sees, counted in the dense mask of the definitions."""
+    """The number of keys that each query sees, counted in the dense mask."""
     dense: dict[str, Callable[[], Dense]] = {
         "full": lambda: dense_masks.full(N, N),
         "causal": lambda: dense_masks.causal(N, N),

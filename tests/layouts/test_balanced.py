@@ -1,4 +1,4 @@
-"""The balanced layout: even in tokens and in work for every mask, and what it saves in pieces and keys."""
+"""The balanced layout: equal tokens and work for every mask, with few pieces and few keys to fetch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_slack_saves_cuts() -> None:
 @pytest.mark.parametrize("world", [8, 32, 128])
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_documents_of_many_kinds(kind: str, world: int) -> None:
-    """Even to 2% everywhere, with at most two cuts a rank, and far fewer keys to fetch than other layouts that are as even."""
+    """Even to 2% everywhere, with at most two cuts a rank, and far fewer keys to fetch than other layouts that are as
+    even."""
     made = draw_lengths(kind, documents=128, tokens=131072, seed=0)
     mask = rs.documents(made)
     layout, others = balanced(mask, world), [LAYOUTS[name](mask, world) for name in ("per_document", "round_robin")]

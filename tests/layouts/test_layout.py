@@ -120,7 +120,7 @@ def test_what_is_not_a_list_of_lists(spans: Any) -> None:
 
 
 def test_steps_with_a_huge_common_multiple() -> None:
-    """One token each, so that the steps mean nothing; their common multiple is past 2⁶³."""
+    """Spans of one token, whose steps do not matter. The common multiple of the steps is above 2⁶³."""
     primes = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53]
     assert Layout([[(i, i + 1, step)] for i, step in enumerate(primes)]).length == 16
 

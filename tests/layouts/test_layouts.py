@@ -16,7 +16,7 @@ from tests.hypothesis_strategies import Drawn, masks
 
 worlds = st.integers(1, 9)
 
-# How far the ranks' shares of tokens may lie apart: one token, one for each of a rank's two chunks, one for each of its blocks.
+# The largest difference of token counts: one token, one for each of a rank's two chunks, or one for each of its blocks.
 SPREAD = {"contiguous": 1, "zigzag": 2, "striped": 1, "per_document": 2, "round_robin": BLOCKS_PER_RANK, "balanced": 1}
 
 
@@ -63,7 +63,8 @@ def test_picture(name: str, mask: rs.Mask, world: int, picture: str) -> None:
 
 @given(masks(60, square=True, leaves=3), worlds)
 def test_per_document_zigzags_within_each_document(drawn: Drawn, world: int) -> None:
-    """Through a document the owners rise and fall again, as in 0 0 1 1 2 2 1 1 0, with two chunks of even size for each."""
+    """Through a document the owners rise and fall again, as in 0 0 1 1 2 2 1 1 0, with two chunks of even size for
+    each."""
     layout = LAYOUTS["per_document"](drawn.mask, world)
     owner = np.empty(layout.length, dtype=np.int64)
     for rank in range(world):

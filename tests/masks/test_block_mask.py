@@ -1,4 +1,4 @@
-"""block_mask: the mask is what the blocks and the mask_mod say, however the BlockMask was made and however long it is."""
+"""block_mask: the mask has the pairs of the blocks and the mask_mod, for any BlockMask and any length."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def made_of(kinds_BHQK: np.ndarray, mask_mod: Any, block: int | tuple[int, int],
 def test_any_blocks_and_any_function(
     budget: int, size: tuple[int, int], q_block: int, k_block: int, batch: int, heads: int, seed: int, data: st.DataObject
 ) -> None:
-    """Whether partial blocks are all evaluated or left to the kernels, every pair is what blocks and function say."""
+    """Every pair must follow the blocks and the function, whether partial blocks are evaluated or left to the
+    kernels."""
     rng = np.random.default_rng(seed)
     blocks = (-(-size[0] // q_block), -(-size[1] // k_block))
     kinds_BHQK = rng.integers(0, 3, (batch, heads, *blocks))
@@ -190,7 +191,7 @@ def test_long_documents_become_bands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_mask_without_a_function_and_one_block_for_everything() -> None:
-    """As FlexAttention makes it where none is given."""
+    """The BlockMask that FlexAttention makes if none is given."""
     counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     made = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=1 << 30, seq_lengths=(LONG, LONG))
     assert rs.block_mask(made).bands == rs.full(LONG).bands

@@ -17,7 +17,7 @@ WHOLE = "must be an integer number of tokens"
 RANGE = rf"must be between 0 and {MAX_LENGTH} tokens, not"
 
 BAD: list[tuple[str, Callable[[], object], str]] = [
-    # lengths that are none
+    # invalid lengths
     ("full(-1)", lambda: rs.full(-1), rf"q_len {RANGE} -1"),
     ("full(3, -1)", lambda: rs.full(3, -1), rf"k_len {RANGE} -1"),
     ("full(2.0)", lambda: rs.full(2.0), rf"q_len {WHOLE}, not 2\.0"),
@@ -46,7 +46,7 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     ("documents(kv -1)", lambda: rs.documents([1], kv_lengths=[-1]), rf"kv_lengths\[0\] {RANGE} -1"),
     ("from_bands(-1)", lambda: Mask.from_bands([], -1), rf"q_len {RANGE} -1"),
     ("from_bands(3, 0.5)", lambda: Mask.from_bands([], 3, 0.5), rf"k_len {WHOLE}"),
-    # lengths that do not go together
+    # lengths that do not match
     ("prefix(4, 5)", lambda: rs.prefix(4, 5), "a prefix of 5 tokens is longer than the sequence of 4"),
     ("chunked(4, 0)", lambda: rs.chunked(4, 0), "a chunk must hold at least one token, not 0"),
     ("window()", lambda: rs.window(), "needs left= or right="),
@@ -60,20 +60,20 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     ("documents(1 and 2)", lambda: rs.documents([1], kv_lengths=[1, 2]), "1 documents have lengths but 2 have kv_lengths"),
     ("documents(no align)", lambda: rs.documents([2], kv_lengths=[3]), "2 queries and 3 keys can mean two things"),
     ("documents(align=left)", lambda: rs.documents([2], kv_lengths=[3], align="left"), "align must be .* not 'left'"),
-    # ids that are none
+    # invalid ids
     ("ids floats", lambda: rs.documents(ids=[0.0, 1.0]), "ids must be a flat list of integers.*float64"),
     ("ids matrix", lambda: rs.documents(ids=[[0, 1]]), r"ids must be a flat list.*\(1, 2\)"),
     ("ids number", lambda: rs.documents(ids=3), r"ids must be a flat list.*shape \(\)"),
     ("ids words", lambda: rs.documents(ids=["a"]), "ids must be a flat list of integers"),
     ("ids None", lambda: rs.documents(ids=[None]), "ids must be a flat list of integers"),
-    # masks that do not go together
+    # masks that do not match
     ("3 & 4", lambda: rs.full(3) & rs.full(4), r"full\(3\) & full\(4\): the lengths differ, 3 × 3 and 4 × 4"),
     ("3 | 4", lambda: rs.full(3) | rs.full(4), "the lengths differ, 3 × 3 and 4 × 4"),
     ("3 - 4", lambda: rs.full(3) - rs.full(4), "the lengths differ, 3 × 3 and 4 × 4"),
     ("cross", lambda: rs.full(3) & rs.full(3, 4), r"3 × 3 and 3 × 4 \(queries × keys\)"),
     ("mask & None", lambda: rs.full(3) & None, r"full\(3\) & None: both sides must be masks"),
     ("mask | array", lambda: rs.full(1) | np.ones((1, 1), dtype=bool), "both sides must be masks"),
-    # questions that this mask has no answer to
+    # properties that this mask does not have
     ("ascii of a large one", lambda: rs.full(129).ascii(), "129 × 129 is too large to print"),
     ("documents of a cross mask", lambda: rs.full(3, 4).documents(), "this one has 3 queries and 4 keys"),
 ]

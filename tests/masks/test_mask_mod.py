@@ -18,7 +18,7 @@ from tests.hypothesis_strategies import Drawn, masks, sizes
 
 
 def of_table(seen: np.ndarray) -> Callable[..., Any]:
-    """The function that looks a pair up in a table."""
+    """A function that reads a pair from a table."""
     table = torch.from_numpy(seen)
     return lambda b, h, q, k: table[q, k]
 

@@ -31,7 +31,7 @@ def assert_tight(t: Table) -> None:
     """No empty band, no empty row or column, and diagonals that touch the rectangle's cells."""
     for row in t.tolist():
         q0, q1, k0, k1, lo, hi = row
-        # far enough to the right and down that bands with negative coordinates are counted too
+        # shifted to the right and down, so that bands with negative coordinates are counted too
         cells = dense_masks.band([q0 + 9, q1 + 9, k0 + 9, k1 + 9, lo, hi], N + 18, N + 18)[q0 + 9 : q1 + 9, k0 + 9 : k1 + 9]
         assert cells.size, row
         assert cells.any(axis=1).all(), f"an empty row in {row}"
@@ -66,7 +66,7 @@ def test_area_counts_the_cells_of_each_band(rows: list[tuple[int, ...]]) -> None
 def test_overlapping_finds_all_pairs_that_share_a_point(a: list[list[int]], b: list[list[int]]) -> None:
     (a0, a1), (b0, b1) = (np.array(x, dtype=np.int64).reshape(-1, 2).T for x in (a, b))
     i, j = tables.overlapping(a0, a1, b0, b1)
-    # an empty interval shares no point; what is cut by one is empty as well, and tighten drops it
+    # an empty interval shares no point; an intersection with one is empty, and tighten drops it
     solid = [(x, y) for x, y in zip(i.tolist(), j.tolist(), strict=True) if a0[x] < a1[x] and b0[y] < b1[y]]
     expected = [(x, y) for x in range(len(a)) for y in range(len(b)) if set(range(*a[x])) & set(range(*b[y]))]
     assert sorted(solid) == expected

@@ -1,4 +1,4 @@
-"""What ``"auto"`` means: the best candidate on the machine that was named, or on one that is assumed and said to be."""
+"""``"auto"`` is the best candidate on the given machine, or on an assumed one, which the notes name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_given_layouts_and_strategies_are_kept(given: dict[str, str], chosen: tu
 
 
 def test_heads_of_unknown_number_are_not_split() -> None:
-    """Over a slow link splitting them is best, where they were counted or where the strategy was given."""
+    """Over a slow link splitting heads is best, if their number or the strategy is given."""
     mask = rs.full(4096)
     slow_link = rs.costs.named_hardware("h200x1")
     known = rs.plan(mask, world=16, hardware=slow_link, shape=SHAPE)

@@ -1,4 +1,4 @@
-"""What the caches of planning keep: programs and layouts, but no tensor of the user's."""
+"""The caches of planning hold programs and layouts, but no tensor of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layouts and strategies are compared."""
+"""The layouts and strategies that are compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS: list[tuple[rs.Mask, int, Hardware, list[str]]] = [
     (rs.full(2048) & rs.window(left=256, right=256), 2, LAPTOP, ["contiguous", "round_robin"]),
     # zigzag is faster than round_robin, and fetches less
     (rs.documents([1638, 2730, 2048, 1776]) & rs.window(left=300), 2, LAPTOP, ZIGZAG),
-    # documents of one length are even as they lie
+    # documents of one length are balanced in a contiguous layout
     (rs.documents([16] * 8), 4, H200, EVEN),
     (rs.documents([900, 3000, 100, 96]), 4, H200, ["contiguous", "zigzag", "balanced", "per_document"]),
     (rs.causal(8 * MANY), 2 * MANY, H200, ZIGZAG),

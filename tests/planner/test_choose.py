@@ -1,4 +1,4 @@
-"""What is chosen for a machine, against everything that a hand could have picked."""
+"""The choice for a machine, against all candidates planned on every rank."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ MERGES_AT_ONCE = replace(HARDWARE["h200"], copy_bytes_per_s=float("inf"))
 EQUALS = {
     # with one rank to fetch from, one stage and two are the same
     "stages": (rs.documents([64, 64], causal=False), "h200x8", "contiguous", "exchange(stages=1)"),
-    # what takes the same is planned in another order than that of the candidates
+    # candidates of equal cost are planned in another order than they are listed
     "communication is hidden": (rs.causal(131072), MERGES_AT_ONCE, "zigzag", "exchange(stages=1)"),
     "nodes of one": (rs.full(2048), "h200x1", "contiguous", "ring"),
 }

@@ -1,4 +1,4 @@
-"""A sample of ranks, and how near it comes to all of them."""
+"""A sample of ranks, and the error of its cost."""
 
 from __future__ import annotations
 

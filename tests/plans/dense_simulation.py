@@ -1,8 +1,8 @@
 """Plans simulated pair by pair, as simply as possible: what ``verify`` checks with ids and formulas, counted.
 
-Every slot holds global tokens, one number for each head and row: ``head * length + token``. Beside a query slot lie counts
-(heads × rows × all keys of all heads): how often each key has been taken into the row's result. Beside a key slot lie counts
-(heads × rows × all queries of all heads). Transfers do what the table in ringspan/plans/data.py says.
+Every slot holds global tokens, one number for each head and row: ``head * length + token``. Beside a query slot lie
+counts (heads × rows × all keys of all heads): how often each key has been taken into the row's result. Beside a key
+slot lie counts (heads × rows × all queries of all heads). Transfers do what the table in ringspan/plans/data.py says.
 
 Legend: H heads of a slot, S its rows.
 """
@@ -71,7 +71,7 @@ def _heads(t: Transfer) -> slice:
 
 
 def simulate(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
-    """All ranks in step; every message sent is received."""
+    """Run all ranks in lock-step. Every message that is sent must be received."""
     ranks = [Rank(plan) for plan in plans]
     programs = [plan.program.steps(phase) for plan in plans]
     for n in range(max(map(len, programs))):
@@ -93,7 +93,7 @@ def simulate(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
 
 
 def assert_exactly_once(plans: Sequence[Plan]) -> None:
-    """Every result that is at home in the end has taken in each visible pair once, and nothing else."""
+    """Every result at its owner must contain each visible pair once, and nothing else."""
     q_heads, k_heads = plans[0].program.heads or (1, 1)
     shares = np.arange(q_heads)[:, None] * k_heads // q_heads == np.arange(k_heads)
     everything = np.kron(shares, plans[0].mask.dense()).astype(np.int64)  # all queries of all heads × all keys of all heads

@@ -1,10 +1,10 @@
-"""Machines for tests of what things cost."""
+"""Machines for tests of the cost model."""
 
 from __future__ import annotations
 
 from ringspan.costs import Hardware, Link, Speed
 
-# For arithmetic in the head: a pair of one head of 1 + 1 costs 4 FLOP forward and 10 backward.
+# For mental arithmetic: a pair of one head of dims 1 + 1 costs 4 FLOPs forward and 10 backward.
 SLOW = Hardware(
     name="slow",
     per_node=2,

@@ -1,4 +1,4 @@
-"""Bytes: what plans say they move, what the documents promise, and what ``explain`` prints."""
+"""Bytes: of plans, against the formulas of the design page, and in the output of ``explain``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def received(plans: list[Plan], phase: Phase = "forward") -> int:
     return sum(bytes_moved(plan, SHAPE, phase)[1] for plan in plans)
 
 
-# -- what a row weighs -------------------------------------------------------------------------------------------------
+# -- bytes of a row ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_an_argument_that_is_no_shape_is_refused(ask: Callable[[rs.Plan], object
         ask(rs.plan(rs.causal(8), world=2))
 
 
-# -- what plans move ---------------------------------------------------------------------------------------------------
+# -- bytes of plans ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

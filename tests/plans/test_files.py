@@ -1,4 +1,4 @@
-"""Plans as JSON: there and back, and a table of what is not a plan file, each with the name of the field that is wrong."""
+"""Plans as JSON: written and read back, and a table of malformed files, each with the name of the wrong field."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_a_loaded_plan_can_be_verified_and_explained() -> None:
     assert plan.verify().explain() == rs.plan(rs.causal(16), world=4, rank=2).explain()
 
 
-# -- what is not a plan file -------------------------------------------------------------------------------------------
+# -- malformed files ---------------------------------------------------------------------------------------------------
 
 
 def at(path: str, value: Any) -> Callable[[Any], None]:
-    """Set what lies at ``forward.0.sends`` to the value, or to a function of what was there."""
+    """Set the value at a path such as ``forward.0.sends``, or apply a function to it."""
     *way, last = path.split(".")
 
     def change(data: Any) -> None:
@@ -83,11 +83,11 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (without("forward.0.tasks"), "plan.forward[0].tasks: missing"),
     (without("forward.0.sends.0.peer"), "plan.forward[0].sends[0].peer: missing"),
     (without("backward.0.tasks.0.kv_slot"), "plan.backward[0].tasks[0].kv_slot: missing"),
-    # of another version, or not what it says it is
+    # another version, or a wrong digest
     (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 3, the file has version 99"),
     (at("digest", "0" * 16), "plan.digest: is 0000000000000000, but the plan in the file has digest"),
     (at("strategy", "gather(stages=2)"), "plan.digest: is"),
-    # of the wrong type
+    # wrong types
     (at("digest", 7), "plan.digest: expected text, got 7"),
     (at("rank", "1"), "plan.rank: expected an integer from 0 to 2, got '1'"),
     (at("rank", True), "plan.rank: expected an integer from 0 to 2, got True"),
@@ -121,7 +121,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("forward.0.recvs.0.slot", -2), "plan.forward[0].recvs[0].slot: expected an integer from 0"),
     (at("forward.0.sends.0.rows.0", [3, 1]), "plan.forward[0].sends[0].rows[0]: expected a range [start, stop]"),
     (at("forward.0.sends.0.what", "vk"), "plan.forward[0].sends[0].what: expected one of kv, q, out, dq, dkv, got 'vk'"),
-    # masks and layouts that are none
+    # invalid masks and layouts
     (at("mask.q_len", -12), "plan.mask.q_len: expected an integer from 0"),
     (at("mask.q_len", 2**40), "plan.mask: q_len must be between 0 and"),
     (at("mask.bands", lambda bands: bands * 2), "plan.mask.bands: bands must be disjoint"),
@@ -166,7 +166,7 @@ def test_text_that_is_no_json_object_is_refused(text: str, message: str) -> None
 
 @given(data=st.data())
 def test_a_file_with_anything_in_it_is_a_plan_or_a_plan_error(data: st.DataObject) -> None:
-    """Put any JSON in any place: nothing but PlanError comes out."""
+    """Any JSON in any place raises nothing but PlanError."""
     document = json.loads(rs.plan(rs.causal(6), world=2, strategy="exchange", layout="zigzag").to_json())
     spot: Any = document
     while True:

@@ -1,4 +1,4 @@
-"""``memory_bytes`` against what a GPU really held."""
+"""``memory_bytes`` against the measured memory of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringspan.plans.data import PHASES
 
 SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
 
-# MiB beside the tensors that come in, of the rank of 8 that held most: `ringspan bench rank` with FlashAttention-4 on an H200.
+# MiB beside the inputs, of the rank of 8 that used the most: `ringspan bench rank` with FlashAttention-4 on an H200.
 HELD = {
     ("causal", 65536, "zigzag", "exchange(stages=1)"): 1476,
     ("causal", 65536, "zigzag", "exchange(stages=2)"): 1236,

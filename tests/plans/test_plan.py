@@ -1,4 +1,4 @@
-"""Making plans: what ``rs.plan`` takes, how strategies are named, what is remembered, and the digest."""
+"""Making plans: the arguments of ``rs.plan``, strategies by name, caches, and the digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.plans.examples import MASKS, all_plans
 CAUSAL = rs.causal(16)
 
 
-# -- what rs.plan takes ------------------------------------------------------------------------------------------------
+# -- arguments of rs.plan ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_text_that_is_no_strategy_is_refused(text: str, message: str) -> None:
 
 @dataclass(frozen=True)
 class Slow:
-    """Gather in as many stages as there are: a strategy of a user's own."""
+    """Gather in as many stages as possible: a strategy of a user."""
 
     stages: int = 7
 
@@ -170,7 +170,7 @@ def test_a_strategy_of_your_own() -> None:
 
 @dataclass(frozen=True)
 class Nothing:
-    """A strategy that makes no program."""
+    """A strategy that does not return a program."""
 
     def __call__(self, problem: Problem) -> None:
         return None
@@ -212,7 +212,7 @@ def test_registrations_that_are_refused(name: str, strategy: type, message: str)
     assert name not in STRATEGIES
 
 
-# -- plans for some number of heads ------------------------------------------------------------------------------------
+# -- plans for given numbers of heads ----------------------------------------------------------------------------------
 
 
 def test_a_plan_is_fitted_to_the_heads_of_the_tensors() -> None:
@@ -266,7 +266,7 @@ def test_options_of_a_strategy_are_in_the_digest() -> None:
     assert len({rs.plan(CAUSAL, world=4, strategy=text).digest for text in texts}) == 3
 
 
-# -- what is remembered ------------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_repeated_plan_is_the_same_object() -> None:
@@ -293,7 +293,7 @@ def replace_table(mask: Mask, parts: list[tables.Table]) -> Mask:
 
 @pytest.mark.parametrize("layout", ["zigzag", "per_document"])
 def test_a_plan_does_not_depend_on_what_was_planned_before(layout: str) -> None:
-    """Else a rank that has planned an equal mask before would disagree with the others."""
+    """Otherwise a rank that has planned an equal mask before would disagree with the others."""
     mask = rs.full(16) & rs.window(left=0, right=0)
     for other in (in_other_bands(mask), rs.documents([1] * 16)):
         assert other == mask

@@ -1,4 +1,4 @@
-"""What ranks see of each other."""
+"""The tiles and rows that ranks need of each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in the slots, against the layouts and the mask: a task's bands, said in tokens, are pairs that the mask shows."""
+"""The tokens of slots, against layouts and mask: a task's bands, converted to tokens, are visible pairs of the mask."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def slots(rank: int, **changed: tuple[Slot, ...]) -> Change:
 
 
 def earlier(phase: Phase, rank: int, n: int, name: str, *, by: int = 1) -> Change:
-    """What step n does, done in a step before it."""
+    """Move the transfers or tasks of step n to an earlier step."""
 
     def change(plans: list[Plan]) -> None:
         moved = getattr(plans[rank].program.steps(phase)[n], name)
@@ -106,7 +106,8 @@ def earlier(phase: Phase, rank: int, n: int, name: str, *, by: int = 1) -> Chang
 
 
 def a_ring() -> list[Plan]:
-    """3 ranks with 4 tokens each; forward, rank r computes its own keys in step 0, then those of r - 1, then of r - 2."""
+    """3 ranks with 4 tokens each; forward, rank r computes its own keys in step 0, then those of r - 1, then of r -
+    2."""
     return all_plans(rs.causal(12), 3, "ring", "zigzag")
 
 
@@ -127,7 +128,8 @@ def some_documents() -> list[Plan]:
 
 
 def some_heads() -> list[Plan]:
-    """6 query and 3 key heads on 2 ranks: rank 0 has query heads 0 1 with key head 0 in slots 1, and 2 with 1 in slots 2."""
+    """6 query and 3 key heads on 2 ranks: rank 0 has query heads 0 1 with key head 0 in slots 1, and 2 with 1 in slots
+    2."""
     return all_plans(rs.causal(8), 2, "ulysses(heads=6, kv_heads=3)", "contiguous")
 
 
@@ -141,7 +143,7 @@ def heads(rank: int, given: tuple[int, int] | None) -> Change:
 F, B = PHASES
 
 CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
-    # what is computed
+    # computed pairs
     "a task is missing": (a_ring, edit(F, 1, 1, tasks=drop), "8 visible (query, key) pairs are not computed"),
     "backward too": (a_ring, edit(B, 1, 1, tasks=drop), "backward: 8 visible (query, key) pairs are not computed"),
     "a task is there twice": (a_ring, edit(F, 2, 0, tasks=twice), "is computed twice"),
@@ -169,7 +171,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     "a task is too early": (a_full_ring, earlier(F, 1, 2, "tasks", by=2), "a task reads rows that hold nothing yet"),
     "a task has no such slot": (a_ring, edit(F, 0, 1, tasks=to(kv_slot=7)), "slots 0 and 7, which the plan does not have"),
     "a task has no such queries": (a_ring, edit(F, 0, 1, tasks=to(q_slot=1)), "slots 1 and 1, which the plan does not have"),
-    # who sends what to whom
+    # messages
     "a send is missing": (
         a_full_ring,
         edit(F, 0, 0, sends=drop),
@@ -230,7 +232,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         edit(B, 1, 2, recvs=lambda of: [replace(t, slot=1) if t.what == "dkv" else t for t in of]),
         "backward step 2 on rank 1: adds dkv to slot 1 while it is being sent",
     ),
-    # what reaches its owner
+    # results at their owners
     "a gradient is not returned": (
         an_exchange,
         both(*(edit(B, rank, 2, sends=drop_dkv, recvs=drop_dkv) for rank in range(3))),
@@ -370,7 +372,8 @@ def test_verify_needs_all_ranks_in_order_and_with_equal_digests(given: Callable[
         verify(given(a_ring()))
 
 
-# -- random changes: what verify lets pass, counting lets pass ---------------------------------------------------------
+# -- random changes: plans that verify accepts are correct by counting pairs
+# --------------------------------------------
 
 
 SOME = ["ring", "gather", "exchange", "pass_q", "ulysses(heads=4, kv_heads=2)", "hierarchical(per_node=2)"]

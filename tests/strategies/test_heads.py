@@ -1,4 +1,4 @@
-"""Who works on which heads: against all ways to cut, and by what a run must be."""
+"""The assignment of heads to ranks: against all possible assignments, and the properties of runs."""
 
 from __future__ import annotations
 

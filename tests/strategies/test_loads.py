@@ -1,4 +1,4 @@
-"""How long a strategy takes at least, against what its plans take."""
+"""The lower bound of a strategy's time, against the cost of its plans."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MASKS = {
     "window": rs.causal(N) & rs.window(left=2048),
     "documents": rs.documents(PACKED),
 }
-# How much of what a plan takes is known beforehand, where computing is not over in a moment. What is merged is not.
+# The fraction of a plan's cost that the bound reaches, if compute takes long enough. Merging is not part of the bound.
 KNOWN = {"exchange": 0.92, "gather": 0.9, "ring": 0.55, "pass_q": 0.9, "ulysses": 0.7}
 
 

@@ -1,4 +1,4 @@
-"""Ranks on nodes: who is where, and the tokens of a node side by side."""
+"""Nodes: their ranks, and the tokens of a node in order."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class OneByOne(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class Minimal(Strategy):
-    """Nothing but a program."""
+    """Defines only ``__call__``."""
 
     def __call__(self, problem: Problem) -> Program:
         return Gather()(problem)

@@ -1,7 +1,8 @@
-"""Random cases against dense float64 attention: two thousand in this process, a hundred on real ones; and that they can fail.
+"""Random cases against dense float64 attention: two thousand in this process, a hundred on real ones; and that they can
+fail.
 
-Cases are drawn in ringspan/testing/fuzz.py and compared in ringspan/testing/comparison.py. A failing chunk prints how to run a
-case again.
+Cases are drawn in ringspan/testing/fuzz.py and compared in ringspan/testing/comparison.py. A failing chunk prints how
+to run a case again.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def test_cases_on_processes(capsys: pytest.CaptureFixture[str], world: int, case
     assert 0 < told["worst_error"] <= EXACT
 
 
-# -- that what is drawn has all there is -------------------------------------------------------------------------------
+# -- coverage of the drawn cases ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_the_corners_are_among_them(cases: list[fuzz.Case]) -> None:
     assert few_tokens > CASES // 20
 
 
-# -- that a case can be run again --------------------------------------------------------------------------------------
+# -- cases can be run again --------------------------------------------------------------------------------------------
 
 
 def test_a_case_does_not_depend_on_the_others() -> None:
@@ -162,7 +163,7 @@ def test_what_check_does_not_take(capsys: pytest.CaptureFixture[str], words: tup
         ringspan_check(capsys, *words)
 
 
-# -- how it compares ---------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_torch_alone_has_no_nan_where_a_query_sees_nothing() -> None:
     assert alone.lse.isneginf()[0, 0].tolist() == [True, True, False, False, True, True]
 
 
-# -- that it can fail --------------------------------------------------------------------------------------------------
+# -- errors are detected -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -222,7 +223,7 @@ def wrong_merge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a hair, in tasks of more than one band."""
+    """By a small error, in tasks of more than one band."""
     real = cpu.attend
     monkeypatch.setattr(
         cpu, "attend", lambda *args, scale: real(*args, scale=scale * (1 + 1e-9) if len(args[3]) > 1 else scale)
@@ -230,7 +231,7 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes home overwrites instead of adding up."""
+    """Returned results overwrite instead of being added."""
     real = slots.Slots._add
 
     def broken(self: Any, t: Any, message: Any) -> None:

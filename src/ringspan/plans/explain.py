@@ -44,7 +44,7 @@ def _heads(plan: RankPlan) -> str:
 
 
 def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
-    header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}{'buffers':>16}   on the wire"
+    header = f"{phase:9}{'bytes out':>14}{'bytes in':>14}{'area':>16}{'bands':>8}{'buffers':>16}   messages"
     lines = [header, "-" * len(header)]
     buffers = buffer_bytes(plan, shape, phase)
     for n, step in enumerate(plan.program.steps(phase)):
@@ -53,9 +53,8 @@ def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
             for ts in (step.sends, step.recvs)
         )
         bands = sum(len(task.bands) for task in step.tasks)
-        lines.append(
-            f"step {n:<4}{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}{buffers[n]:>16,}   {_wire(plan, step)}".rstrip()
-        )
+        figures = f"{sent:>14,}{received:>14,}{step.area:>16,}{bands:>8}{buffers[n]:>16,}"
+        lines.append(f"step {n:<4}{figures}   {_messages(plan, step)}".rstrip())
     sent, received = bytes_moved(plan, shape, phase)
     area = sum(step.area for step in plan.program.steps(phase))
     bands = sum(len(task.bands) for step in plan.program.steps(phase) for task in step.tasks)
@@ -63,7 +62,7 @@ def _phase(plan: RankPlan, shape: Shape, phase: Phase) -> list[str]:
     return lines
 
 
-def _wire(plan: RankPlan, step: Step) -> str:
+def _messages(plan: RankPlan, step: Step) -> str:
     """Return the payloads and peers of a step. Messages of a rank to itself are left out."""
     ways = [(arrow, [t for t in ts if t.peer != plan.rank]) for arrow, ts in (("→", step.sends), ("←", step.recvs))]
     return "; ".join(

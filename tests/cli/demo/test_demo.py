@@ -1,4 +1,4 @@
-"""The demo, whole but short: one run that must pass, one that must fail, and the parts that carry them."""
+"""A short run of the whole demo that must pass, one that must fail, and its parts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_the_two_curves_agree(passed: Ran) -> None:
 
 
 def test_the_first_loss_is_that_of_separate_documents(passed: Ran, training: Training) -> None:
-    """No mask, no packing, no ranks, float64: each document alone, from position 0 (rotary embeddings know only distances)."""
+    """No mask, no packing, no ranks, float64: each document alone, from position 0 (rotary embeddings know only
+    distances)."""
     model = build(training.config, SEED).double()
     pack = training.packs[0]
     losses = []

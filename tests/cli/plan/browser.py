@@ -1,4 +1,4 @@
-"""A real browser without a window: what it shows of a page, and what its console says."""
+"""A headless browser: the content of a page and its console."""
 
 from __future__ import annotations
 

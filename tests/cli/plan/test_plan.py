@@ -1,4 +1,4 @@
-"""``ringspan plan``: text, JSON, page and picture tell what the cost model says; questions that cannot be are told."""
+"""``ringspan plan``: text, JSON, page and picture have the figures of the cost model; invalid arguments raise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- text and JSON -----------------------------------------------------------------------------------------------------
 
 
 def test_json_is_what_the_cost_model_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_thousands_of_ranks_say_what_was_not_tried() -> None:
     assert "balanced was not tried" in found.notes[0]
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- drawings ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
