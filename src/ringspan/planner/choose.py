@@ -106,19 +106,8 @@ def choose(
     computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all (up to
     ``MAX_RANKS_EXACT``). So most candidates are never planned.
     """
-    found: list[_Decided] = []
+    queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
     fastest = float("inf")
-    queue: list[_Open] = []
-    for order, (workload, strategy) in enumerate(product(workloads, strategies)):
-        described_strategy = described(parse_strategy(strategy))
-        if not described_strategy.depends_on_layout and workload is not workloads[0]:
-            continue
-        if described_strategy.splits_heads and not may_split_heads:
-            why = "needs the number of heads: pass shape="
-            found.append(_Decided(float("inf"), order, _candidate(workload, strategy, rejected=why)))
-        else:
-            computing = described_strategy.computing_seconds(workload)
-            heappush(queue, _Open(rounded(computing), order, Estimate.COMPUTING, workload, strategy))
     while queue:
         least_s, order, estimate, workload, strategy = heappop(queue)
         if least_s > (1 - MIN_RELATIVE_SAVING) * fastest:
@@ -148,6 +137,25 @@ def choose(
             "Use more ranks, or a machine with more memory"
         )
     return choice
+
+
+def _first_estimates(
+    workloads: Sequence[Workload], strategies: Sequence[str], *, may_split_heads: bool
+) -> tuple[list[_Open], list[_Decided]]:
+    """Return the queue of all candidates by their compute time, and the candidates that are rejected beforehand."""
+    queue: list[_Open] = []
+    rejected: list[_Decided] = []
+    for order, (workload, strategy) in enumerate(product(workloads, strategies)):
+        described_strategy = described(parse_strategy(strategy))
+        if not described_strategy.depends_on_layout and workload is not workloads[0]:
+            continue
+        if described_strategy.splits_heads and not may_split_heads:
+            why = "needs the number of heads: pass shape="
+            rejected.append(_Decided(float("inf"), order, _candidate(workload, strategy, rejected=why)))
+        else:
+            computing = described_strategy.computing_seconds(workload)
+            heappush(queue, _Open(rounded(computing), order, Estimate.COMPUTING, workload, strategy))
+    return queue, rejected
 
 
 class Estimate(IntEnum):

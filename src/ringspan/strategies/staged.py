@@ -49,9 +49,7 @@ def staged(
 
     from_owner = by_peer(placed.owner, placed.slot_row, placed.slot_row + placed.size)
     to_receiver = by_peer(leaving.receiver, leaving.start, leaving.stop)
-    distances: list[list[int]] = [[] for _ in range(stages)]
-    for distance, stage in enumerate(stage_of[1:].tolist(), start=1):
-        distances[stage].append(distance)
+    distances = [(np.flatnonzero(stage_of[1:] == stage) + 1).tolist() for stage in range(stages)]
 
     def with_owners(what: PayloadKind, stage: int) -> tuple[Transfer, ...]:
         """Return the transfers with the owners of a stage's rows: receives of the inputs, or sends of the results."""
