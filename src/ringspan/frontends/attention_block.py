@@ -30,6 +30,7 @@ from ringspan.torch_private.attention_operators import (
     VARLEN_ATTENTION,
     VARLEN_ATTENTION_OUT,
 )
+from ringspan.torch_private.checkpoints import innermost_hooks
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.flex_interception import (
     FlexInterceptor,
@@ -193,9 +194,12 @@ class AttentionCatcher(FlexInterceptor):
 
     def _keep_for_recompute(self) -> None:
         # A compiled checkpoint recomputes the traced operators, not the function.
-        if not torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            # A mode is off the stack while it handles a call.
-            keep_blocks([*(mode for mode in function_mode_stack() if isinstance(mode, AttentionCatcher)), self])
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return
+        if torch.is_grad_enabled() and innermost_hooks(True) is None:  # the common case: no checkpoint is around the call
+            return
+        # A mode is off the stack while it handles a call.
+        keep_blocks([*(mode for mode in function_mode_stack() if isinstance(mode, AttentionCatcher)), self])
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 # (ignore_is_tracing) -> the innermost hooks (pack, unpack) of this thread, or None.
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -43,13 +43,13 @@ class Checkpoint(NamedTuple):
 
 def any_hooks() -> bool:
     """Whether this thread has hooks for saved tensors, as inside a non-reentrant checkpoint."""
-    return _top_hooks(True) is not None
+    return innermost_hooks(True) is not None
 
 
 def non_reentrant_checkpoints() -> list[Checkpoint]:
     """The non-reentrant checkpoints around this call, the outermost first."""
     hooks: list[Any] = []
-    while (top := _top_hooks(True)) is not None:
+    while (top := innermost_hooks(True)) is not None:
         hooks.insert(0, top)
         _pop_hooks()
     for pack, unpack in hooks:
