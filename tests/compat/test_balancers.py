@@ -1,4 +1,4 @@
-"""Load balancers: equal to torch's where those balance, and tested by the work of each rank where they do not."""
+"""Load balancers: the indices are those of the installed torch, for all lengths that it accepts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import ringspan as rs
 from ringspan import compat
+from ringspan.compat import balancers
 from ringspan.compat.balancers import layouts_of
 
 CPU = torch.device("cpu")
@@ -71,16 +72,31 @@ def test_restore_inverts_the_order_for_any_length_and_world(make: Callable[[int]
         assert torch.equal(there[back].long(), torch.arange(331))
 
 
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_per_document_indices_are_torchs(world: int, restore: bool) -> None:
+    """torch 2.14 made them rank-major. Both orders are those of the installed torch."""
+    lengths = [[32, 8, 8, 16], [8, 24, 24, 8]]
+    ours, torchs = (x._PerDocumentHeadTailLoadBalancer(lengths, world, CPU) for x in (compat, theirs))
+    assert torch.equal(ours._generate_indices(restore), torchs._generate_indices(restore))
+    for row in lengths:
+        assert torch.equal(ours._generate_indices_for_batch(row, restore), torchs._generate_indices_for_batch(row, restore))
+
+
+def test_both_orders_of_documents() -> None:
+    assert balancers._rank_major([4, 8], 2).order().tolist() == [0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]
+    assert balancers._document_major([4, 8], 2).order().tolist() == [0, 3, 1, 2, 4, 5, 10, 11, 6, 7, 8, 9]
+
+
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(1, 6))
-def test_per_document_balances_work_and_tokens(lengths: list[int], world: int) -> None:
+def test_rank_major_balances_work_and_tokens(lengths: list[int], world: int) -> None:
     """Count the visible keys of each rank's tokens.
 
     A rank's two chunks of a document see as many keys as another rank's, except that chunks can be one token longer:
     this adds at most two lengths of the document.
     """
-    balancer = compat._PerDocumentHeadTailLoadBalancer([lengths], world, CPU)
     sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
-    (layout,) = balancer.layouts
+    layout = balancers._rank_major(lengths, world)
     work = [int(sees[layout.positions(rank)].sum()) for rank in range(world)]
     assert max(layout.counts) - min(layout.counts) <= 2
     assert max(work) - min(work) <= 2 * sum(lengths)
@@ -88,16 +104,17 @@ def test_per_document_balances_work_and_tokens(lengths: list[int], world: int) -
     assert not whole_chunks or max(work) == min(work)
 
 
-def test_torchs_per_document_indices_do_not_balance_work() -> None:
-    """Why ours differ: split into shards, torch's order gives the first rank the first document."""
-    lengths = [32, 8, 8, 8, 8]
-    sees = np.concatenate([np.arange(1, n + 1) for n in lengths])
-
-    def work(balancer: Any) -> list[int]:
-        return [int(sees[shard].sum()) for shard in balancer._generate_indices()[0].numpy().reshape(2, 32)]
-
-    assert work(theirs._PerDocumentHeadTailLoadBalancer([lengths], 2, CPU)) == [528, 144]
-    assert work(compat._PerDocumentHeadTailLoadBalancer([lengths], 2, CPU)) == [336, 336]
+def test_attributes_are_torchs() -> None:
+    mask = documents_mask([[300, 84]])
+    for ours, torchs in [
+        (compat._HeadTailLoadBalancer(8, 2, CPU), theirs._HeadTailLoadBalancer(8, 2, CPU)),
+        (
+            compat._PerDocumentHeadTailLoadBalancer([[8, 16]], 2, CPU),
+            theirs._PerDocumentHeadTailLoadBalancer([[8, 16]], 2, CPU),
+        ),
+        (compat._PTRRLoadBalancer(mask, 2), theirs._PTRRLoadBalancer(mask, 2)),
+    ]:
+        assert {name: getattr(ours, name) for name in vars(torchs)} == vars(torchs)
 
 
 class Backwards(compat._LoadBalancer):

@@ -111,3 +111,41 @@ def in_a_block(rank: int, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [9, 200])
 def test_flex_attention_in_a_block(pools: Pools, tokens: int) -> None:
     pools(2).run(in_a_block, tokens)
+
+
+def lengths_that_do_not_fit(rank: int) -> None:
+    """The error is of the class that the installed torch raises: ValueError, and from 2.14 on RuntimeError."""
+    mesh, whole, mask = mesh_of_all(), qkv(N), MASKS["causal"]()
+    with pytest.raises((ValueError, RuntimeError)) as torchs:
+        flex_attention(*(x[:, :, :32] for x in whole), block_mask=mask)
+    style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
+    attention = parallelize_module(Flex(), mesh, style)
+    *shards, mask_shard = _context_parallel_shard(mesh, [*whole, mask], [2, 2, 2, 0])
+    for _ in range(2):  # the second time the ranks have agreed on the plan
+        with pytest.raises(torchs.type, match="8 queries"):
+            attention(*(x[:, :, :8] for x in shards), block_mask=mask_shard)
+        attention(*shards, block_mask=mask_shard)
+    q, k, v = (x[:, :, :32].clone() for x in whole)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3), pytest.raises(torchs.type, match="160"):
+        flex_attention(q, k, v, block_mask=mask)
+
+
+def test_lengths_that_do_not_fit(pools: Pools) -> None:
+    pools(2).run(lengths_that_do_not_fit)
+
+
+def queries_of_another_sequence(rank: int) -> None:
+    """A mask whose queries and keys are two sequences: both are contiguous, since no balancer orders both in one way."""
+    mesh, (q, k, v) = mesh_of_all(), qkv(48, keys=N, heads=2)
+    mask = create_block_mask(lambda b, h, i, j: 3 * i >= j, None, None, 48, N, device="cpu", BLOCK_SIZE=BLOCK)
+    allowed = 3 * torch.arange(48)[:, None] >= torch.arange(N)
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=allowed)
+    attention = parallelize_module(Flex(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.FLEX))
+    *shards, mask_shard = _context_parallel_shard(mesh, [q, k, v, mask], [2, 2, 2, 0])
+    out = attention(*(x.clone() for x in shards), block_mask=mask_shard)
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], want)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_queries_of_another_sequence(pools: Pools, world: int) -> None:
+    pools(world).run(queries_of_another_sequence)

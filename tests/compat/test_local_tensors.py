@@ -28,7 +28,7 @@ WORLD = 4
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def simulated_mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     with LocalTensorMode(WORLD):
         yield init_device_mesh("cpu", (WORLD,), mesh_dim_names=("cp",))
@@ -52,13 +52,15 @@ CASES: dict[str, tuple[_LoadBalancer | None, list[list[int]]]] = {
 
 
 @pytest.mark.parametrize(("balancer", "order"), CASES.values(), ids=CASES)
-def test_shard_and_unshard_all_ranks(mesh: DeviceMesh, balancer: _LoadBalancer | None, order: list[list[int]]) -> None:
+def test_shard_and_unshard_all_ranks(
+    simulated_mesh: DeviceMesh, balancer: _LoadBalancer | None, order: list[list[int]]
+) -> None:
     x, positions = torch.randn(2, 32, 3), torch.arange(32).expand(2, 32)
-    mine, here = _context_parallel_shard(mesh, [x, positions], [1, -1], balancer)
+    mine, here = _context_parallel_shard(simulated_mesh, [x, positions], [1, -1], balancer)
     assert torch.cat(of_ranks(here), dim=1).tolist() == order
     for shard, at in zip(of_ranks(mine), of_ranks(here), strict=True):
         assert torch.equal(shard, torch.stack([row[i] for row, i in zip(of_ranks(x)[0], at, strict=True)]))
-    whole, *_ = context_parallel_unshard(mesh, [mine + 0], [1], balancer)
+    whole, *_ = context_parallel_unshard(simulated_mesh, [mine + 0], [1], balancer)
     assert all(torch.equal(every, of_ranks(x)[0]) for every in of_ranks(whole))
 
 
@@ -68,8 +70,8 @@ class Echo(nn.Module):
 
 
 @pytest.mark.parametrize("kind", _ContextParallel.AttentionType)
-def test_the_style_passes_arguments_on(mesh: DeviceMesh, kind: _ContextParallel.AttentionType) -> None:
-    module = parallelize_module(Echo(), mesh, _ContextParallel(2, kind))
+def test_the_style_passes_arguments_on(simulated_mesh: DeviceMesh, kind: _ContextParallel.AttentionType) -> None:
+    module = parallelize_module(Echo(), simulated_mesh, _ContextParallel(2, kind))
     q, k, v = torch.randn(3, 1, 2, 8, 4)
     args, kwargs = module(q, k, value=v, is_causal=True)
     assert [x is y for x, y in zip(args, (q, k), strict=True)] == [True, True]

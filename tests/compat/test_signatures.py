@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from typing import Any
@@ -15,9 +16,21 @@ from ringspan import compat
 theirs: Any = pytest.importorskip("torch.distributed.tensor.experimental._attention")
 # Newer versions have moved some names to this package.
 MOVED_TO = f"{experimental.__name__}._context_parallel"
+importlib.import_module(f"{MOVED_TO}._sharding_rules")
 PLACES = [theirs, *(module for name, module in sys.modules.items() if name.startswith(MOVED_TO))]
 
 FUNCTIONS = [
+    "_AllGatherRotater",
+    "_AllGatherRotater.exchange_buffers",
+    "_AllGatherRotater.next_buffer",
+    "_AllToAllRotater",
+    "_AllToAllRotater.exchange_buffers",
+    "_AllToAllRotater.next_buffer",
+    "_ContextParallelOptions",
+    "_RingRotater",
+    "_SDPAMerger",
+    "_SDPAMerger.results",
+    "_SDPAMerger.step",
     "_HeadTailLoadBalancer",
     "_LoadBalancer",
     "_LoadBalancer._generate_indices",
@@ -26,15 +39,27 @@ FUNCTIONS = [
     "_PerDocumentHeadTailLoadBalancer",
     "_ContextParallel",
     "_ContextParallel._apply",
+    "_ContextParallel.flex_input_fn",
+    "_ContextParallel.sdpa_input_fn",
+    "_ContextParallel.sdpa_output_fn",
+    "_PerDocumentHeadTailLoadBalancer._generate_indices_for_batch",
     "_context_parallel_shard",
+    "_create_cp_block_mask",
+    "_create_default_load_balancer",
+    "_create_rotater",
     "_disable_context_parallel_dispatcher",
     "_enable_context_parallel_dispatcher",
     "_is_causal_behavior",
+    "_templated_ring_attention",
+    "_templated_ring_attention_backward",
     "context_parallel",
     "context_parallel_unshard",
+    "register_cp_sharding_rules",
     "set_rotate_method",
+    "unregister_cp_sharding_rules",
 ]
-ENUMS = ["_CausalBehavior", "_RotateMethod", "_ContextParallel.AttentionType"]
+ENUMS = ["_CausalBehavior", "_DispatchMode", "_RotateMethod", "_ContextParallel.AttentionType"]
+OPERATORS = ["flex_cp_allgather", "flex_cp_allgather_backward"]
 
 
 def torchs(name: str) -> Any:
@@ -55,7 +80,8 @@ def ours(name: str) -> Any:
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, getattr(p.default, "name", p.default)) for p in found]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -68,8 +94,9 @@ def test_members(name: str) -> None:
     assert {x.name: x.value for x in ours(name)} == {x.name: x.value for x in torchs(name)}
 
 
-def test_the_operator() -> None:
-    mine, other = (x._opoverload._schema for x in (compat.flex_cp_allgather, torchs("flex_cp_allgather")))
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name: str) -> None:
+    mine, other = (x._opoverload._schema for x in (ours(name), torchs(name)))
     assert [(x.name, str(x.type)) for x in mine.arguments] == [(x.name, str(x.type)) for x in other.arguments]
 
 
@@ -81,5 +108,5 @@ def test_the_settings() -> None:
 
 
 def test_every_public_name_is_compared() -> None:
-    compared = {name.split(".")[0] for name in (*FUNCTIONS, *ENUMS)} | {"flex_cp_allgather", "_cp_options"}
+    compared = {name.split(".")[0] for name in (*FUNCTIONS, *ENUMS, *OPERATORS)} | {"_cp_options"}
     assert compared == set(compat.__all__)

@@ -207,5 +207,7 @@ def test_the_style_is_a_parallel_style() -> None:
     parallel = _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
     assert isinstance(parallel, ParallelStyle)
     assert (parallel.seq_dim, parallel.attention_type.value) == (2, "flex_attention")
+    torchs = pytest.importorskip("torch.distributed.tensor.experimental._attention")._ContextParallel.AttentionType.FLEX
+    assert _ContextParallel(2, torchs).attention_type is _ContextParallel.AttentionType.FLEX
     with pytest.raises(ValueError, match="attention_type must be one of"):
         _ContextParallel(2, "sdpa")  # type: ignore[arg-type]

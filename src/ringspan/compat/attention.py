@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ringspan.compat.attention_calls import AttentionCall, parse_call
+from ringspan.compat.attention_calls import AttentionCall, FlexLengthError, parse_call
 from ringspan.compat.balancers import Layouts
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
 from ringspan.compat.meshes import OpenBlock, innermost_block
 from ringspan.compat.options import _cp_options
 from ringspan.compat.shardings import shardings
-from ringspan.errors import InputError, UnplannedAttention
+from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
+from ringspan.frontends.dtensor import is_dtensor
 from ringspan.layouts import Layout
 from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map
@@ -68,6 +70,14 @@ class MaskFromCallMode(AttentionCatcher):
     @torch.compiler.disable  # after a graph break in the caller, torch.compile would try to trace the planner
     def _planned(self, func: Any, call: AttentionCall) -> Any:
         layouts, kv_layouts = self._layouts(call)
+        try:
+            return self._attend(func, call, layouts, kv_layouts)
+        except (InputError, PeerMismatch) as error:
+            if call.has_block_mask and not self._lengths_fit(call, layouts[0], kv_layouts[0]):
+                raise FlexLengthError(str(error)) from error
+            raise
+
+    def _attend(self, func: Any, call: AttentionCall, layouts: Layouts, kv_layouts: Layouts) -> Any:
         rows = max(len(layouts), len(kv_layouts))
         if rows == 1:
             return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(func, (), call.arguments())
@@ -107,12 +117,20 @@ class MaskFromCallMode(AttentionCatcher):
 
     def _counts(self, call: AttentionCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and how many keys each rank has."""
-        here, group = (call.query.shape[-2], call.key.shape[-2]), self._contexts.group
+        here, group = (_local_tokens(call.query), _local_tokens(call.key)), self._contexts.group
         if not self._is_in_block and not shardings.has_uneven:
             return (here[0],) * group.world, (here[1],) * group.world
         counts = group.all_gather_ints(here, call.query.device, label="the all-gather of sequence lengths")
         q_counts, kv_counts = zip(*counts, strict=True)
         return q_counts, kv_counts
+
+    def _lengths_fit(self, call: AttentionCall, layout: Layout, kv_layout: Layout) -> bool:
+        rank, arguments = self._contexts.group.rank, call.arguments()
+        tokens = _local_tokens(call.query), _local_tokens(call.key)
+        return tokens == (layout.counts[rank], kv_layout.counts[rank]) and tuple(arguments["block_mask"].seq_lengths) == (
+            layout.length,
+            kv_layout.length,
+        )
 
     def _of_block(self, call: AttentionCall, length: int) -> Layouts:
         own = self._block.layouts.get(length)
@@ -129,3 +147,7 @@ class MaskFromCallMode(AttentionCatcher):
         """Raise if tensors of this length were sharded in another order while the block is open."""
         if shardings.count > self._block.opened and call.depends_on_order:
             default_layouts(own[0].counts, since=self._block.opened, block=own, remedy=NAME_THE_LAYOUT)
+
+
+def _local_tokens(x: Tensor) -> int:
+    return (x.to_local() if is_dtensor(x) else x).shape[-2]

@@ -9,8 +9,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 from ringspan.compat.block_masks import MaskOrigin, batch_row, origin_of, unsharded
+from ringspan.errors import InputError
 from ringspan.kernels import ScoreMod
 from ringspan.torch_private.flex_interception import flex_attention
+
+
+class FlexLengthError(InputError, RuntimeError):
+    """Tensors of another length than the BlockMask. torch raises a ValueError, and from 2.14 on a RuntimeError."""
 
 
 class SdpaCall(NamedTuple):
@@ -27,6 +32,11 @@ class SdpaCall(NamedTuple):
     def depends_on_order(self) -> bool:
         """Whether the result depends on the order of the tokens."""
         return self.is_causal
+
+    @property
+    def has_block_mask(self) -> bool:
+        """Never: SDPA has no BlockMask."""
+        return False
 
     @property
     def mask_origin(self) -> None:
@@ -62,6 +72,10 @@ class FlexCall(NamedTuple):
     def depends_on_order(self) -> bool:
         """Whether the result depends on the order of the tokens: both functions receive their positions."""
         return self.block_mask is not None or self.score_mod is not None
+
+    @property
+    def has_block_mask(self) -> bool:
+        return self.block_mask is not None
 
     @property
     def mask_origin(self) -> MaskOrigin | None:

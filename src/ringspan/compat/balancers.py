@@ -59,26 +59,50 @@ class _HeadTailLoadBalancer(_LayoutBalancer):
     dtype = torch.int32  # torch's dtype for these indices
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device) -> None:
+        self.seq_length = seq_length
         super().__init__((zigzag(full(seq_length), world_size),), device)
 
 
 class _PerDocumentHeadTailLoadBalancer(_LayoutBalancer):
-    """Each rank gets one early and one late chunk of every document, for each row of the batch or one row for all.
+    """Head-tail order within every document, for each row of the batch or one row for all.
 
-    torch's class orders the tokens document by document, so that the first rank gets the first documents.
+    From torch 2.14 on, each rank gets one early and one late chunk of every document. Before, the tokens are ordered document
+    by document, so that the first rank gets the first documents. The layout is that of the installed torch::
 
-    >>> _PerDocumentHeadTailLoadBalancer([[4, 8]], 2, "cpu")._generate_indices().tolist()
-    [[0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]]
+        documents [0,4) [4,12), 2 ranks      rank 0                        rank 1
+        2.14                                 [0,1) [3,4) [4,6) [10,12)     [1,3) [6,10)
+        before                               [0,1) [3,4) [1,3) [4,6)       [10,12) [6,10)
     """
 
     def __init__(self, seq_length_per_doc: list[list[int]], world_size: int, device: str | torch.device) -> None:
-        super().__init__(tuple(per_document(documents(lengths), world_size) for lengths in seq_length_per_doc), device)
+        self.seq_length_per_doc = seq_length_per_doc
+        make = _rank_major if torch.__version__ >= "2.14" else _document_major
+        super().__init__(tuple(make(lengths, world_size) for lengths in seq_length_per_doc), device)
+
+    def _generate_indices_for_batch(self, seq_length_per_doc: list[int], restore: bool) -> Tensor:
+        """Return the indices of one row, with shape (tokens,)."""
+        (row,) = type(self)([seq_length_per_doc], self.world_size, self.device)._generate_indices(restore)
+        return row
+
+
+def _rank_major(lengths: Sequence[int], world: int) -> Layout:
+    return per_document(documents(lengths), world)
+
+
+def _document_major(lengths: Sequence[int], world: int) -> Layout:
+    """The head-tail order of each document in turn, split into equal shards."""
+    orders, start = [np.zeros(0, dtype=np.int64)], 0
+    for length in lengths:
+        orders.append(start + zigzag(full(length), world).order())
+        start += length
+    return _split_order(np.concatenate(orders), world)
 
 
 class _PTRRLoadBalancer(_LayoutBalancer):
     """Processing-time round robin: blocks of queries, sorted by work, go to ranks 0 1 2 … 2 1 0 0 1 2 …"""
 
     def __init__(self, block_mask: BlockMask, world_size: int) -> None:
+        self.block_mask = block_mask
         work_BHQ = block_mask.kv_num_blocks
         if block_mask.full_kv_num_blocks is not None:
             work_BHQ = work_BHQ + block_mask.full_kv_num_blocks

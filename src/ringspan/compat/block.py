@@ -63,11 +63,3 @@ def _dims_by_buffer(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> dict[
         if dims.setdefault(id(buffer), (buffer, dim))[1] != dim:
             raise InputError(f"a buffer of shape {tuple(buffer.shape)} is given twice, with different sequence dims")
     return dims
-
-
-def _enable_context_parallel_dispatcher() -> None:
-    """Does nothing: a block or a parallelized module intercepts its own attention calls without being enabled."""
-
-
-def _disable_context_parallel_dispatcher() -> None:
-    """Does nothing, like ``_enable_context_parallel_dispatcher``."""

@@ -34,10 +34,10 @@ def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple
 
 
 @torch.library.custom_op("ringspan::flex_cp_allgather_backward", mutates_args=())
-def flex_cp_allgather_backward(grad_k: Tensor, grad_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
+def flex_cp_allgather_backward(grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     """A reduce-scatter of the gradients: every rank has used every key."""
     group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
-    return _reduce_scatter_dim(grad_k, seq_dim, group), _reduce_scatter_dim(grad_v, seq_dim, group)
+    return _reduce_scatter_dim(grad_full_k, seq_dim, group), _reduce_scatter_dim(grad_full_v, seq_dim, group)
 
 
 @flex_cp_allgather.register_fake
@@ -47,9 +47,10 @@ def _(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]
 
 
 @flex_cp_allgather_backward.register_fake
-def _(grad_k: Tensor, grad_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
+def _(grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     world = resolve_process_group(pg_name).size()  # type: ignore[arg-type]
-    return _empty(grad_k, seq_dim, grad_k.shape[seq_dim] // world), _empty(grad_v, seq_dim, grad_v.shape[seq_dim] // world)
+    k_tokens, v_tokens = grad_full_k.shape[seq_dim] // world, grad_full_v.shape[seq_dim] // world
+    return _empty(grad_full_k, seq_dim, k_tokens), _empty(grad_full_v, seq_dim, v_tokens)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -44,8 +44,7 @@ def _context_parallel_shard(
     layouts_of_tensors: list[Layouts] = []
     for leaf, given in zip(leaves, dims, strict=True):
         if isinstance(leaf, BlockMask):
-            layouts, kv_layouts = _layouts_of_mask(load_balancer, leaf, mesh.size())
-            shards.append(shard_block_mask(leaf, layouts, mesh.get_local_rank(), kv_layouts))
+            shards.append(shard_mask(mesh, leaf, load_balancer))
         elif isinstance(leaf, Tensor):
             dim = normalize_dim(leaf, given)
             layouts = layouts_of(load_balancer, leaf.shape[dim], mesh.size())
@@ -57,18 +56,18 @@ def _context_parallel_shard(
     return tree_unflatten(shards, structure)
 
 
-def _layouts_of_mask(balancer: _LoadBalancer | None, mask: BlockMask, world: int) -> tuple[Layouts, Layouts]:
-    """The layouts of a mask's queries and of its keys. A balancer orders both in one way, so they must be one sequence."""
+def shard_mask(mesh: DeviceMesh, mask: BlockMask, balancer: _LoadBalancer | None) -> BlockMask:
+    """Return this rank's shard of a mask. A balancer orders queries and keys in one way, so they must be one sequence."""
     q_length, kv_length = mask.seq_lengths
-    layouts = layouts_of(balancer, q_length, world)
-    if q_length == kv_length:
-        return layouts, layouts
-    if balancer is not None:
-        raise InputError(
-            f"this BlockMask has {q_length} queries and {kv_length} keys, which {type(balancer).__name__} cannot order in one "
-            "way: shard it, the queries and the keys without a balancer"
-        )
-    return layouts, layouts_of(None, kv_length, world)
+    layouts = kv_layouts = layouts_of(balancer, q_length, mesh.size())
+    if q_length != kv_length:
+        if balancer is not None:
+            raise InputError(
+                f"this BlockMask has {q_length} queries and {kv_length} keys, which {type(balancer).__name__} cannot order in "
+                "one way: shard it, the queries and the keys without a balancer"
+            )
+        kv_layouts = layouts_of(None, kv_length, mesh.size())
+    return shard_block_mask(mask, layouts, mesh.get_local_rank(), kv_layouts)
 
 
 @torch.no_grad()

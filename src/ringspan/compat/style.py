@@ -12,10 +12,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ringspan.compat.attention import MaskFromCallMode
 from ringspan.compat.context_cache import ContextCache
+from ringspan.compat.style_hooks import StyleHooks
 from ringspan.errors import InputError
 
 
-class _ContextParallel(ParallelStyle):
+class _ContextParallel(StyleHooks, ParallelStyle):
     """Every attention call in the module's ``forward`` is context-parallel over shards of ``_context_parallel_shard``.
 
     The module receives its arguments unchanged; they need not be queries, keys and values. Attention always has its
@@ -29,10 +30,11 @@ class _ContextParallel(ParallelStyle):
 
     def __init__(self, seq_dim: int, attention_type: AttentionType) -> None:
         super().__init__()
-        if not isinstance(attention_type, self.AttentionType):
+        # torch's own members have the same names.
+        if not isinstance(attention_type, Enum) or attention_type.name not in self.AttentionType.__members__:
             raise InputError(f"attention_type must be one of {', '.join(map(str, self.AttentionType))}, not {attention_type!r}")
         self.seq_dim = seq_dim
-        self.attention_type = attention_type
+        self.attention_type = self.AttentionType[attention_type.name]
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         contexts, entered = ContextCache(mesh), _EnteredModes()
