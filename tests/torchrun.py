@@ -13,6 +13,5 @@ def torchrun(program: Path, processes: int) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(program)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    # gloo's threads sometimes abort a process that has already finished, with or without ringspan.
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
     return done.stdout

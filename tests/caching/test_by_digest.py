@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import ringspan as rs
+from ringspan.caching import by_digest
 from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
+from ringspan.caching.sizes import approximate_bytes
 from ringspan.masks import table as tables
 
 
@@ -113,3 +117,32 @@ def test_a_lookup_of_plain_arguments_costs_what_lru_cache_costs() -> None:
         return 2 * x
 
     assert type(double) is type(lru_cache(double))
+
+
+def test_a_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_digest, "MAX_BYTES", 10_000)
+    made: list[int] = []
+
+    @cache_by_digest(100)
+    def zeros(n: int) -> np.ndarray[Any, Any]:
+        made.append(n)
+        return np.zeros(500 + n)
+
+    for n in (0, 1, 0, 1):
+        zeros(n)
+    assert made == [0, 1]
+    zeros(2)  # drops the first
+    zeros(1)
+    zeros(0)
+    assert made == [0, 1, 2, 0]
+    zeros(10_000)  # larger than the cache: kept alone
+    zeros(10_000)
+    assert made == [0, 1, 2, 0, 10_000]
+
+
+def test_sizes_of_results() -> None:
+    plan = rs.plan(rs.documents([5] * 200), world=2, rank=0)
+    small = rs.plan(rs.causal(1000), world=2, rank=0)
+    assert approximate_bytes(plan) > 2 * approximate_bytes(small) > 1000
+    x = torch.zeros(1000)
+    assert 4000 <= approximate_bytes([x, x, {"a": (x,)}]) < 5000

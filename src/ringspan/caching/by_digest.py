@@ -10,6 +10,9 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from ringspan.caching.registry import on_clear_caches
+from ringspan.caching.sizes import approximate_bytes
+
+MAX_BYTES = 16 * 2**20  # estimated, of the results in one cache
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,7 +36,8 @@ class DigestCache(Generic[P, T]):
 
     def __init__(self, function: Callable[P, T], maxsize: int) -> None:
         self._function, self._maxsize = function, maxsize
-        self._results: OrderedDict[Hashable, T] = OrderedDict()
+        self._results: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()  # with the estimated bytes of each
+        self._bytes = 0
         self._lock = threading.Lock()
         update_wrapper(self, function)
 
@@ -46,27 +50,31 @@ class DigestCache(Generic[P, T]):
         with self._lock:
             if key in self._results:
                 self._results.move_to_end(key)
-                return self._results[key]
+                return self._results[key][0]
         # Computed without the lock: a thread that plans ahead must not delay a lookup in another one.
         result = self._function(*args, **kwargs)
+        size = approximate_bytes(result)
         with self._lock:
-            self._results[key] = result
-            if len(self._results) > self._maxsize:
-                self._results.popitem(last=False)
+            if key not in self._results:
+                self._results[key] = result, size
+                self._bytes += size
+                while len(self._results) > self._maxsize or (self._bytes > MAX_BYTES and len(self._results) > 1):
+                    self._bytes -= self._results.popitem(last=False)[1][1]
         return result
 
     def cache_clear(self) -> None:
         with self._lock:
             self._results.clear()
+            self._bytes = 0
 
 
 def cache_by_digest(maxsize: int, *, plain: bool = False, group: str = "") -> Callable[[Callable[P, T]], CachedFunction[P, T]]:
-    """Cache the last ``maxsize`` results of a function.
+    """Cache the last ``maxsize`` results of a function, as far as they fit into ``MAX_BYTES``.
 
     The caches of a ``group`` can be cleared without the others.
 
     With ``plain`` no argument has a digest: the arguments themselves are the key. Such lookups are as fast as those of
-    ``functools.lru_cache``, which does them.
+    ``functools.lru_cache``, which does them. Their results are bounded by their number only.
     """
 
     def decorate(function: Callable[P, T]) -> CachedFunction[P, T]:

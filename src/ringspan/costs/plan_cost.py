@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, Speed
 from ringspan.costs.timeline import Loads, Timeline, communication_seconds, nearest, simulate
 from ringspan.masks import Band
@@ -100,7 +99,7 @@ def _merged_bytes(task: Task, plan: RankPlan, shape: Shape, phase: Phase) -> int
 def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, phase: Phase) -> float:
     """Return the time of the kernel: one launch for each kind of band, and the pairs at the speed of their kind."""
     speed = machine.forward if phase == "forward" else machine.backward
-    kinds = tiled_area(task.bands, machine.tile)
+    kinds = plan.derived(_tiled_areas, machine.tile)[id(task)]
     heads = plan.program.q_slots[task.q_slot].heads or shape.heads
     work = heads * flops_per_pair(shape, phase)
     return sum(machine.launch_s + area * work / of_kind(speed, kind) for kind, area in enumerate(kinds) if area)
@@ -125,7 +124,12 @@ def of_kind(speed: Speed, cuts: int) -> float:
     return (speed.full, speed.causal, speed.window)[cuts]
 
 
-@cache_by_digest(65536, plain=True)
+def _tiled_areas(plan: RankPlan, tile: int) -> dict[int, tuple[float, float, float]]:
+    """Return the :func:`tiled_area` of each task by the id of the task, which lives as long as its plan."""
+    tasks = (task for phase in PHASES for step in plan.program.steps(phase) for task in step.tasks)
+    return {id(task): tiled_area(task.bands, tile) for task in tasks}
+
+
 def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:
     """Return the pairs that the kernel's tiles cover: of rectangles, of bands with one diagonal, of bands with two.
 

@@ -26,7 +26,7 @@ class RectangleCall(NamedTuple):
     bands: tuple[Band, ...] = ()
 
 
-@cache_by_digest(4096, plain=True)
+@cache_by_digest(1024, plain=True)
 def make_sdpa_calls(bands: tuple[Band, ...]) -> tuple[RectangleCall, ...]:
     """Return the calls that together compute each pair of the bands once.
 
