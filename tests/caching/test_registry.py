@@ -29,8 +29,8 @@ NOT_CACHES = {
     "frontends/sdpa.py: _active": "the kernels that the user has activated",
     "transports/process_group.py: _states": "the calls of a group, as long as it lives: their numbers must agree on all ranks",
     "transports/handshake.py: _agreements": "what groups agreed on: ranks that forget it would wait for ranks that do not",
-    "compat/block_masks.py: _whole_masks": "what a shard of a BlockMask was made of, as long as the shard lives",
-    "compat/shard_registry.py: _registries": "the layouts of shards, as long as their mesh lives",
+    "compat/block_masks.py: _origins": "the whole mask and the layouts of a sharded BlockMask, as long as the shard lives",
+    "engine/operator.py: _callbacks": "functions to call before each forward pass of the operator",
     "testing/workers.py: _parent": "the connection of a worker process",
 }
 
@@ -64,7 +64,7 @@ def test_clear_caches_empties_every_module_level_cache() -> None:
 
 def test_only_the_caching_package_uses_lru_cache() -> None:
     users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if "lru_cache" in path.read_text()}
-    assert users == {"caching/by_digest.py", "caching/by_stream.py"}
+    assert users == {"caching/by_digest.py"}
 
 
 def test_clear_caches_calls_what_was_added() -> None:

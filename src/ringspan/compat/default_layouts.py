@@ -8,11 +8,11 @@ this switch. If shardings that disagree are in flight (:mod:`ringspan.compat.sha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.compat.balancers import Layouts, _HeadTailLoadBalancer, _LoadBalancer
 from ringspan.compat.options import _cp_options
 from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, shardings
@@ -73,7 +73,7 @@ def default_layouts(
     return layouts
 
 
-@lru_cache(maxsize=1024)
+@cache_by_digest(1024, plain=True)
 def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
     """A layout of these token counts. In head-tail order the counts follow from their sum."""
     if kind == HEAD_TAIL and len(counts) > 1:
@@ -81,7 +81,7 @@ def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
     return contiguous_of_counts(counts)
 
 
-@lru_cache(maxsize=1024)
+@cache_by_digest(1024, plain=True)
 def contiguous_of_counts(counts: tuple[int, ...]) -> Layout:
     """Return contiguous shards of these sizes, in rank order."""
     return Layout([[(end - n, end)] for n, end in zip(counts, accumulate(counts), strict=True)], name="contiguous")
