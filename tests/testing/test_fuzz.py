@@ -134,7 +134,7 @@ def test_a_case_comes_back_from_json(index: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"layout": "zigzag"}', "nonsense"])
 def test_what_is_not_a_case(text: str) -> None:
-    with pytest.raises(rs.InputError, match="invalid case: .*Expected a JSON object with the fields seed"):
+    with pytest.raises(rs.InputError, match=r"invalid case: .*Expected a JSON object with the fields seed"):
         fuzz.Case.from_json(text)
 
 
