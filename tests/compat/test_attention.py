@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -115,6 +116,23 @@ def grouped_heads_and_scale(rank: int) -> None:
     assert_near(context_parallel_unshard(mesh, [out], [2])[0], want)
 
 
+def multi_head_attention(rank: int) -> None:
+    """nn.MultiheadAttention projects this rank's tokens, in training and in evaluation."""
+    mesh, hidden = mesh_of_all(), ~torch.ones(12, 12).tril().bool()
+    for training in (True, False):
+        torch.manual_seed(0)
+        module = nn.MultiheadAttention(16, 4, batch_first=True).train(training)
+        x = torch.randn(2, 12, 16)
+        want = module(x, x, x, attn_mask=hidden, need_weights=False)[0]
+        exact = torch.autograd.grad(want.square().sum(), module.in_proj_weight)[0]
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            out = module(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+            grad = torch.autograd.grad(out.square().sum(), module.in_proj_weight)[0]
+        dist.all_reduce(grad)
+        assert_near(context_parallel_unshard(mesh, [out.detach()], [1])[0], want.double())
+        torch.testing.assert_close(grad, exact, atol=1e-4, rtol=1e-5)
+
+
 def contexts_are_made_once(rank: int) -> None:
     """Only the first call in a block or a module makes a ContextParallel."""
     mesh, made, (q, k, v) = mesh_of_all(), [], qkv(12)
@@ -144,6 +162,7 @@ JOBS = [
     two_lengths,
     nested,
     grouped_heads_and_scale,
+    multi_head_attention,
 ]
 
 
@@ -192,7 +211,7 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
     "MultiheadAttention": (
         lambda mesh, x: nn.MultiheadAttention(8, 2)(*[torch.randn(1, 4, 8)] * 3),
         rs.UnplannedAttention,
-        "project q, k and v yourself",
+        "need_weights=False",
     ),
     "varlen_attn": (
         lambda mesh, x: varlen_attn(*(y[0].transpose(0, 1) for y in x), *[torch.tensor([0, 8])] * 2, 8, 8),

@@ -20,6 +20,7 @@ from torch import Tensor
 from ringspan.caching.registry import on_clear_caches
 from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
+from ringspan.frontends.multihead import multi_head_attention
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, note_entry, note_exit
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
@@ -44,9 +45,9 @@ from ringspan.torch_private.higher_order import HigherOrderOperator
 
 # Other attention functions, which would attend only to this rank's keys: name -> what to call instead.
 REFUSED = {
-    "multi_head_attention_forward": "project q, k and v yourself and call F.scaled_dot_product_attention",
-    NATIVE_MULTI_HEAD_ATTENTION: "project q, k and v yourself and call F.scaled_dot_product_attention",
-    TRANSFORMER_ENCODER_LAYER: "project q, k and v yourself and call F.scaled_dot_product_attention",
+    # Chosen for evaluation by eager code outside blocks and by compiled code.
+    NATIVE_MULTI_HEAD_ATTENTION: "turn fused layers off with torch.backends.mha.set_fastpath_enabled(False)",
+    TRANSFORMER_ENCODER_LAYER: "turn fused layers off with torch.backends.mha.set_fastpath_enabled(False)",
     "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
     "flex_attention_backward": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
     VARLEN_ATTENTION_OUT: "call varlen_attn, without out",
@@ -56,8 +57,9 @@ REFUSED = {
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 # The treatment of a call in a block: intercept it; run its function arguments inside the block; replace the method by
-# the function of the same name. None: call it unchanged, as almost all functions.
-Treatment = Literal["attention", "runs functions", "unflatten"] | None
+# the function of the same name; compute it around the attention of the block. None: call it unchanged, as almost all
+# functions.
+Treatment = Literal["attention", "runs functions", "unflatten", "multi-head"] | None
 
 # function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It
 # has functions of torch only: a closure of the user could hold tensors, and be made anew for every call.
@@ -82,6 +84,8 @@ def _find_treatment(func: Any) -> Treatment:
         treatment = "runs functions"
     elif func is Tensor.unflatten:
         treatment = "unflatten"
+    elif func is F.multi_head_attention_forward:
+        treatment = "multi-head"
     if _is_of_torch(func) and isinstance(func, Hashable) and len(_treatments) < MAX_TREATMENTS:
         _treatments[func] = treatment
     return treatment
@@ -172,10 +176,16 @@ class AttentionCatcher(FlexInterceptor):
             return self.caught(func, args, kwargs)
         if treatment == "unflatten":
             return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
+        if treatment == "multi-head":
+            self._keep_for_recompute()
+            return multi_head_attention(self._sdpa, *args, **kwargs)
         with self:
             pass  # Dynamo lets a traced function enter the mode only if it has been entered before
         args = tuple(self._inside(x) if callable(x) else x for x in args)
         return func(*args, **kwargs)
+
+    def _sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        return self.caught(F.scaled_dot_product_attention, args, kwargs)
 
     def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that it runs inside the block. PyTorch disables a mode during its
