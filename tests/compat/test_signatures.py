@@ -108,5 +108,5 @@ def test_the_settings() -> None:
 
 
 def test_every_public_name_is_compared() -> None:
-    compared = {name.split(".")[0] for name in (*FUNCTIONS, *ENUMS, *OPERATORS)} | {"_cp_options"}
+    compared = {name.split(".")[0] for name in (*FUNCTIONS, *ENUMS, *OPERATORS)} | {"_cp_options", "_dispatch_mode"}
     assert compared == set(compat.__all__)

@@ -22,6 +22,7 @@ from ringspan.compat.causal_behavior import _CausalBehavior, _is_causal_behavior
 from ringspan.compat.create_block_mask import _create_cp_block_mask, _create_default_load_balancer
 from ringspan.compat.dispatch import (
     _disable_context_parallel_dispatcher,
+    _dispatch_mode,
     _DispatchMode,
     _enable_context_parallel_dispatcher,
     register_cp_sharding_rules,
@@ -54,6 +55,7 @@ __all__ = [
     "_create_default_load_balancer",
     "_create_rotater",
     "_disable_context_parallel_dispatcher",
+    "_dispatch_mode",
     "_enable_context_parallel_dispatcher",
     "_is_causal_behavior",
     "_templated_ring_attention",

@@ -14,6 +14,9 @@ class _DispatchMode(Enum):
     MODULE_WRAPPER = auto()
 
 
+_dispatch_mode = _DispatchMode.MONKEY_PATCH  # torch's default; it is not read
+
+
 def _enable_context_parallel_dispatcher() -> None:
     """Do nothing: a block or a parallelized module intercepts its own attention calls without being enabled."""
 
