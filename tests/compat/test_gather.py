@@ -43,7 +43,7 @@ def errors_name_the_operation(rank: int) -> None:
     mesh = mesh_of_all()
     name = c10d._get_process_group_name(mesh.get_group())
     k = torch.zeros(1, 1, 2, 4)
-    with patch.object(dist, "all_gather", side_effect=RuntimeError("Invalid scalar type")):
+    with patch.object(dist, "batch_isend_irecv", side_effect=RuntimeError("Invalid scalar type")):
         with pytest.raises(rs.TransportError, match="context_parallel_unshard failed"):
             context_parallel_unshard(mesh, [k], [2])
         with pytest.raises(rs.TransportError, match="flex_cp_allgather failed"):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
+from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
 from ringspan.transports.calls import Call, CallDescription, GroupCalls
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
@@ -71,9 +72,10 @@ class ProcessGroupTransport:
                     f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
                 )
             self.global_ranks = dist.get_process_group_ranks(given)
-        if dist.get_rank() not in self.global_ranks:
-            raise InputError(f"global rank {dist.get_rank()} is not a member of the group of global ranks {self.global_ranks}")
-        self.rank = self.global_ranks.index(dist.get_rank())
+        global_rank = own_global_rank()
+        if global_rank not in self.global_ranks:
+            raise InputError(f"global rank {global_rank} is not a member of the group of global ranks {self.global_ranks}")
+        self.rank = self.global_ranks.index(global_rank)
         self.world = len(self.global_ranks)
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.traffic = Traffic()
