@@ -135,6 +135,16 @@ def test_the_order_of_a_user_defined_balancer_is_split_evenly() -> None:
     assert layout.order().tolist() == list(range(7))
 
 
+class HeadTailBackwards(compat._HeadTailLoadBalancer):
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor:
+        return super()._generate_indices(restore).flip(1)
+
+
+def test_the_order_of_a_derived_balancer_counts() -> None:
+    (layout,) = layouts_of(HeadTailBackwards(8, 2, CPU), 8, 2)
+    assert layout.order().tolist() == [5, 4, 3, 2, 7, 6, 1, 0]
+
+
 def test_without_a_balancer_shards_are_contiguous() -> None:
     (layout,) = layouts_of(None, 10, 4)
     ends = np.cumsum((0, *layout.counts)).tolist()

@@ -214,6 +214,7 @@ def inside_a_block(rank: int) -> None:
         shards = clones(mesh, whole, None)
         with pytest.raises(rs.InputError, match="contiguous and zigzag"):
             F.scaled_dot_product_attention(*shards, is_causal=True)
+        assert torch.equal(context_parallel_unshard(mesh, [shards[0] * 2], [2])[0], whole[0] * 2)
     _cp_options.enable_load_balance = True
     for got in (out, in_a_module):
         assert_near(context_parallel_unshard(mesh, [got], [2])[0], single_process(*whole, is_causal=True)[0])

@@ -16,6 +16,7 @@ from tests.conftest import Pools
 
 
 def passes_opcheck(rank: int) -> None:
+    """Run by test_torchs_cases.py, as PyTorch's file has this case."""
     name = c10d._get_process_group_name(mesh_of_all().get_group())
     for grad in (False, True):
         for dim in (2, -1):
@@ -57,7 +58,3 @@ def test_errors_name_the_operation(pools: Pools) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathers_keys_and_sums_gradients(pools: Pools, world: int) -> None:
     pools(world).run(gathers_keys_and_sums_gradients)
-
-
-def test_passes_opcheck(pools: Pools) -> None:
-    pools(2).run(passes_opcheck)

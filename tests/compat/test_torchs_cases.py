@@ -38,13 +38,13 @@ from ringspan.compat import (
     _RotateMethod,
     context_parallel,
     context_parallel_unshard,
-    flex_cp_allgather,
     register_cp_sharding_rules,
     set_rotate_method,
     style_hooks,
     unregister_cp_sharding_rules,
 )
 from tests.compat.jobs import assert_near, mesh_of_all, qkv, single_process
+from tests.compat.test_gather import passes_opcheck
 from tests.compat.test_local_tensors import simulated_mesh  # noqa: F401 (a fixture)
 from tests.conftest import Pools
 
@@ -241,16 +241,9 @@ class TestCPFlexAttention:
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-def flex_cp_custom_op(rank: int) -> None:
-    name = mesh_of_all().get_group().group_name
-    for requires_grad in (False, True):
-        k, v = (torch.randn(8, 8, 8, 8, requires_grad=requires_grad) for _ in range(2))
-        torch.library.opcheck(flex_cp_allgather, (k, v, 2, name))
-
-
 class TestCPCustomOps:
     def test_flex_cp_custom_op(self, pools: Pools) -> None:
-        pools(2).run(flex_cp_custom_op)
+        pools(2).run(passes_opcheck)
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A torch function mode that takes the mask from each attention call: ``is_causal``, a ``block_mask``, or none."""
+"""A torch function mode that makes a plan for each attention call, from its mask and from the layout of its tensors."""
 
 from __future__ import annotations
 

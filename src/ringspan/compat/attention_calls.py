@@ -35,7 +35,7 @@ class SdpaCall(NamedTuple):
 
     @property
     def has_block_mask(self) -> bool:
-        """Never: SDPA has no BlockMask."""
+        """Always False: SDPA has no BlockMask."""
         return False
 
     @property
@@ -47,7 +47,7 @@ class SdpaCall(NamedTuple):
         return self._asdict()
 
     def row(self, b: int) -> SdpaCall:
-        """The call for one row of the batch."""
+        """Return the call for one row of the batch."""
         return self._replace(**_row_tensors(self, b))
 
 
@@ -65,7 +65,7 @@ class FlexCall(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Never: a FlexAttention call has its mask in ``block_mask``."""
+        """Always False: a FlexAttention call has its mask in ``block_mask``."""
         return False
 
     @property
@@ -83,11 +83,11 @@ class FlexCall(NamedTuple):
         return None if self.block_mask is None else origin_of(self.block_mask)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name. A ``block_mask`` that was sharded is replaced by that of the whole sequence."""
+        """Return the arguments by name. A sharded ``block_mask`` is replaced by that of the whole sequence."""
         return self._asdict() | {"block_mask": None if self.block_mask is None else unsharded(self.block_mask)}
 
     def row(self, b: int) -> FlexCall:
-        """The call for one row of the batch. ``score_mod`` and ``mask_mod`` still receive the row's batch index."""
+        """Return the call for one row of the batch. ``score_mod`` and ``mask_mod`` still receive the row's batch index."""
         score_mod = None if self.score_mod is None else _with_batch_offset(self.score_mod, b)
         block_mask = None if self.block_mask is None else batch_row(unsharded(self.block_mask), b)
         return self._replace(**_row_tensors(self, b), score_mod=score_mod, block_mask=block_mask)
@@ -97,7 +97,7 @@ AttentionCall = SdpaCall | FlexCall
 
 
 def parse_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
-    """The call of ``scaled_dot_product_attention`` or ``flex_attention``; None for any other function."""
+    """Return a call of ``scaled_dot_product_attention`` or ``flex_attention``, and None for any other function."""
     if func is F.scaled_dot_product_attention:
         return SdpaCall(*args, **kwargs)
     return FlexCall(*args, **kwargs) if func is flex_attention else None

@@ -28,7 +28,7 @@ class _LoadBalancer(ABC):
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
-        """Indices such that ``x[:, indices]`` reorders the tokens, or restores their order if ``restore`` is true.
+        """Return indices such that ``x[:, indices]`` reorders the tokens, or restores their order if ``restore`` is true.
 
         The shape is (1, tokens), or (batch, tokens) if each row of the batch has its own order. None keeps the order.
         """
@@ -90,7 +90,7 @@ def _rank_major(lengths: Sequence[int], world: int) -> Layout:
 
 
 def _document_major(lengths: Sequence[int], world: int) -> Layout:
-    """The head-tail order of each document in turn, split into equal shards."""
+    """Return the head-tail order of each document in turn, split into equal shards."""
     orders, start = [np.zeros(0, dtype=np.int64)], 0
     for length in lengths:
         orders.append(start + zigzag(full(length), world).order())
@@ -112,7 +112,7 @@ class _PTRRLoadBalancer(_LayoutBalancer):
 
     @staticmethod
     def ptrr_scheduling(process_time: Tensor, group_size: int) -> Tensor:
-        """The tasks of each group, with shape (groups, tasks per group).
+        """Return the tasks of each group, with shape (groups, tasks per group).
 
         >>> _PTRRLoadBalancer.ptrr_scheduling(torch.tensor([9, 14, 2, 20]), 2).tolist()
         [[2, 3], [0, 1]]
@@ -127,14 +127,14 @@ class _PTRRLoadBalancer(_LayoutBalancer):
 
 
 def _round_robin_layout(work_Q: Ints, size: int, length: int, world: int) -> Layout:
-    """A layout of blocks of ``size`` queries, assigned by their work."""
+    """Return a layout of blocks of ``size`` queries, assigned by their work."""
     blocks_of_ranks = _assign_round_robin(work_Q, world)
     spans = [[(b * size, min((b + 1) * size, length)) for b in blocks.tolist()] for blocks in blocks_of_ranks]
     return Layout(spans, name="round_robin")
 
 
 def _assign_round_robin(work: Ints, world: int) -> list[Ints]:
-    """The tasks of each rank, in ascending order. The heaviest come first, to ranks 0 1 2 … 2 1 0 0 1 2 …"""
+    """Return the tasks of each rank, in ascending order. The heaviest are assigned first, to ranks 0 1 2 … 2 1 0 0 1 2 …"""
     heaviest_first = np.argsort(-work, kind="stable")
     turn = np.arange(len(work)) % (2 * world)
     rank_of_task = np.where(turn < world, turn, 2 * world - 1 - turn)
@@ -142,13 +142,13 @@ def _assign_round_robin(work: Ints, world: int) -> list[Ints]:
 
 
 def layouts_of(balancer: _LoadBalancer | None, length: int, world: int) -> Layouts:
-    """The layouts that a ``load_balancer=`` argument gives a sequence of this length."""
-    order = None if balancer is None or isinstance(balancer, _LayoutBalancer) else balancer._generate_indices()
-    if isinstance(balancer, _LayoutBalancer):
+    """Return the layouts that a ``load_balancer=`` argument gives a sequence of this length."""
+    if isinstance(balancer, _LayoutBalancer) and type(balancer)._generate_indices is _LayoutBalancer._generate_indices:
         layouts = balancer.layouts
-    elif order is None:
-        return (contiguous(full(length), world),)
     else:
+        order = None if balancer is None else balancer._generate_indices()
+        if order is None:
+            return (contiguous(full(length), world),)
         layouts = tuple(_split_order(row, world) for row in order.cpu().numpy())
     for row, layout in enumerate(layouts):
         if (layout.length, layout.world) != (length, world):
@@ -171,7 +171,7 @@ def _split_order(order: Ints, world: int) -> Layout:
 
 
 def _spans_of(tokens: Ints) -> Sequence[tuple[int, int]]:
-    """The tokens as spans of consecutive tokens.
+    """Return the tokens as spans of consecutive tokens.
 
     >>> _spans_of(np.array([4, 5, 0, 2, 3]))
     [(4, 6), (0, 1), (2, 4)]

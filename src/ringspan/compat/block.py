@@ -28,8 +28,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Inside the block, each buffer holds this rank's shard of itself, and ``F.scaled_dot_product_attention`` attends
-    to the keys of all ranks, causally if the call says so.
+    """Shard the buffers in place, and make attention in the block attend to the keys of all ranks.
 
     On exit each buffer gets its own memory back, except ``no_restore_buffers``. The gradient of a buffer then has the
     shape of the whole sequence and is zero for other ranks' tokens; ``backward()`` must be called inside the block.
@@ -53,7 +52,7 @@ def context_parallel(
 
 
 def _dims_by_buffer(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> dict[int, tuple[Tensor, int]]:
-    """Each buffer once, by its id, with its sequence dim. Raises before any buffer is changed."""
+    """Return each buffer once, by its id, with its sequence dim. Raises before any buffer is changed."""
     if len(buffers) != len(seq_dims):
         raise InputError(f"{len(buffers)} buffers and {len(seq_dims)} buffer_seq_dims: give each buffer its sequence dim")
     dims: dict[int, tuple[Tensor, int]] = {}

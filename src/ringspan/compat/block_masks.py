@@ -54,7 +54,7 @@ on_clear_caches(_rows.clear)
 
 
 def batch_row(block_mask: BlockMask, row: int) -> BlockMask:
-    """The mask of one row of the batch, as a batch of one. It is cached, so that it is planned once."""
+    """Return the mask of one row of the batch, as a batch of one. It is cached, so that it is planned once."""
     rows = _rows.setdefault(block_mask, {})
     if row not in rows:
         whole_mod, own = block_mask.mask_mod, slice(row, row + 1) if block_mask.kv_num_blocks.shape[0] > 1 else slice(None)
@@ -106,13 +106,13 @@ def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: 
 
 
 def _in_blocks(tokens: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Tokens as (blocks, block size). The last block is padded with its last token; kernels ignore the padding."""
+    """Return the tokens as (blocks, block size). The last block is padded with its last token; kernels ignore the padding."""
     padding = (0, -len(tokens) % size)
     return np.pad(tokens, padding, mode="edge").reshape(-1, size) if len(tokens) else np.zeros((0, size), dtype=np.int64)
 
 
 def _overlap(tokens_by_block: NDArray[np.int64], size: int, blocks: int) -> Tensor:
-    """1.0 where a block of the shard has a token of a block of the whole mask."""
+    """Return 1.0 where a block of the shard has a token of a block of the whole mask, else 0.0."""
     overlap = torch.zeros(len(tokens_by_block), blocks)
     return overlap.scatter_(1, torch.from_numpy(tokens_by_block // size), 1.0)
 
@@ -124,13 +124,13 @@ def _shard_kinds(kinds_BHQK: Tensor, overlap_IQ: Tensor, overlap_JK: Tensor) -> 
 
 
 def _block_lists(selected_BHIJ: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of selected blocks in each row of blocks, and all block indices with the selected ones first."""
+    """Return the number of selected blocks in each row of blocks, and all block indices, the selected ones first."""
     order = selected_BHIJ.int().argsort(dim=-1, descending=True, stable=True)
     return selected_BHIJ.sum(dim=-1).int(), order.int()
 
 
 def _sharded_mask_mod(whole: BlockMask, kinds_BHQK: Tensor, q_tokens: Tensor, k_tokens: Tensor) -> MaskMod:
-    """The mask_mod of a shard: translates local to global token indices and evaluates the whole mask there."""
+    """Return the mask_mod of a shard: it translates local to global token indices and evaluates the whole mask there."""
     whole_mod, (q_block, kv_block) = whole.mask_mod, whole.BLOCK_SIZE
     by_row, rows, heads = int(len(q_tokens) > 1), int(kinds_BHQK.shape[0] > 1), int(kinds_BHQK.shape[1] > 1)
 

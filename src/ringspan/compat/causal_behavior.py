@@ -1,4 +1,4 @@
-"""torch's table of what each ring step computes under a causal mask. ringspan's plans hold the same facts as bands."""
+"""torch's table of what each ring step computes under a causal mask. ringspan itself uses bands instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _CausalBehavior(Enum):
 
 
 def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """What a rank computes in step ``i``, in which it has the keys of rank ``rank - i``.
+    """Return what a rank computes in step ``i``, in which it has the keys of rank ``rank - i``.
 
     >>> [_is_causal_behavior(rank=1, world_size=3, i=i, is_causal=True).name for i in range(3)]
     ['IS_CAUSAL', 'NOT_IS_CAUSAL', 'NOT_IS_CAUSAL']

@@ -32,7 +32,7 @@ def record_sharding(balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) 
 def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
     if balancer is None:
         return CONTIGUOUS
-    if isinstance(balancer, _HeadTailLoadBalancer):
+    if type(balancer) is _HeadTailLoadBalancer:
         return HEAD_TAIL
     # A balancer of the user, or of torch itself, can have one of the two orders as well.
     for kind in (HEAD_TAIL, CONTIGUOUS):

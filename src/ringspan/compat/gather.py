@@ -21,7 +21,7 @@ LABEL = "flex_cp_allgather"
 
 @torch.library.custom_op("ringspan::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """The keys and values of all ranks, concatenated along ``seq_dim`` in rank order."""
+    """Return the keys and values of all ranks, concatenated along ``seq_dim`` in rank order."""
     group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
     counts = [k.shape[seq_dim], v.shape[seq_dim]]
     counts_of_ranks = group.all_gather_ints(counts, k.device, label=LABEL)
@@ -35,7 +35,7 @@ def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple
 
 @torch.library.custom_op("ringspan::flex_cp_allgather_backward", mutates_args=())
 def flex_cp_allgather_backward(grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """A reduce-scatter of the gradients: every rank has used every key."""
+    """Sum the gradients of all ranks, and return this rank's part: every rank has used every key."""
     group = ProcessGroupTransport(resolve_process_group(pg_name))  # type: ignore[arg-type]
     return _reduce_scatter_dim(grad_full_k, seq_dim, group), _reduce_scatter_dim(grad_full_v, seq_dim, group)
 

@@ -29,7 +29,7 @@ UNSHARD = "context_parallel_unshard"  # the label of its collectives in error me
 def _context_parallel_shard(
     mesh: DeviceMesh, buffers: Buffers, seq_dims: SeqDims, load_balancer: _LoadBalancer | None = None
 ) -> Any:
-    """This rank's shard of each buffer, in the structure of ``buffers``. Differentiable.
+    """Return this rank's shard of each buffer, in the structure of ``buffers``. Differentiable.
 
     Tensors are split along their dim in ``seq_dims``. A ``BlockMask`` becomes the mask of this rank's queries over all
     keys, in the order in which :func:`flex_cp_allgather` returns them; its entry in ``seq_dims`` is ignored. Without a
@@ -109,12 +109,12 @@ def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
 
 @on_each_simulated_rank
 def local_shard(x: Tensor, dim: int, layouts: Layouts, rank: int) -> Tensor:
-    """A rank's shard of a whole sequence. Of a LocalTensor, which simulates all ranks, the shard of each rank."""
+    """Return a rank's shard of a whole sequence. Of a LocalTensor, which simulates all ranks, that of each rank."""
     return select_tokens(x, dim, [torch.from_numpy(layout.positions(rank)) for layout in layouts])
 
 
 def select_tokens(x: Tensor, dim: int, tokens: Iterable[Tensor]) -> Tensor:
-    """The given tokens of ``x``: one index tensor for all rows of the batch, or one for each row."""
+    """Return the given tokens of ``x``. There is one index tensor for all rows of the batch, or one for each row."""
     indices = [row.to(x.device) for row in tokens]
     if len(indices) == 1:
         return x.index_select(dim, indices[0])
@@ -127,7 +127,7 @@ def select_tokens(x: Tensor, dim: int, tokens: Iterable[Tensor]) -> Tensor:
 
 
 def normalize_dim(x: Tensor, dim: int) -> int:
-    """The dim as a non-negative index."""
+    """Return the dim as a non-negative index."""
     if not -x.ndim <= dim < x.ndim:
         raise InputError(f"{dim} is not a dim of a buffer of shape {tuple(x.shape)}")
     return dim % x.ndim

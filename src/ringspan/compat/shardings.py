@@ -37,7 +37,8 @@ class Shardings:
 
     def kinds(self, length: int, *, since: int = 0) -> list[str]:
         """Return the kinds used for this length after the first ``since`` shardings, the latest last."""
-        return [kind for kind, last_use in self._last_use.get(length, {}).items() if last_use > since]
+        last_use = dict(self._last_use.get(length, {}))  # a copy: another thread may record meanwhile
+        return [kind for kind, count in last_use.items() if count > since]
 
     def end(self, length: int) -> None:
         """Let only the next sharding of this length count."""
