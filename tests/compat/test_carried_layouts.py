@@ -29,6 +29,7 @@ from ringspan.compat import (
 from tests.compat.jobs import assert_near, mesh_of_all, qkv, single_process
 from tests.compat.test_balancers import documents_mask
 from tests.conftest import Pools
+from tests.meshes import cpu_mesh
 
 N, BLOCK = 64, 8
 DOCUMENTS = [[[8, 24, 32], [40, 24]], [[16, 48], [32, 8, 24]]]  # of two batches, for each row
@@ -242,3 +243,19 @@ def test_calls_that_carry_no_layout(pools: Pools, job: Callable[..., None], worl
 @pytest.mark.parametrize("alive", [True, False])
 def test_two_layouts_in_flight(pools: Pools, alive: bool) -> None:
     pools(2).run(ambiguous, alive)
+
+
+def another_mesh(rank: int) -> None:
+    """What some ranks shard over one mesh does not affect their calls over a mesh with more ranks."""
+    whole, pairs = qkv(N), cpu_mesh((2, 2), ("dp", "cp"))
+    if rank < 2:  # uneven shards, and shards of the other order
+        _context_parallel_shard(pairs["cp"], qkv(9), [2] * 3)
+        _context_parallel_shard(pairs["cp"], whole, [2] * 3)
+    mesh = mesh_of_all()
+    shards = clones(mesh, whole, head_tail(mesh))
+    out = sdpa_style(mesh)(*shards, is_causal=True)
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=True)[0])
+
+
+def test_another_mesh(pools: Pools) -> None:
+    pools(4).run(another_mesh)

@@ -13,7 +13,6 @@ from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
 from ringspan.compat.meshes import OpenBlock, innermost_block
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shardings import shardings
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
@@ -113,12 +112,16 @@ class MaskFromCallMode(AttentionCatcher):
             return self._of_block(call, sum(q_counts)), self._of_block(call, sum(kv_counts))
         if not call.depends_on_order:
             return (contiguous_of_counts(q_counts),), (contiguous_of_counts(kv_counts),)
-        return default_layouts(q_counts, remedy=NAME_THE_LAYOUT), default_layouts(kv_counts, remedy=NAME_THE_LAYOUT)
+        return self._by_switch(q_counts), self._by_switch(kv_counts)
+
+    def _by_switch(self, counts: tuple[int, ...], since: int = 0, block: Layouts = ()) -> Layouts:
+        shardings = self._contexts.shardings
+        return default_layouts(counts, shardings=shardings, since=since, block=block, remedy=NAME_THE_LAYOUT)
 
     def _counts(self, call: AttentionCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and how many keys each rank has."""
         here, group = (_local_tokens(call.query), _local_tokens(call.key)), self._contexts.group
-        if not self._is_in_block and not shardings.has_uneven:
+        if not self._is_in_block and not self._contexts.shardings.has_uneven:
             return (here[0],) * group.world, (here[1],) * group.world
         counts = group.all_gather_ints(here, call.query.device, label="the all-gather of sequence lengths")
         q_counts, kv_counts = zip(*counts, strict=True)
@@ -145,8 +148,8 @@ class MaskFromCallMode(AttentionCatcher):
 
     def _check_block(self, call: AttentionCall, own: Layouts) -> None:
         """Raise if tensors of this length were sharded in another order while the block is open."""
-        if shardings.count > self._block.opened and call.depends_on_order:
-            default_layouts(own[0].counts, since=self._block.opened, block=own, remedy=NAME_THE_LAYOUT)
+        if self._contexts.shardings.count > self._block.opened and call.depends_on_order:
+            self._by_switch(own[0].counts, since=self._block.opened, block=own)
 
 
 def _local_tokens(x: Tensor) -> int:

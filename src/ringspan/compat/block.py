@@ -14,7 +14,6 @@ from ringspan.compat.context_cache import ContextCache
 from ringspan.compat.meshes import opened
 from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import normalize_dim
-from ringspan.compat.shardings import shardings
 from ringspan.errors import InputError
 from ringspan.layouts import contiguous, zigzag
 from ringspan.masks import full
@@ -47,7 +46,7 @@ def context_parallel(
             sharded = shard_in_place(buffer, dim, layouts[buffer.shape[dim]][0], rank)
             if id(buffer) not in kept:
                 on_exit.callback(restore_buffer, sharded, rank)
-        with opened(mesh, layouts, shardings.count), MaskFromCallMode(contexts):
+        with opened(mesh, layouts, contexts.shardings.count), MaskFromCallMode(contexts):
             yield
 
 

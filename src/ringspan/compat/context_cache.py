@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.compat.meshes import check_mesh
+from ringspan.compat.shardings import shardings_of
 from ringspan.frontends import ContextParallel
 from ringspan.layouts import Layout
 from ringspan.masks import causal, full
@@ -31,6 +32,7 @@ class ContextCache:
     def __init__(self, mesh: DeviceMesh) -> None:
         check_mesh(mesh)
         self.mesh, self.group = mesh, ProcessGroupTransport(mesh)
+        self.shardings = shardings_of(mesh.get_group())
         self._contexts: dict[ContextKey, ContextParallel] = {}
 
     def get(self, key: ContextKey) -> ContextParallel:

@@ -15,13 +15,13 @@ import numpy as np
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.compat.balancers import Layouts, _HeadTailLoadBalancer, _LoadBalancer
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, shardings
+from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, Shardings
 from ringspan.errors import InputError
 from ringspan.layouts import Layout, zigzag
 from ringspan.masks import full
 
 
-def record_sharding(balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) -> None:
+def record_sharding(shardings: Shardings, balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) -> None:
     """Record a call of ``_context_parallel_shard``, with the layouts of its tensors. It sets the switch, as in torch."""
     vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would clear the shardings in flight
     for of_tensor in layouts:
@@ -42,9 +42,15 @@ def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
 
 
 def default_layouts(
-    counts: tuple[int, ...], *, remedy: str, latest_only: bool = False, since: int = 0, block: Layouts = ()
+    counts: tuple[int, ...],
+    *,
+    shardings: Shardings,
+    remedy: str,
+    latest_only: bool = False,
+    since: int = 0,
+    block: Layouts = (),
 ) -> Layouts:
-    """Return the layouts of tensors of which each rank holds ``counts`` tokens.
+    """Return the layouts of tensors of which the ranks hold ``counts`` tokens.
 
     They are those of the shardings in flight of this length, after the first ``since`` or the latest only. All of them and
     those of an open block must be equal. If there are none, the switch decides. ``remedy`` ends the error messages.

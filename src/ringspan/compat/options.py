@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ringspan.compat.shardings import shardings
+from ringspan.compat.shardings import clear_shardings
 
 
 class _RotateMethod(Enum):
@@ -42,7 +42,7 @@ class _ProcessOptions(_ContextParallelOptions):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "enable_load_balance":
-            shardings.clear()
+            clear_shardings()
 
 
 _cp_options: _ContextParallelOptions = _ProcessOptions()

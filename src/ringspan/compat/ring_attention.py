@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
 from ringspan.compat.options import _cp_options
+from ringspan.compat.shardings import shardings_of
 from ringspan.engine import PlanHandle, attend
 from ringspan.errors import UnplannedAttention
 from ringspan.masks import causal, full
@@ -78,7 +79,7 @@ def _handle(group: dist.ProcessGroup, query: Tensor, key: Tensor, is_causal: boo
             f"causal attention of {query.shape[2]} queries and {key.shape[2]} keys: lengths must be equal"
         )
     if is_causal:
-        (layout,) = default_layouts(q_counts, remedy=REMEDY)
+        (layout,) = default_layouts(q_counts, shardings=shardings_of(group), remedy=REMEDY)
         mask, kv_layout = causal(sum(q_counts)), layout
     else:
         layout, kv_layout = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)

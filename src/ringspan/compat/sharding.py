@@ -14,7 +14,7 @@ from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of
 from ringspan.compat.block_masks import shard_block_mask
 from ringspan.compat.default_layouts import default_layouts, record_sharding
 from ringspan.compat.meshes import check_mesh, innermost_block
-from ringspan.compat.shardings import shardings
+from ringspan.compat.shardings import shardings_of
 from ringspan.errors import InputError
 from ringspan.torch_private.process_groups import on_each_simulated_rank
 from ringspan.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -52,7 +52,7 @@ def _context_parallel_shard(
             layouts_of_tensors.append(layouts)
         else:
             raise InputError(f"buffers are tensors and BlockMasks, not {type(leaf).__name__}")
-    record_sharding(load_balancer, layouts_of_tensors)
+    record_sharding(shardings_of(mesh.get_group()), load_balancer, layouts_of_tensors)
     return tree_unflatten(shards, structure)
 
 
@@ -95,16 +95,16 @@ def context_parallel_unshard(
             )
         rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD)).movedim(0, dim)
         whole.append(select_tokens(rows, dim, [torch.from_numpy(layout.order()).argsort() for layout in layouts]))
-        shardings.end(sum(counts))
+        shardings_of(mesh.get_group()).end(sum(counts))
     return whole
 
 
 def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
-    block = innermost_block(mesh)
+    block, shardings = innermost_block(mesh), shardings_of(mesh.get_group())
     own = block.layouts.get(sum(counts)) if block else None
     if block and own and not shardings.kinds(sum(counts), since=block.opened):
         return own
-    return default_layouts(counts, latest_only=True, remedy="give load_balancer=")
+    return default_layouts(counts, shardings=shardings, latest_only=True, remedy="give load_balancer=")
 
 
 @on_each_simulated_rank

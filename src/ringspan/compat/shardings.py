@@ -4,17 +4,21 @@ torch decides the order of such tensors by one process-wide switch, ``_cp_option
 ``_context_parallel_shard`` sets. Two shardings with different layouts in flight would make one of them wrong without an
 error. So the layouts of all shardings are kept until something says which of them is meant: an assignment to the switch,
 or an unsharding, after which the next sharding of that length is the only one that counts. What is kept depends on the
-calls of the program only, which are the same on every rank. It does not depend on which tensors are alive.
+calls of the program only, which are the same on every rank of the group. It does not depend on which tensors are alive.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 CONTIGUOUS = "contiguous"
 HEAD_TAIL = "head-tail"
 
 
 class Shardings:
-    """The kinds of layouts in flight for each sequence length.
+    """The kinds of layouts in flight over one process group, for each sequence length.
 
     A kind is ``CONTIGUOUS``, ``HEAD_TAIL``, or the name of another balancer's class.
     """
@@ -49,4 +53,15 @@ class Shardings:
         self._ended.clear()
 
 
-shardings = Shardings()
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, Shardings] = WeakKeyDictionary()
+
+
+def shardings_of(group: dist.ProcessGroup) -> Shardings:
+    """Return the shardings over a group. Those over other groups may be unknown to some of its ranks."""
+    return _of_groups.setdefault(group, Shardings())
+
+
+def clear_shardings() -> None:
+    """Forget the kinds in flight, over all groups."""
+    for shardings in list(_of_groups.values()):
+        shardings.clear()
