@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -205,19 +206,21 @@ def ambiguous(rank: int, alive: bool) -> None:
 
 
 def inside_a_block(rank: int) -> None:
-    """A block has its own layout. Tensors that were sharded otherwise while it is open make its calls ambiguous."""
+    """A block has its own layout. Sharding a sequence of its length in another order raises while it is open."""
     mesh, whole = mesh_of_all(), qkv(N)
     _context_parallel_shard(mesh, [torch.arange(N)], [0], head_tail(mesh))
     q, k, v = (x.clone() for x in whole)
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
         out = F.scaled_dot_product_attention(q.clone(), k, v, is_causal=True)
         in_a_module = sdpa_style(mesh)(q.clone(), k, v, is_causal=True)
-        shards = clones(mesh, whole, None)
-        with pytest.raises(rs.InputError, match="contiguous and zigzag"):
-            F.scaled_dot_product_attention(*shards, is_causal=True)
-        assert torch.equal(context_parallel_unshard(mesh, [shards[0] * 2], [2])[0], whole[0] * 2)
+        with pytest.raises(rs.InputError, match=r"in the order of <Layout zigzag.*outside of the block"):
+            clones(mesh, whole, None)
+        shards = clones(mesh, whole, theirs._HeadTailLoadBalancer(N, mesh.size(), "cpu"))
+        again = F.scaled_dot_product_attention(*shards, is_causal=True)
+        other_length = _context_parallel_shard(mesh, [torch.arange(N // 2)], [0])[0]
+    assert torch.equal(context_parallel_unshard(mesh, [other_length], [0])[0], torch.arange(N // 2))
     _cp_options.enable_load_balance = True
-    for got in (out, in_a_module):
+    for got in (out, in_a_module, again):
         assert_near(context_parallel_unshard(mesh, [got], [2])[0], single_process(*whole, is_causal=True)[0])
 
 

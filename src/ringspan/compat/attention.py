@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ringspan.compat.attention_calls import AttentionCall, FlexLengthError, parse_call
-from ringspan.compat.balancers import Layouts
+from ringspan.compat.balancers import Layouts, same_order
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
-from ringspan.compat.meshes import OpenBlock, innermost_block
+from ringspan.compat.meshes import innermost_block
 from ringspan.compat.options import _cp_options
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
@@ -39,11 +39,11 @@ class MaskFromCallMode(AttentionCatcher):
         super().__init__()
         self._contexts, self._strategy = contexts, _cp_options.strategy
         block = innermost_block(contexts.mesh)
-        self._block, self._is_in_block = block or OpenBlock({}, 0), block is not None
+        self._block, self._is_in_block = block or {}, block is not None
         # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
         self._ready: dict[bool, ContextParallel] = {}
-        if len(self._block.layouts) == 1:
-            ((layout,),) = self._block.layouts.values()
+        if len(self._block) == 1:
+            ((layout,),) = self._block.values()
             self._ready = {is_causal: self._context(layout, layout, is_causal) for is_causal in (False, True)}
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,10 +94,10 @@ class MaskFromCallMode(AttentionCatcher):
         return self._contexts.get(ContextKey(layout, kv_layout, is_causal, self._strategy))
 
     def _layouts(self, call: AttentionCall) -> tuple[Layouts, Layouts]:
-        block, origin = self._block.layouts, call.mask_origin
+        block, origin = self._block, call.mask_origin
         if origin is not None:
             own = block.get(origin.layouts[0].length, origin.layouts)
-            if own != origin.layouts:
+            if not same_order(own, origin.layouts):
                 raise InputError(
                     f"the BlockMask was sharded by {origin.layouts[0]!r}, but the buffers of the context_parallel block by "
                     f"{own[0]!r}: shard the mask and the tensors in one way"
@@ -105,18 +105,16 @@ class MaskFromCallMode(AttentionCatcher):
             return origin.layouts, origin.kv_layouts
         if len(block) == 1:  # ContextParallel compares its length with the tensors
             (own,) = block.values()
-            self._check_block(call, own)
             return own, own
         q_counts, kv_counts = self._counts(call)
         if block:
-            return self._of_block(call, sum(q_counts)), self._of_block(call, sum(kv_counts))
+            return self._of_block(sum(q_counts)), self._of_block(sum(kv_counts))
         if not call.depends_on_order:
             return (contiguous_of_counts(q_counts),), (contiguous_of_counts(kv_counts),)
         return self._by_switch(q_counts), self._by_switch(kv_counts)
 
-    def _by_switch(self, counts: tuple[int, ...], since: int = 0, block: Layouts = ()) -> Layouts:
-        shardings = self._contexts.shardings
-        return default_layouts(counts, shardings=shardings, since=since, block=block, remedy=NAME_THE_LAYOUT)
+    def _by_switch(self, counts: tuple[int, ...]) -> Layouts:
+        return default_layouts(counts, shardings=self._contexts.shardings, remedy=NAME_THE_LAYOUT)
 
     def _counts(self, call: AttentionCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and how many keys each rank has."""
@@ -135,21 +133,15 @@ class MaskFromCallMode(AttentionCatcher):
             kv_layout.length,
         )
 
-    def _of_block(self, call: AttentionCall, length: int) -> Layouts:
-        own = self._block.layouts.get(length)
+    def _of_block(self, length: int) -> Layouts:
+        own = self._block.get(length)
         if own is None:
-            lengths = ", ".join(map(str, sorted(self._block.layouts)))
+            lengths = ", ".join(map(str, sorted(self._block)))
             raise InputError(
                 f"the ranks together have {length} tokens, but the buffers of the context_parallel block have {lengths}: "
                 "make this sequence a buffer too, or put attention that is not split in `with rs.local_attention():`"
             )
-        self._check_block(call, own)
         return own
-
-    def _check_block(self, call: AttentionCall, own: Layouts) -> None:
-        """Raise if tensors of this length were sharded in another order while the block is open."""
-        if self._contexts.shardings.count > self._block.opened and call.depends_on_order:
-            self._by_switch(own[0].counts, since=self._block.opened, block=own)
 
 
 def _local_tokens(x: Tensor) -> int:

@@ -165,6 +165,14 @@ def layouts_of(balancer: _LoadBalancer | None, length: int, world: int) -> Layou
     return layouts
 
 
+def same_order(a: Layouts, b: Layouts) -> bool:
+    """Whether two layouts give every rank the same tokens in the same order, however their spans are cut."""
+    if a == b:
+        return True
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(x.counts == y.counts and np.array_equal(x.order(), y.order()) for x, y in pairs)
+
+
 def _split_order(order: Ints, world: int) -> Layout:
     cuts = even_cuts(len(order), world)
     return Layout([_spans_of(order[a:b]) for a, b in pairwise(cuts)], length=len(order), name="indices")

@@ -46,7 +46,7 @@ def context_parallel(
             sharded = shard_in_place(buffer, dim, layouts[buffer.shape[dim]][0], rank)
             if id(buffer) not in kept:
                 on_exit.callback(restore_buffer, sharded, rank)
-        with opened(mesh, layouts, contexts.shardings.count), MaskFromCallMode(contexts):
+        with opened(mesh, layouts), MaskFromCallMode(contexts):
             yield
 
 

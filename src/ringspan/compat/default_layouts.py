@@ -41,30 +41,22 @@ def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
     return type(balancer).__name__
 
 
-def default_layouts(
-    counts: tuple[int, ...],
-    *,
-    shardings: Shardings,
-    remedy: str,
-    latest_only: bool = False,
-    since: int = 0,
-    block: Layouts = (),
-) -> Layouts:
+def default_layouts(counts: tuple[int, ...], *, shardings: Shardings, remedy: str, latest_only: bool = False) -> Layouts:
     """Return the layouts of tensors of which the ranks hold ``counts`` tokens.
 
-    They are those of the shardings in flight of this length, after the first ``since`` or the latest only. All of them and
-    those of an open block must be equal. If there are none, the switch decides. ``remedy`` ends the error messages.
+    They are those of the shardings of this length that are in flight, which must be equal, or of the latest only. If there
+    are none, the switch decides. ``remedy`` ends the error messages.
     """
-    kinds = shardings.kinds(sum(counts), since=since)[-1 if latest_only else 0 :]
+    kinds = shardings.kinds(sum(counts))[-1 if latest_only else 0 :]
     others = [kind for kind in kinds if kind not in (HEAD_TAIL, CONTIGUOUS)]
     if others:
         raise InputError(
             f"tensors of {sum(counts)} tokens were sharded by {' and '.join(others)}, and this one may be in its order: "
             f"{remedy}"
         )
-    if not kinds and not block:
+    if not kinds:
         kinds = [HEAD_TAIL if _cp_options.enable_load_balance else CONTIGUOUS]
-    layouts = tuple({_layout(kind, counts) for kind in kinds}.union(block))
+    layouts = tuple({_layout(kind, counts) for kind in kinds})
     if len(layouts) > 1:
         names = " and ".join(sorted(layout.name for layout in layouts))
         raise InputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,40 +18,32 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise InputError(f"a mesh of one axis is needed, such as mesh['cp']; got {mesh!r}")
 
 
-class OpenBlock(NamedTuple):
-    """The layouts of a block's buffers and of the blocks around it, by sequence length.
-
-    ``opened`` is the number of calls of ``_context_parallel_shard`` before the block was opened.
-    """
-
-    layouts: Mapping[int, Layouts]
-    opened: int
+# The layouts of a block's buffers and of the blocks around it, by sequence length.
+BlockLayouts = Mapping[int, Layouts]
 
 
 class _OpenBlocks(threading.local):
     """Blocks are torch function modes, which belong to the thread that entered them."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[tuple[Any, ...], OpenBlock]] = []
+        self.stack: list[tuple[tuple[Any, ...], BlockLayouts]] = []
 
 
 _blocks = _OpenBlocks()
 
 
-def innermost_block(mesh: DeviceMesh) -> OpenBlock | None:
-    """Return the innermost block that this thread has open over the mesh, or None."""
+def innermost_block(mesh: DeviceMesh) -> BlockLayouts | None:
+    """Return the layouts of the innermost block that this thread has open over the mesh. None: there is no block."""
     if not _blocks.stack:
         return None
     key = _key(mesh)
-    return next((block for other, block in reversed(_blocks.stack) if other == key), None)
+    return next((layouts for other, layouts in reversed(_blocks.stack) if other == key), None)
 
 
 @contextmanager
-def opened(mesh: DeviceMesh, layouts: Mapping[int, Layouts], serial: int) -> Iterator[None]:
+def opened(mesh: DeviceMesh, layouts: BlockLayouts) -> Iterator[None]:
     """Open a block with these layouts, in addition to those of the enclosing block over the mesh."""
-    outer = innermost_block(mesh)
-    block = OpenBlock({**(outer.layouts if outer else {}), **layouts}, serial)
-    _blocks.stack.append((_key(mesh), block))
+    _blocks.stack.append((_key(mesh), {**(innermost_block(mesh) or {}), **layouts}))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of
+from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of, same_order
 from ringspan.compat.block_masks import shard_block_mask
 from ringspan.compat.default_layouts import default_layouts, record_sharding
 from ringspan.compat.meshes import check_mesh, innermost_block
@@ -48,6 +48,7 @@ def _context_parallel_shard(
         elif isinstance(leaf, Tensor):
             dim = normalize_dim(leaf, given)
             layouts = layouts_of(load_balancer, leaf.shape[dim], mesh.size())
+            _check_block(mesh, layouts)
             shards.append(local_shard(leaf, dim, layouts, mesh.get_local_rank()))
             layouts_of_tensors.append(layouts)
         else:
@@ -100,11 +101,21 @@ def context_parallel_unshard(
 
 
 def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
-    block, shardings = innermost_block(mesh), shardings_of(mesh.get_group())
-    own = block.layouts.get(sum(counts)) if block else None
-    if block and own and not shardings.kinds(sum(counts), since=block.opened):
+    own = (innermost_block(mesh) or {}).get(sum(counts))
+    if own is not None:
         return own
+    shardings = shardings_of(mesh.get_group())
     return default_layouts(counts, shardings=shardings, latest_only=True, remedy="give load_balancer=")
+
+
+def _check_block(mesh: DeviceMesh, layouts: Layouts) -> None:
+    """Raise if the open block has another order for this length: its attention would take these tensors for its own."""
+    own = (innermost_block(mesh) or {}).get(layouts[0].length, layouts)
+    if not same_order(own, layouts):
+        raise InputError(
+            f"the open context_parallel block has sequences of {own[0].length} tokens in the order of {own[0]!r}, but this one "
+            f"would be in that of {layouts[0]!r}: shard it outside of the block, or with the order of the block"
+        )
 
 
 @on_each_simulated_rank

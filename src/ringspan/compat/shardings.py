@@ -24,32 +24,26 @@ class Shardings:
     """
 
     def __init__(self) -> None:
-        self.count = 0
         self.has_uneven = False  # whether any sharding has given the ranks different numbers of tokens
-        self._last_use: dict[int, dict[str, int]] = {}  # length -> kind -> the number of its latest sharding
+        self._kinds: dict[int, list[str]] = {}  # by length, in the order of their latest use
         self._ended: set[int] = set()  # the lengths that were unsharded since their latest sharding
 
     def record(self, kind: str, length: int, *, is_even: bool) -> None:
-        self.count += 1
         self.has_uneven |= not is_even
-        if length in self._ended:
-            self._ended.remove(length)
-            self._last_use.pop(length, None)
-        last_use = self._last_use.setdefault(length, {})
-        last_use.pop(kind, None)  # so that the kinds are in the order of their latest use
-        last_use[kind] = self.count
+        earlier = [] if length in self._ended else self._kinds.get(length, [])
+        self._kinds[length] = [*(other for other in earlier if other != kind), kind]
+        self._ended.discard(length)
 
-    def kinds(self, length: int, *, since: int = 0) -> list[str]:
-        """Return the kinds used for this length after the first ``since`` shardings, the latest last."""
-        last_use = dict(self._last_use.get(length, {}))  # a copy: another thread may record meanwhile
-        return [kind for kind, count in last_use.items() if count > since]
+    def kinds(self, length: int) -> list[str]:
+        """Return the kinds in flight for this length, the latest last."""
+        return self._kinds.get(length, [])
 
     def end(self, length: int) -> None:
         """Let only the next sharding of this length count."""
         self._ended.add(length)
 
     def clear(self) -> None:
-        self._last_use.clear()
+        self._kinds.clear()
         self._ended.clear()
 
 
