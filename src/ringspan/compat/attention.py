@@ -13,6 +13,7 @@ from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
 from ringspan.compat.meshes import innermost_block
 from ringspan.compat.options import _cp_options
+from ringspan.engine import PlanHandle
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
@@ -75,6 +76,17 @@ class MaskFromCallMode(AttentionCatcher):
             if call.has_block_mask and not self._lengths_fit(call, layouts[0], kv_layouts[0]):
                 raise FlexLengthError(str(error)) from error
             raise
+
+    def handle_of(self, call: Any) -> PlanHandle:
+        """Return a registered handle for the plan of a call: for compiled code, which computes attention by an operator."""
+        (layout, *others), (kv_layout, *other_keys) = self._layouts(call)
+        if others or other_keys:
+            raise InputError(
+                "the balancer orders each row of the batch differently, which compiled attention does not support: call "
+                "attention in a function that is not compiled (torch.compiler.disable)"
+            )
+        context = self._context(layout, kv_layout, call.is_causal)
+        return context.handle_of(None if call.mask_origin is None else call.mask_origin.whole)
 
     def _attend(self, func: Any, call: AttentionCall, layouts: Layouts, kv_layouts: Layouts) -> Any:
         rows = max(len(layouts), len(kv_layouts))

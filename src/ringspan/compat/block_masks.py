@@ -9,8 +9,9 @@ Legend: B batch, H heads, Q and K blocks of queries and keys of the whole mask, 
 
 from __future__ import annotations
 
+from itertools import count
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -36,6 +37,31 @@ class MaskOrigin(NamedTuple):
 
 # By the mask_mod of the shard, which BlockMask.to() and similar methods keep.
 _origins: WeakKeyDictionary[MaskMod, MaskOrigin] = WeakKeyDictionary()
+
+
+# Compiled code does not see mask_mods as objects. It passes on an attribute of theirs: a tensor with a number.
+_shard_mods: WeakValueDictionary[int, MaskMod] = WeakValueDictionary()
+_numbers = count()
+
+
+def _register(mask_mod: MaskMod, origin: MaskOrigin) -> None:
+    number = next(_numbers)
+    _origins[mask_mod], _shard_mods[number] = origin, mask_mod
+    mask_mod.ringspan_number = torch.tensor(number)  # type: ignore[attr-defined]
+
+
+def number_of(block_mask: BlockMask) -> Tensor | None:
+    """Return the number of a shard as a tensor, or None for a mask that is not a shard. Dynamo traces this function."""
+    number: Tensor | None = getattr(block_mask.mask_mod, "ringspan_number", None)
+    return number
+
+
+def origin_of_number(number: Tensor) -> MaskOrigin:
+    """Return what the shard of this number was made from."""
+    mask_mod = _shard_mods.get(int(number))
+    if mask_mod is None:
+        raise InputError("the BlockMask of this call was deleted: keep what _context_parallel_shard returned")
+    return _origins[mask_mod]
 
 
 def origin_of(block_mask: BlockMask) -> MaskOrigin | None:
@@ -95,7 +121,7 @@ def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: 
     )
     flat = [torch.from_numpy(np.stack([t.ravel() for t in tokens])).to(kinds_BHQK.device) for tokens in (q_tokens, k_tokens)]
     mask_mod = _sharded_mask_mod(whole, kinds_BHQK, *flat)
-    _origins[mask_mod] = MaskOrigin(whole, layouts, kv_layouts)
+    _register(mask_mod, MaskOrigin(whole, layouts, kv_layouts))
     return BlockMask.from_kv_blocks(
         *_block_lists(kinds_BHIJ == PARTIAL),
         *_block_lists(kinds_BHIJ == FULL),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from enum import Enum
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -13,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ringspan.compat.attention import MaskFromCallMode
 from ringspan.compat.context_cache import ContextCache
 from ringspan.compat.style_hooks import StyleHooks
+from ringspan.compat.traced_style import TracedStyleMode
 from ringspan.errors import InputError
 
 
@@ -37,26 +40,22 @@ class _ContextParallel(StyleHooks, ParallelStyle):
         self.attention_type = self.AttentionType[attention_type.name]
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        contexts, entered = ContextCache(mesh), _EnteredModes()
+        contexts = ContextCache(mesh)
+        traced, inner = TracedStyleMode(contexts), _function_of(module)
 
-        def enter_mode(module: nn.Module, args: Any) -> None:
-            mode = MaskFromCallMode(contexts)
-            mode.__enter__()
-            entered.modes.append(mode)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with traced if torch.compiler.is_dynamo_compiling() else MaskFromCallMode(contexts):
+                return inner(self, *args, **kwargs)
 
-        def exit_mode(module: nn.Module, args: Any, result: Any) -> None:
-            entered.modes.pop().__exit__(None, None, None)
-
-        module.register_forward_pre_hook(enter_mode)
-        module.register_forward_hook(exit_mode, always_call=True)  # also if forward raises
+        # Not hooks: after a graph break Dynamo takes a mode that a hook has entered off the stack. A method, so that a copy
+        # of the module has its own.
+        module.forward = MethodType(forward, module)
         return module
 
 
-class _EnteredModes(threading.local):
-    """The modes that the current thread has entered for one module: several if the module calls itself.
-
-    A torch function mode belongs to the thread that entered it, and must be exited there.
-    """
-
-    def __init__(self) -> None:
-        self.modes: list[MaskFromCallMode] = []
+def _function_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function of ``module.forward``, which takes the module as its first argument."""
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+    return lambda self, *args, **kwargs: forward(*args, **kwargs)

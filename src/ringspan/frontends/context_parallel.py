@@ -283,6 +283,13 @@ class ContextParallel(AttentionMode):
             backend=self.backend,
         )
 
+    def handle_of(self, block_mask: BlockMask | None) -> PlanHandle:
+        """Return a registered handle for a BlockMask of the whole sequence on this layout; for None, that of the plan."""
+        if block_mask is None:
+            return self._handle
+        made = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
+        return registered_handle(made, self.group, self.backend)
+
     def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
         """Called for ``torch.nn.attention.varlen.varlen_attn`` inside the block; see
         :mod:`ringspan.frontends.varlen`."""

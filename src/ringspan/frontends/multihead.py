@@ -17,7 +17,7 @@ from torch import Tensor
 from ringspan.errors import UnplannedAttention
 
 
-class Attend(Protocol):
+class AttentionFunction(Protocol):
     """``F.scaled_dot_product_attention``."""
 
     def __call__(
@@ -26,7 +26,7 @@ class Attend(Protocol):
 
 
 def multi_head_attention(
-    attend: Attend,
+    attend: AttentionFunction,
     query: Tensor,
     key: Tensor,
     value: Tensor,

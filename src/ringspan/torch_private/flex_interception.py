@@ -11,7 +11,8 @@ replaces its code permanently by a wrapper with the same parameters::
 
 The condition depends only on this thread's stack of torch function modes, and Dynamo guards all compiled code by that
 stack. Therefore other threads call and compile ``flex_attention`` as before while this thread is inside a context, and
-code compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break.
+code compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break, unless the
+innermost mode can trace it.
 
 The original code is never restored, because a thread that compiles ``flex_attention`` reads it several times. Code that
 was compiled before the wrapper is installed is compiled once more. To avoid that, the wrapper is installed when
@@ -27,9 +28,10 @@ from abc import abstractmethod
 from types import CodeType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
-from ringspan.torch_private.function_modes import function_mode_at, function_mode_depth, function_mode_stack
+from ringspan.torch_private.function_modes import function_mode_at, function_mode_depth
 
 _lock = threading.Lock()
 _is_replaced = False  # whether the code has been replaced
@@ -46,6 +48,10 @@ class FlexInterceptor(TorchFunctionMode):
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``flex_attention(*args, **kwargs)``. All modes are still active during this call."""
 
+    def trace_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result as Dynamo traces it, or None if the call must be a graph break."""
+        return None
+
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
     """Call PyTorch's own ``flex_attention`` without interception.
@@ -60,15 +66,15 @@ def flex_attention(*args: Any, **kwargs: Any) -> Any:
 
 def install_flex_interception() -> None:
     """Intercept ``flex_attention`` in contexts from now on. Imports torch._dynamo. Later calls do nothing."""
-    global _install_attempted  # noqa: PLW0603 (there is one flex_attention in a process)
+    global _install_attempted, _intercepted_eagerly  # noqa: PLW0603 (there is one flex_attention in a process)
     if _install_attempted:
         return
-    import torch._dynamo
+    from torch import _dynamo
 
     with _lock:
         if _replace_code() and not _install_attempted:
-            untraced = torch._dynamo.disable(_intercepted, reason="ringspan attends eagerly in this block; drop fullgraph=True")
-            _flex_globals()["ringspan_intercepted"] = untraced
+            reason = "ringspan attends eagerly in this block; drop fullgraph=True"
+            _intercepted_eagerly = _dynamo.disable(_intercepted_eagerly, reason=reason)
         _install_attempted = True
 
 
@@ -136,6 +142,24 @@ def _intercepts() -> bool:
     return False
 
 
+def _innermost() -> FlexInterceptor:
+    innermost = None
+    for n in range(function_mode_depth()):
+        mode = function_mode_at(n)
+        if isinstance(mode, FlexInterceptor):
+            innermost = mode
+    assert innermost is not None  # _intercepts() was True
+    return innermost
+
+
 def _intercepted(*args: Any, **kwargs: Any) -> Any:
-    innermost = [mode for mode in function_mode_stack() if isinstance(mode, FlexInterceptor)][-1]
-    return innermost.intercept_flex_attention(args, kwargs)
+    """Return the result of an intercepted call. Dynamo traces this function."""
+    if torch.compiler.is_dynamo_compiling():
+        result = _innermost().trace_flex_attention(args, kwargs)
+        if result is not None:
+            return result
+    return _intercepted_eagerly(*args, **kwargs)
+
+
+def _intercepted_eagerly(*args: Any, **kwargs: Any) -> Any:
+    return _innermost().intercept_flex_attention(args, kwargs)
