@@ -81,7 +81,7 @@ def clones(mesh: DeviceMesh, whole: list[torch.Tensor], balancer: _LoadBalancer 
 
 
 def inputs_first_masks_second(rank: int, name: str, last: str) -> None:
-    """The mask is sharded in a call of its own. ``last`` is what is sharded last: the mask, the inputs, or other tensors."""
+    """The mask is sharded in a call of its own. ``last`` says what is sharded last."""
     mesh, whole, mask = mesh_of_all(), qkv(N), documents_mask(DOCUMENTS[0], block=BLOCK)
     balancer = BALANCERS[name](mask, DOCUMENTS[0], mesh.size())
     if last == "inputs":
@@ -104,7 +104,7 @@ def test_a_mask_that_was_sharded_in_its_own_call(pools: Pools, name: str, last: 
 
 
 def two_batches_in_flight(rank: int, name: str) -> None:
-    """Both are sharded before either is attended to, as in pipeline schedules. The mask's own layout is used for each."""
+    """Both are sharded before either is attended to, as in pipeline schedules. Each mask has a layout of its own."""
     mesh, attend = mesh_of_all(), flex_style(mesh_of_all())
     batches = []
     for lengths in DOCUMENTS:

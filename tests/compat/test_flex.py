@@ -135,7 +135,7 @@ def test_lengths_that_do_not_fit(pools: Pools) -> None:
 
 
 def queries_of_another_sequence(rank: int) -> None:
-    """A mask whose queries and keys are two sequences: both are contiguous, since no balancer orders both in one way."""
+    """A mask whose queries and keys are two sequences, both contiguous."""
     mesh, (q, k, v) = mesh_of_all(), qkv(48, keys=N, heads=2)
     mask = create_block_mask(lambda b, h, i, j: 3 * i >= j, None, None, 48, N, device="cpu", BLOCK_SIZE=BLOCK)
     allowed = 3 * torch.arange(48)[:, None] >= torch.arange(N)

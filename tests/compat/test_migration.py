@@ -1,4 +1,4 @@
-"""docs/compat.md names everything that torch's modules define, and the code of docs/migration.md trains as one process does."""
+"""docs/compat.md names all that torch's modules define, and the code of docs/migration.md trains like one process."""
 
 from __future__ import annotations
 

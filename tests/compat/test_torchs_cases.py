@@ -274,8 +274,8 @@ def context_parallel_shard(rank: int, expanded: bool) -> None:
 def attention_shard_without_cp(rank: int) -> None:
     """Outside a block, attention of DTensors is PyTorch's, and the registered rules do not change it.
 
-    On CUDA, PyTorch's test finds a result that is not split over the tokens. On CPUs SDPA is decomposed into operators that
-    keep the queries split and gather the keys, so the values are compared.
+    On CUDA, PyTorch's test finds a result that is not split over the tokens. On CPUs SDPA is decomposed into operators
+    that keep the queries split and gather the keys, so the values are compared.
     """
     mesh, whole = mesh_of_all(), qkv(64)
     tensors = [distribute_tensor(x, mesh, [Shard(2)]) for x in whole]

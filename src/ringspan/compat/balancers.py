@@ -28,7 +28,7 @@ class _LoadBalancer(ABC):
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
-        """Return indices such that ``x[:, indices]`` reorders the tokens, or restores their order if ``restore`` is true.
+        """Return indices such that ``x[:, indices]`` reorders the tokens or, with ``restore``, restores their order.
 
         The shape is (1, tokens), or (batch, tokens) if each row of the batch has its own order. None keeps the order.
         """
@@ -66,8 +66,8 @@ class _HeadTailLoadBalancer(_LayoutBalancer):
 class _PerDocumentHeadTailLoadBalancer(_LayoutBalancer):
     """Head-tail order within every document, for each row of the batch or one row for all.
 
-    From torch 2.14 on, each rank gets one early and one late chunk of every document. Before, the tokens are ordered document
-    by document, so that the first rank gets the first documents. The layout is that of the installed torch::
+    From torch 2.14 on, each rank gets one early and one late chunk of every document. Before, the tokens are ordered
+    document by document, so that the first rank gets the first documents. The layout is that of the installed torch::
 
         documents [0,4) [4,12), 2 ranks      rank 0                        rank 1
         2.14                                 [0,1) [3,4) [4,6) [10,12)     [1,3) [6,10)
@@ -134,7 +134,7 @@ def _round_robin_layout(work_Q: Ints, size: int, length: int, world: int) -> Lay
 
 
 def _assign_round_robin(work: Ints, world: int) -> list[Ints]:
-    """Return the tasks of each rank, in ascending order. The heaviest are assigned first, to ranks 0 1 2 … 2 1 0 0 1 2 …"""
+    """Return the tasks of each rank, sorted. The heaviest are assigned first, to ranks 0 1 2 … 2 1 0 0 1 2 …"""
     heaviest_first = np.argsort(-work, kind="stable")
     turn = np.arange(len(work)) % (2 * world)
     rank_of_task = np.where(turn < world, turn, 2 * world - 1 - turn)

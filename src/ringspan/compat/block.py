@@ -31,8 +31,8 @@ def context_parallel(
 
     On exit each buffer gets its own memory back, except ``no_restore_buffers``. The gradient of a buffer then has the
     shape of the whole sequence and is zero for other ranks' tokens; ``backward()`` must be called inside the block.
-    Shards are zigzag (torch: head-tail), or contiguous if ``_cp_options.enable_load_balance`` is off. Without buffers, the
-    layouts are those of the enclosing block or, if there is none, what ``_cp_options.enable_load_balance`` says.
+    Shards are zigzag (torch: head-tail), or contiguous if ``_cp_options.enable_load_balance`` is off. Without buffers,
+    the layouts are those of the enclosing block or, if there is none, what ``_cp_options.enable_load_balance`` says.
     """
     dims = _dims_by_buffer(buffers or (), buffer_seq_dims or ())
     kept = {id(buffer) for buffer in no_restore_buffers or ()}

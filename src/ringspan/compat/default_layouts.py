@@ -22,7 +22,7 @@ from ringspan.masks import full
 
 
 def record_sharding(shardings: Shardings, balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) -> None:
-    """Record a call of ``_context_parallel_shard``, with the layouts of its tensors. It sets the switch, as in torch."""
+    """Record a call of ``_context_parallel_shard`` with the layouts of its tensors, and set the switch as torch does."""
     vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would clear the shardings in flight
     for of_tensor in layouts:
         kind, counts = _kind(balancer, of_tensor), of_tensor[0].counts
@@ -44,8 +44,8 @@ def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
 def default_layouts(counts: tuple[int, ...], *, shardings: Shardings, remedy: str, latest_only: bool = False) -> Layouts:
     """Return the layouts of tensors of which the ranks hold ``counts`` tokens.
 
-    They are those of the shardings of this length that are in flight, which must be equal, or of the latest only. If there
-    are none, the switch decides. ``remedy`` ends the error messages.
+    They are those of the shardings of this length that are in flight, which must be equal, or of the latest only. If
+    there are none, the switch decides. ``remedy`` ends the error messages.
     """
     kinds = shardings.kinds(sum(counts))[-1 if latest_only else 0 :]
     others = [kind for kind in kinds if kind not in (HEAD_TAIL, CONTIGUOUS)]

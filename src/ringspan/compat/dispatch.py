@@ -1,7 +1,7 @@
 """torch's switches of its DTensor dispatcher. They do nothing here.
 
-torch's context parallelism replaces how DTensors dispatch scaled_dot_product_attention, for the whole process. Here a block
-or a module with the style intercepts its own calls, DTensors included, and nothing has to be enabled.
+torch's context parallelism replaces how DTensors dispatch scaled_dot_product_attention, for the whole process. Here a
+block or a module with the style intercepts its own calls, DTensors included, and nothing has to be enabled.
 """
 
 from __future__ import annotations

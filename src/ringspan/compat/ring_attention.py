@@ -35,9 +35,10 @@ def _templated_ring_attention(
 ) -> tuple[Tensor, ...]:
     """Return out (B, H, S, E) and lse (B, H, S) of this rank's queries over the keys of all ranks.
 
-    The tokens are on dim 2, the same number on every rank, in the order of ``_cp_options.enable_load_balance``. ``op`` is
-    not called: ringspan chooses the kernel, and its log-sum-exp is that of torch's operators. Of the keywords, ``scale`` is
-    used; the others configure torch's operators and have no effect, except that dropout and a bias are refused.
+    The tokens are on dim 2, the same number on every rank, in the order of ``_cp_options.enable_load_balance``. ``op``
+    is not called: ringspan chooses the kernel, and its log-sum-exp is that of torch's operators. Of the keywords,
+    ``scale`` is used; the others configure torch's operators and have no effect, except that dropout and a bias are
+    refused.
     """
     handle = _handle(group, query, key, is_causal, kwargs)
     return tuple(attend(handle, query, key, value, _scale(kwargs)))
@@ -59,8 +60,8 @@ def _templated_ring_attention_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v for a gradient of out.
 
-    The forward pass is computed again, by which ``out`` and ``logsumexp`` are found. Code that calls attention under autograd
-    does not need this function, and does not compute anything twice.
+    The forward pass is computed again; ``out`` and ``logsumexp`` are not used. Code that calls attention under autograd
+    does not need this function, and computes nothing twice.
     """
     handle = _handle(group, query, key, is_causal, kwargs)
     with torch.enable_grad():

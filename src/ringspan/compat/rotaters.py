@@ -1,7 +1,7 @@
 """torch's rotaters and merger: the parts of a ring of one's own.
 
-ringspan's attention does not use them. Its transports exchange keys, and its kernels merge partial results; these classes
-give both under torch's names.
+ringspan's attention does not use them. Its transports exchange keys, and its kernels merge partial results; these
+classes give both under torch's names.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def _create_rotater(pg: dist.ProcessGroup, seq_dim: int, method: _RotateMethod |
 class _SDPAMerger:
     """Merges partial results over different keys, by their log-sum-exp.
 
-    ``convert_to_f32`` merges in float32 and rounds the result once. ``partial`` says that a part is of the second half of
-    the queries only, as in the later steps of a ring in head-tail order. ``lse`` can have a last dim of 1, as cuDNN's has.
+    ``convert_to_f32`` merges in float32 and rounds the result once. ``partial`` says that a part is of the second half
+    of the queries only, as in the later steps of a ring in head-tail order. ``lse`` can have a last dim of 1, as
+    cuDNN's has.
     """
 
     def __init__(self, convert_to_f32: bool, seq_dim: int) -> None:

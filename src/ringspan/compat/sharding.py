@@ -58,7 +58,7 @@ def _context_parallel_shard(
 
 
 def shard_mask(mesh: DeviceMesh, mask: BlockMask, balancer: _LoadBalancer | None) -> BlockMask:
-    """Return this rank's shard of a mask. A balancer orders queries and keys in one way, so they must be one sequence."""
+    """Return this rank's shard of a mask. A balancer needs queries and keys of one length, since it orders both."""
     q_length, kv_length = mask.seq_lengths
     layouts = kv_layouts = layouts_of(balancer, q_length, mesh.size())
     if q_length != kv_length:
@@ -77,8 +77,8 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Return each whole buffer on every rank, with its tokens in their original order.
 
-    Without a balancer the order of the shards is that of the open ``context_parallel`` block, for sequences of the length
-    of one of its buffers. Else it is that of the latest sharding of this length or, if there is none, what
+    Without a balancer the order of the shards is that of the open ``context_parallel`` block, for sequences of the
+    length of one of its buffers. Else it is that of the latest sharding of this length or, if there is none, what
     ``_cp_options.enable_load_balance`` says: head-tail, or contiguous.
     """
     check_mesh(mesh)

@@ -2,9 +2,10 @@
 
 torch decides the order of such tensors by one process-wide switch, ``_cp_options.enable_load_balance``, which each
 ``_context_parallel_shard`` sets. Two shardings with different layouts in flight would make one of them wrong without an
-error. So the layouts of all shardings are kept until something says which of them is meant: an assignment to the switch,
-or an unsharding, after which the next sharding of that length is the only one that counts. What is kept depends on the
-calls of the program only, which are the same on every rank of the group. It does not depend on which tensors are alive.
+error. So the layouts of all shardings are kept until something says which of them is meant: an assignment to the
+switch, or an unsharding, after which the next sharding of that length is the only one that counts. What is kept depends
+on the calls of the program only, which are the same on every rank of the group. It does not depend on which tensors are
+alive.
 """
 
 from __future__ import annotations
