@@ -13,10 +13,18 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import ringspan as rs
-from ringspan.compat import _context_parallel_shard, _ContextParallel, context_cache, context_parallel, context_parallel_unshard
+from ringspan.compat import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _HeadTailLoadBalancer,
+    context_cache,
+    context_parallel,
+    context_parallel_unshard,
+)
 from tests.compat.jobs import assert_near, mesh_of_all, options, qkv, single_process
 from tests.conftest import Pools
 
@@ -250,8 +258,9 @@ def test_calls_that_would_not_be_exact_raise(pools: Pools, name: str) -> None:
 
 
 def count_messages(rank: int, rotation: str) -> None:
-    """CommDebugMode counts as many sends and receives as the plan has, forward and backward."""
+    """CommDebugMode counts as many sends and receives as the plan has, forward and backward: those of docs/compat.md."""
     mesh, (q, k, v) = mesh_of_all(), qkv(32)
+    documented = {"allgather": {"forward": 2, "backward": 4}, "alltoall": {"forward": 1, "backward": 2}}[rotation]
     plan = rs.plan(
         rs.causal(32),
         world=mesh.size(),
@@ -266,7 +275,6 @@ def count_messages(rank: int, rotation: str) -> None:
         sdpa(q, k, v, is_causal=True)  # the first call has the handshake
         for part, steps in (("forward", plan.program.forward), ("backward", plan.program.backward)):
             with CommDebugMode() as counter:
-                counter.comm_registry |= {c10d.send, c10d.recv_}
                 if part == "forward":
                     out = sdpa(q, k, v, is_causal=True)
                 else:
@@ -274,9 +282,42 @@ def count_messages(rank: int, rotation: str) -> None:
             sends = sum(len(step.sends) for step in steps)
             recvs = sum(len(step.recvs) for step in steps)
             assert dict(counter.get_comm_counts()) == {c10d.send: sends, c10d.recv_: recvs}, (part, counter.get_comm_counts())
+            assert counter.get_total_counts() == 2 * sends == 2 * documented[part] * (mesh.size() - 1)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
 def test_messages_are_those_of_the_plan(pools: Pools, rotation: str, world: int) -> None:
     pools(world).run(count_messages, rotation)
+
+
+def count_flex_messages(rank: int) -> None:
+    """With alltoall, keys are sent no further than to the last rank that sees them."""
+    mesh, lengths = mesh_of_all(), [32] * 4
+    ids = torch.arange(4).repeat_interleave(32)
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), 1, 1, 128, 128, device="cpu", BLOCK_SIZE=16
+    )
+    module = parallelize_module(FlexAttends(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.FLEX))
+    balancer = _HeadTailLoadBalancer(128, mesh.size(), "cpu")
+    whole = [x.requires_grad_() for x in qkv(128)]
+    *shards, mine = _context_parallel_shard(mesh, [*whole, block_mask], [2] * 4, balancer)
+    plan = rs.plan(rs.documents(lengths), world=4, rank=rank, layout="zigzag", strategy="ring")
+    for rotation, sends in (("allgather", [6, 12]), ("alltoall", [2, 4])):
+        with options(rotation=rotation):
+            module(*shards, mine)  # the first call has the handshake
+            with CommDebugMode() as forward:
+                out = module(*shards, mine)
+            with CommDebugMode() as backward:
+                out.sum().backward(retain_graph=True)
+        assert [counter.get_comm_counts()[torch.ops.c10d.send] for counter in (forward, backward)] == sends
+    assert sends == [sum(len(step.sends) for step in steps) for steps in (plan.program.forward, plan.program.backward)]
+
+
+class FlexAttends(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
+        return flex_attention(q, k, v, block_mask=block_mask)  # type: ignore[return-value]
+
+
+def test_messages_of_flex_attention(pools: Pools) -> None:
+    pools(4).run(count_flex_messages)

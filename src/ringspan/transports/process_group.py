@@ -24,6 +24,7 @@ from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
 from ringspan.transports.calls import Call, CallDescription, GroupCalls
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
+from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 from ringspan.transports.watchdog import WatchedGroup, watchdog
 
@@ -182,6 +183,7 @@ class ProcessGroupTransport:
         self.traffic.received += sent_and_received[1]
         if not operations:
             return PendingExchange(request, [], [])
+        count_messages_in_comm_debug_mode()
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
