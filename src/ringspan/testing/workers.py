@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -41,7 +40,9 @@ class Pool:
     def __init__(self, world: int, *, threads: int = 1, timeout: float = 300.0) -> None:
         self.world, self.timeout = world, timeout
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        # This process hosts the store, on a port that the operating system chooses: one chosen here could be taken meanwhile.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        port = self._store.port
         self._workers: list[tuple[Any, Connection]] = []
         with _ignore_interrupts():
             for rank in range(world):
@@ -145,7 +146,7 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, tim
     _parent.append(pipe)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     while True:
         try:
@@ -159,10 +160,3 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, tim
     # Without destroy_process_group: it could wait for peers whose processes have ended.
     sys.stdout.flush()
     os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port

@@ -130,6 +130,14 @@ class ProcessGroupTransport:
             except StopIteration as end:
                 return [end.value]
 
+    def _run_uncounted(self, generator: RankGenerator[T], description: CallDescription) -> T:
+        """Run a collective. ``traffic`` counts the exchanges of plans only."""
+        sent, received = self.traffic.sent, self.traffic.received
+        try:
+            return self.run([generator], description)[0]
+        finally:
+            self.traffic.sent, self.traffic.received = sent, received
+
     def refuse(self, description: CallDescription, error: BaseException) -> None:
         """Count a call that this rank cannot make, so that the peers that wait for it learn the error."""
         if self.world > 1:
@@ -268,14 +276,14 @@ class ProcessGroupTransport:
             return
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape))
         if self._has_tags(x.device):
-            self.run([all_reduce_by_messages(x, self.rank, self.world, label)], description)
+            self._run_uncounted(all_reduce_by_messages(x, self.rank, self.world, label), description)
         else:
             self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), description)
 
     def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape[1:]))
         if self._has_tags(x.device):
-            return self.run([all_gather_by_messages(x, counts, self.rank, label)], description)[0]
+            return self._run_uncounted(all_gather_by_messages(x, counts, self.rank, label), description)
         padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in self.global_ranks]

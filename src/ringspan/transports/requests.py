@@ -42,7 +42,7 @@ RankGenerator: TypeAlias = Generator["PostExchange | WaitExchange", Any, T]
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that a transport has moved for one rank."""
+    """Bytes that a transport has moved for one rank, in the exchanges of plans. Collectives are not counted."""
 
     sent: int = 0
     received: int = 0
