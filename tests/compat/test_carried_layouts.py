@@ -224,6 +224,20 @@ def inside_a_block(rank: int) -> None:
         assert_near(context_parallel_unshard(mesh, [got], [2])[0], single_process(*whole, is_causal=True)[0])
 
 
+def results_of_a_block(rank: int) -> None:
+    """They stay in the order of the block, although a sequence of their length was sharded in another order before it."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    shards = clones(mesh, whole, None)
+    _context_parallel_shard(mesh, [torch.arange(2 * N)], [0], _HeadTailLoadBalancer(2 * N, mesh.size(), "cpu"))
+    q, k, v = (x.clone() for x in whole)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    of_shards = sdpa_style(mesh)(*shards, is_causal=True)
+    assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=True)[0])
+    _cp_options.enable_load_balance = False
+    assert_near(context_parallel_unshard(mesh, [of_shards], [2])[0], single_process(*whole, is_causal=True)[0])
+
+
 def other_balancers(rank: int) -> None:
     """Neither an SDPA call nor an unsharding without a balancer can say that shards are in another order."""
     mesh, whole = mesh_of_all(), qkv(N)
@@ -238,7 +252,9 @@ def other_balancers(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("job", [several_live_shardings, a_length_never_sharded, inside_a_block, other_balancers])
+@pytest.mark.parametrize(
+    "job", [several_live_shardings, a_length_never_sharded, inside_a_block, results_of_a_block, other_balancers]
+)
 def test_calls_that_carry_no_layout(pools: Pools, job: Callable[..., None], world: int) -> None:
     pools(world).run(job)
 

@@ -41,13 +41,12 @@ def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
     return type(balancer).__name__
 
 
-def default_layouts(counts: tuple[int, ...], *, shardings: Shardings, remedy: str, latest_only: bool = False) -> Layouts:
-    """Return the layouts of tensors of which the ranks hold ``counts`` tokens.
+def default_layouts(counts: tuple[int, ...], kinds: list[str], *, remedy: str) -> Layouts:
+    """Return the layouts of tensors of which the ranks hold ``counts`` tokens, and which are of one of these kinds.
 
-    They are those of the shardings of this length that are in flight, which must be equal, or of the latest only. If
-    there are none, the switch decides. ``remedy`` ends the error messages.
+    The kinds are those of shardings, which must give the same layout. If there are none, the switch decides. ``remedy``
+    ends the error messages.
     """
-    kinds = shardings.kinds(sum(counts))[-1 if latest_only else 0 :]
     others = [kind for kind in kinds if kind not in (HEAD_TAIL, CONTIGUOUS)]
     if others:
         raise InputError(

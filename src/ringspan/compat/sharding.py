@@ -78,7 +78,7 @@ def context_parallel_unshard(
     """Return each whole buffer on every rank, with its tokens in their original order.
 
     Without a balancer the order of the shards is that of the open ``context_parallel`` block, for sequences of the
-    length of one of its buffers. Else it is that of the latest sharding of this length or, if there is none, what
+    length of one of its buffers. Else it is that of the latest sharding or block of this length or, if there is none, what
     ``_cp_options.enable_load_balance`` says: head-tail, or contiguous.
     """
     check_mesh(mesh)
@@ -104,8 +104,8 @@ def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
     own = (innermost_block(mesh) or {}).get(sum(counts))
     if own is not None:
         return own
-    shardings = shardings_of(mesh.get_group())
-    return default_layouts(counts, shardings=shardings, latest_only=True, remedy="give load_balancer=")
+    latest = shardings_of(mesh.get_group()).latest(sum(counts))
+    return default_layouts(counts, latest, remedy="give load_balancer=")
 
 
 def _check_block(mesh: DeviceMesh, layouts: Layouts) -> None:
