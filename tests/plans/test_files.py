@@ -181,5 +181,8 @@ def test_a_file_with_anything_in_it_is_a_plan_or_a_plan_error(data: st.DataObjec
         max_leaves=8,
     )
     spot[key] = data.draw(anything)
+    text = json.dumps(document)
     with contextlib.suppress(rs.PlanError):
-        Plan.from_json(json.dumps(document)).verify()
+        Plan.from_json(text, trust=True).verify()
+    with contextlib.suppress(rs.PlanError):
+        assert Plan.from_json(text).program == rs.plan(rs.causal(6), world=2, strategy="exchange", layout="zigzag").program

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, hardware
 from ringspan.costs.plan_cost import Cost, cost
+from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
 from ringspan.plans.data import RankPlan
@@ -63,12 +64,23 @@ class Plan(RankPlan):
         return to_json(self)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str, *, trust: bool = False) -> Plan:
         """Read the output of :meth:`to_json`.
 
-        A malformed text raises :class:`~ringspan.errors.PlanError` with the name of the field.
+        A malformed text raises :class:`~ringspan.errors.PlanError` with the name of the field. So does a program other than
+        the one that the strategy makes for this mask and these layouts. ``trust=True`` takes the program as it is: call
+        :meth:`verify` on such a plan.
         """
-        return from_json(text, Plan)
+        plan = from_json(text, Plan)
+        if not trust:
+            expected = make_program(plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank)
+            if plan.program != expected:
+                raise PlanError(
+                    f"plan.forward, plan.backward: the program in the file is not the one that {plan.strategy} makes for this "
+                    "mask and these layouts. The file was changed, or another version of the strategy wrote it: make the plan "
+                    "again, or read it with trust=True and call verify()"
+                )
+        return plan
 
 
 def _cost(plan: Plan, machine: Machine, shape: Shape) -> Cost:
