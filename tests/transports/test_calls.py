@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -146,6 +147,16 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def test_the_time_limit_of_a_context(one_process: None) -> None:
+    cp = rs.ContextParallel(None, rs.causal(6), timeout=2.5)
+    assert cp.group.timeout == cp.with_mask(rs.full(6)).group.timeout == timedelta(seconds=2.5)
+    assert rs.ContextParallel(cp.group, rs.causal(6), timeout=4).group.timeout == timedelta(seconds=4)
+    assert cp.group.timeout == timedelta(seconds=2.5)
+    for bad in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(rs.InputError, match="timeout must be a positive number of seconds"):
+            rs.ContextParallel(None, rs.causal(6), timeout=bad)
 
 
 def test_a_destroyed_group_is_named(one_process: None) -> None:

@@ -59,6 +59,8 @@ class ContextParallel(AttentionMode):
 
     Strategy and layout are chosen by the constructor, before there are tensors. Pass ``hardware`` and ``shape`` to
     choose for your machine and model, as in :func:`ringspan.plan`.
+
+    ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class ContextParallel(AttentionMode):
         hardware: str | Hardware | None = None,
         shape: Shape | None = None,
         backend: str = "auto",
+        timeout: float | None = None,
     ) -> None:
-        self.group: ProcessGroupTransport = as_transport(group)
+        self.group: ProcessGroupTransport = as_transport(group, timeout)
         self.backend = backend
         self.plan: Plan = plan(
             check_mask(mask),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -78,12 +79,18 @@ class ProcessGroupTransport:
             raise InputError(f"global rank {global_rank} is not a member of the group of global ranks {self.global_ranks}")
         self.rank = self.global_ranks.index(global_rank)
         self.world = len(self.global_ranks)
-        self.timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.timeout = _time_limit(timeout)
         self.traffic = Traffic()
         # Held weakly: PyTorch keeps a group until it is destroyed. A group that lived longer would end its threads only when
         # the interpreter ends, which can abort the process.
         self._group = ref(given)
         self._state = group_state(given, tuple(self.global_ranks), self.rank)
+
+    def with_timeout(self, timeout: float) -> ProcessGroupTransport:
+        """Return a transport for the same ranks with another time limit."""
+        other = copy(self)
+        other.timeout, other.traffic = _time_limit(timeout), Traffic()
+        return other
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -309,6 +316,12 @@ class ProcessGroupTransport:
             call.waiting_since = None
 
 
+def _time_limit(seconds: float | None) -> timedelta | None:
+    if seconds is not None and not 0 < seconds < 1e9:
+        raise InputError(f"timeout must be a positive number of seconds, or None for that of the group; not {seconds!r}")
+    return None if seconds is None else timedelta(seconds=seconds)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -327,6 +340,10 @@ def group_state(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: i
     return by_ranks[global_ranks]
 
 
-def as_transport(group: ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupTransport:
-    """Return the transport for a ``group=`` argument of the public API."""
-    return group if isinstance(group, ProcessGroupTransport) else ProcessGroupTransport(group)
+def as_transport(
+    group: ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None, timeout: float | None = None
+) -> ProcessGroupTransport:
+    """Return the transport for the arguments ``group=`` and ``timeout=`` of the public API."""
+    if not isinstance(group, ProcessGroupTransport):
+        return ProcessGroupTransport(group, timeout=timeout)
+    return group if timeout is None else group.with_timeout(timeout)
