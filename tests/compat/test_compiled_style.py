@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ringspan.compat import _context_parallel_shard, _ContextParallel, _HeadTailLoadBalancer, context_parallel_unshard
+from ringspan.compat import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _HeadTailLoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    context_parallel_unshard,
+)
 from ringspan.testing.assertions import assert_close
 from tests.compat.jobs import mesh_of_all
 from tests.conftest import Pools
@@ -90,6 +97,42 @@ def test_outputs_and_gradients_are_those_of_one_process(pools: Pools, case: str,
 
 def test_inductor(pools: Pools) -> None:
     pools(2).run(job, "flex with a BlockMask", True, True, "inductor")
+
+
+def rows_job(rank: int, balancer_name: str) -> None:
+    """A balancer that orders each row of the batch differently, and then one that does not, in one program."""
+    torch._dynamo.reset()
+    mesh, world = mesh_of_all(), dist.get_world_size()
+    called = torch.compile(parallelize_module(Flex(), mesh, _ContextParallel(2, FLEX)), backend="aot_eager", fullgraph=True)
+    q_idx, k_idx = torch.arange(N)[:, None], torch.arange(N)[None]
+    for step, lengths in enumerate(([[64, 128, 64], [192, 32, 32]], [[128, 128], [64, 192]], [[256], [256]])):
+        torch.manual_seed(step)
+        ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+
+        def visible(b: Any, h: Any, q: Any, k: Any, ids: Tensor = ids) -> Tensor:
+            return (ids[b, q] == ids[b, k]) & (k <= q)
+
+        whole = [torch.randn(2, H, N, D, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        block_mask = create_block_mask(visible, 2, 1, N, N, device="cpu", BLOCK_SIZE=16)
+        balancer: Any = _HeadTailLoadBalancer(N, world, "cpu")
+        if step < 2:
+            per_document = _PerDocumentHeadTailLoadBalancer(lengths, world, "cpu")
+            balancer = per_document if balancer_name == "per document" else _PTRRLoadBalancer(block_mask, world)
+        *shards, mine = _context_parallel_shard(mesh, [*whole, block_mask], [2] * 4, balancer)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            out = called(*shards, mine)
+        seen = torch.stack([visible(b, 0, q_idx, k_idx) for b in range(2)])[:, None]
+        want = F.scaled_dot_product_attention(*whole, attn_mask=seen)
+        assert_close(context_parallel_unshard(mesh, [out.detach()], [2], balancer)[0], want, atol=1e-10)
+        grads = torch.autograd.grad(out.square().sum(), whole)
+        for mine_grad, exact in zip(grads, torch.autograd.grad(want.square().sum(), whole), strict=True):
+            dist.all_reduce(mine_grad)
+            assert_close(mine_grad, exact, atol=1e-10)
+
+
+@pytest.mark.parametrize("balancer", ["per document", "PTRR"])
+def test_balancers_that_order_each_row_differently(pools: Pools, balancer: str) -> None:
+    pools(2).run(rows_job, balancer)
 
 
 class Scored(nn.Module):

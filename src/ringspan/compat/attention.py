@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringspan.compat.attention_calls import AttentionCall, FlexLengthError, parse_call
 from ringspan.compat.balancers import Layouts, same_order
+from ringspan.compat.block_masks import batch_row
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
 from ringspan.compat.meshes import innermost_block
@@ -77,30 +78,34 @@ class MaskFromCallMode(AttentionCatcher):
                 raise FlexLengthError(str(error)) from error
             raise
 
-    def handle_of(self, call: Any) -> PlanHandle:
-        """Return a registered handle for the plan of a call: for compiled code, which computes attention by an operator."""
-        (layout, *others), (kv_layout, *other_keys) = self._layouts(call)
-        if others or other_keys:
-            raise InputError(
-                "the balancer orders each row of the batch differently, which compiled attention does not support: call "
-                "attention in a function that is not compiled (torch.compiler.disable)"
-            )
-        context = self._context(layout, kv_layout, call.is_causal)
-        return context.handle_of(None if call.mask_origin is None else call.mask_origin.whole)
+    def handles_of(self, call: Any) -> list[PlanHandle]:
+        """Return registered handles for the plans of a call: one, or one for each row of the batch.
+
+        They are for compiled code, which computes attention by an operator.
+        """
+        pairs = self._pairs(call, *self._layouts(call))
+        contexts = [self._context(*pair, call.is_causal) for pair in pairs]
+        if call.mask_origin is None or len(contexts) == 1:
+            return [context.handle_of(None if call.mask_origin is None else call.mask_origin.whole) for context in contexts]
+        return [context.handle_of(batch_row(call.mask_origin.whole, b)) for b, context in enumerate(contexts)]
 
     def _attend(self, func: Any, call: AttentionCall, layouts: Layouts, kv_layouts: Layouts) -> Any:
+        pairs = self._pairs(call, layouts, kv_layouts)
+        contexts = [self._context(*pair, call.is_causal) for pair in pairs]
+        if len(contexts) == 1:
+            return contexts[0].caught(func, (), call.arguments())
+        results = [context.caught(func, (), call.row(b).arguments()) for b, context in enumerate(contexts)]
+        return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *results)
+
+    def _pairs(self, call: AttentionCall, layouts: Layouts, kv_layouts: Layouts) -> list[tuple[Layout, Layout]]:
+        """Return the layouts of queries and keys: one pair, or one for each row of the batch."""
         rows = max(len(layouts), len(kv_layouts))
-        if rows == 1:
-            return self._context(layouts[0], kv_layouts[0], call.is_causal).caught(func, (), call.arguments())
-        if call.query.ndim != 4 or call.query.shape[0] != rows:
+        if rows > 1 and (call.query.ndim != 4 or call.query.shape[0] != rows):
             raise InputError(
                 f"the balancer orders each of {rows} batch rows differently, but the queries have shape "
                 f"{tuple(call.query.shape)}: call attention with (batch, heads, tokens, dim) of the whole batch"
             )
-        pairs = zip(layouts * (rows // len(layouts)), kv_layouts * (rows // len(kv_layouts)), strict=True)
-        contexts = [self._context(*pair, call.is_causal) for pair in pairs]
-        results = [context.caught(func, (), call.row(b).arguments()) for b, context in enumerate(contexts)]
-        return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *results)
+        return list(zip(layouts * (rows // len(layouts)), kv_layouts * (rows // len(kv_layouts)), strict=True))
 
     def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
         return self._contexts.get(ContextKey(layout, kv_layout, is_causal, self._strategy))

@@ -1,10 +1,10 @@
 """The torch function mode of a ``_ContextParallel`` style in compiled code.
 
 The layouts of a call are not known while it is traced: they depend on the BlockMask, on open blocks and on options. So the
-program has an operator that finds the plan of the call when it runs, as eager code does, and returns its id::
+program has an operator that finds the plan of each row of the batch when it runs, as eager code does, and returns their ids::
 
-    ids = ringspan::plan_of_call(q, k, the number of the BlockMask, the number of the style, is_causal)
-    out, lse = ringspan::attend(q, k, v, id, scale)
+    plan_ids = ringspan::plans_of_call(q, k, the number of the BlockMask, the number of the style, is_causal)
+    out, lse = ringspan::attend_rows(q, k, v, plan_ids, scale)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringspan.compat.attention import MaskFromCallMode
 from ringspan.compat.attention_calls import FlexCall, SdpaCall
 from ringspan.compat.block_masks import MaskOrigin, number_of, origin_of_number
 from ringspan.compat.context_cache import ContextCache
-from ringspan.engine import attend_by_id, copy_id
+from ringspan.compat.row_operator import attend_rows, ids_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.flex import check_arguments
@@ -67,8 +67,8 @@ class TracedStyleMode(AttentionMode):
         return request.select(self._attend(q, k, v, number, False, call.scale))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Any:
-        plan_id = torch.ops.ringspan.plan_of_call(q, k, mask, self._number, is_causal)
-        return attend_by_id(q, k, v, plan_id, check_scale(scale, q.shape[-1]))
+        plan_ids = torch.ops.ringspan.plans_of_call(q, k, mask, self._number, is_causal)
+        return attend_rows(q, k, v, plan_ids, check_scale(scale, q.shape[-1]))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         raise NotImplementedError  # caught() does not call it
@@ -98,27 +98,21 @@ class TracedCall(NamedTuple):
 
 
 torch.library.define(
-    "ringspan::plan_of_call", "(Tensor q, Tensor k, Tensor? mask_number, Tensor style_number, bool is_causal) -> Tensor"
+    "ringspan::plans_of_call", "(Tensor q, Tensor k, Tensor? mask_number, Tensor style_number, bool is_causal) -> Tensor"
 )
 
 
-@torch.library.impl("ringspan::plan_of_call", "CompositeExplicitAutograd")
-def _plan_of_call(q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, is_causal: bool) -> Tensor:
+@torch.library.impl("ringspan::plans_of_call", "CompositeExplicitAutograd")
+def _plans_of_call(q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, is_causal: bool) -> Tensor:
     contexts = _contexts.get(int(style_number))
     if contexts is None:
         raise InputError("the module that this program was compiled from was deleted: keep it")
     origin = None if mask_number is None else origin_of_number(mask_number)
     # Planning evaluates the user's mask_mod by torch.vmap, which the dispatcher has turned off inside an operator.
     with disable_torch_function(), default_dispatch_keys(), torch.inference_mode(torch.is_inference_mode_enabled()):
-        return _id_of(contexts, TracedCall(q, k, is_causal, origin))
+        return ids_of(MaskFromCallMode(contexts).handles_of(TracedCall(q, k, is_causal, origin)), q.shape[0])
 
 
-def _id_of(contexts: ContextCache, call: TracedCall) -> Tensor:
-    handle = MaskFromCallMode(contexts).handle_of(call)
-    assert handle.id is not None  # a registered handle has one
-    return copy_id(handle.id)
-
-
-@torch.library.register_fake("ringspan::plan_of_call")
+@torch.library.register_fake("ringspan::plans_of_call")
 def _(q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, is_causal: bool) -> Tensor:
-    return torch.empty_like(style_number)
+    return style_number.new_empty((q.shape[0],))
