@@ -34,12 +34,12 @@ class MaskFromCallMode(AttentionCatcher):
 
     The layouts of a call are, in this order: those of its sharded BlockMask; those of the ``context_parallel`` block that
     was open over the mesh when this mode was made; what ``_cp_options.enable_load_balance`` says. The rotate method is the
-    one that was set when this mode was made.
+    one that was set when this mode was made. ``traced`` handles calls of compiled functions inside a module.
     """
 
-    def __init__(self, contexts: ContextCache) -> None:
+    def __init__(self, contexts: ContextCache, traced: AttentionCatcher | None = None) -> None:
         super().__init__()
-        self._contexts, self._strategy = contexts, _cp_options.strategy
+        self._contexts, self._strategy, self._traced = contexts, _cp_options.strategy, traced
         block = innermost_block(contexts.mesh)
         self._block, self._is_in_block = block or {}, block is not None
         # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
@@ -60,6 +60,8 @@ class MaskFromCallMode(AttentionCatcher):
             return ContextParallel(self._contexts.group, full(0)).caught(func, args, kwargs)
         # is_compiling() is True in every thread while one of them compiles (from torch 2.13 on).
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            if not self._ready and self._traced is not None:
+                return self._traced.caught(func, args, kwargs)
             if not self._ready:
                 raise UnplannedAttention(
                     "attention can be compiled only in a block whose buffers have one length: give it such buffers, or do "

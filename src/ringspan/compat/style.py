@@ -44,7 +44,7 @@ class _ContextParallel(StyleHooks, ParallelStyle):
         traced, inner = TracedStyleMode(contexts), _function_of(module)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with traced if torch.compiler.is_dynamo_compiling() else MaskFromCallMode(contexts):
+            with traced if torch.compiler.is_dynamo_compiling() else MaskFromCallMode(contexts, traced):
                 return inner(self, *args, **kwargs)
 
         # Not hooks: after a graph break Dynamo takes a mode that a hook has entered off the stack. A method, so that a copy
