@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,3 +106,46 @@ def test_gradients_are_those_of_one_process(
     pools: Pools, job: object, backward_in_block: bool, reentrant: bool, world: int
 ) -> None:
     pools(world).run(job, reentrant, backward_in_block)
+
+
+def compiled_layers(rank: int, way: str) -> None:
+    """Layers with the style are compiled inside a checkpoint, or with the checkpoint."""
+    torch._dynamo.reset()
+    mesh, model = mesh_of_all(), Model(None).double()
+    style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"attends": style})
+    (x,) = _context_parallel_shard(mesh, [whole_sequence()], [1], _HeadTailLoadBalancer(N, dist.get_world_size(), "cpu"))
+    x = model.embed(x)
+    for layer in model.layers:
+        x = COMPILED[way](layer)(x)
+    x.square().sum().backward()
+    check(model)
+
+
+def compiled(function: Callable[..., Tensor], fullgraph: bool = True) -> Callable[..., Tensor]:
+    return torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
+
+
+def side_effects_allowed(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Dynamo regards a mode that is opened inside a checkpoint as a side effect."""
+
+    def call(x: Tensor) -> Tensor:
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+            return function(x)
+
+    function = compiled(lambda x: checkpoint(layer, x, use_reentrant=False))
+    return call
+
+
+COMPILED: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "compiled layer in a checkpoint": lambda layer: partial(checkpoint, compiled(layer), use_reentrant=False),
+    "compiled layer in a reentrant checkpoint": lambda layer: partial(checkpoint, compiled(layer), use_reentrant=True),
+    "checkpoint in a compiled function": lambda layer: compiled(lambda x: checkpoint(layer, x, use_reentrant=False), False),
+    "checkpoint in a compiled function, in one graph": side_effects_allowed,
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_compiled_layers(pools: Pools, way: str) -> None:
+    pools(2).run(compiled_layers, way)
