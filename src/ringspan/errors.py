@@ -43,7 +43,7 @@ class TransportError(RingspanError, RuntimeError):
 
 
 class PeerMismatch(TransportError):
-    """The ranks of a group call with different plans, shapes or dtypes. Every rank raises it, with the same message."""
+    """The ranks of a group make different calls, or calls with other plans, shapes or dtypes. Every rank raises it."""
 
 
 class PeerFailed(TransportError):

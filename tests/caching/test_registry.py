@@ -30,6 +30,8 @@ NOT_CACHES = {
     "transports/process_group.py: _states": "the calls of a group, as long as it lives: their numbers must agree on all ranks",
     "transports/handshake.py: _agreements": "what groups agreed on: ranks that forget it would wait for ranks that do not",
     "compat/block_masks.py: _origins": "the whole mask and the layouts of a sharded BlockMask, as long as the shard lives",
+    "compat/block_masks.py: _shard_mods": "sharded BlockMasks by the number that compiled code passes on, held weakly",
+    "compat/traced_style.py: _contexts": "styles by the number that compiled code passes on, held weakly",
     "compat/shardings.py: _of_groups": "the layouts of shards, as long as their process group lives",
     "engine/operator.py: _callbacks": "functions to call before each forward pass of the operator",
     "testing/workers.py: _parent": "the connection of a worker process",

@@ -30,10 +30,10 @@ def calls(*descriptions: CallDescription) -> GroupCalls:
 @pytest.mark.parametrize(
     "other",
     [
-        Call(8, FORWARD, "MainThread"),
+        Call(8, FORWARD, ""),
         Call(7, FORWARD, "worker"),
         *(
-            Call(7, FORWARD._replace(**{field: value}), "MainThread")
+            Call(7, FORWARD._replace(**{field: value}), "")
             for field, value in [
                 ("kind", "backward"),
                 ("plan", "9f2c00000000001b"),
@@ -46,36 +46,40 @@ def calls(*descriptions: CallDescription) -> GroupCalls:
     ids=["number", "thread", *CallDescription._fields],
 )
 def test_messages_of_different_calls_have_different_tags(other: Call) -> None:
-    call = Call(7, FORWARD, "MainThread")
-    assert call.tag("forward step 1", 4096) == Call(7, FORWARD, "MainThread").tag("forward step 1", 4096)
+    call = Call(7, FORWARD, "")
+    assert call.tag("forward step 1", 4096) == Call(7, FORWARD, "").tag("forward step 1", 4096)
     assert call.tag("forward step 1", 4096) != other.tag("forward step 1", 4096)
 
 
 def test_messages_of_different_steps_and_sizes_have_different_tags() -> None:
-    call = Call(7, FORWARD, "MainThread")
+    call = Call(7, FORWARD, "")
     tags = {call.tag(f"forward step {n}", nbytes) for n in range(100) for nbytes in (0, 8, 4096, 2**40)}
     assert len(tags) == 400
     assert all(0 <= tag < 2**31 for tag in tags)
 
 
-def test_threads_of_one_function_have_one_name_on_all_ranks() -> None:
+def test_names_of_threads_are_the_same_on_all_ranks() -> None:
+    """The first thread that uses a group has no name; numbers in the names of the others do not count."""
     made, names = GroupCalls(), []
 
     def work() -> None:
         names.append(made.begin(FORWARD).thread)
         made.end()
 
-    for n in (3, 17):
+    for n in (3, 17, 4):
         thread = threading.Thread(target=work, name=f"Thread-{n} (train)")
         thread.start()
         thread.join()
-    assert names == ["Thread- (train)"] * 2
+        made._first_thread = made._first_thread or 0
+        if n == 3:
+            made._first_thread = -1  # the thread has ended, and its number may be given to the next
+    assert names == ["", *["Thread- (train)"] * 2]
 
 
 def test_two_threads_in_a_call_at_once_are_refused() -> None:
     made = GroupCalls()
     made.begin(FORWARD)
-    with pytest.raises(rs.InputError, match=r"while thread MainThread is in forward of plan 9f2c.* Give each thread a group"):
+    with pytest.raises(rs.InputError, match=r"while another thread is in forward of plan 9f2c.* Give each thread a group"):
         made.begin(FORWARD)
     made.end()
     with pytest.raises(rs.TransportError, match="This group cannot be used any more"):
@@ -88,7 +92,7 @@ def test_two_threads_in_a_call_at_once_are_refused() -> None:
 def test_a_record_survives_json() -> None:
     made = calls(FORWARD, FORWARD._replace(scale=None))
     made.fail(made.recent[-1], ValueError("no\nsuch"))
-    record = record_of(made, 3)
+    record = record_of(made, written=3, generation=2)
     assert RankRecord.from_json(record.to_json()) == record
     assert record.where() == "raised ValueError in call 2: no"
 
@@ -120,12 +124,25 @@ def test_a_peer_that_raised_in_this_call_is_named() -> None:
     assert str(error) == "rank 1 raised InputError in call 1 (forward): q has 3 heads"
 
 
-def test_an_error_that_all_ranks_have_raised_is_past() -> None:
-    """All ranks refused call 1, and the peer has not yet begun call 2."""
+def test_an_error_in_an_earlier_call_is_past() -> None:
+    """The peer raised in call 1, which this rank has completed. The peer has not yet begun call 2, and may only be late."""
     own, other = calls(FORWARD), calls(FORWARD)
-    for made in (own, other):
-        made.fail(made.recent[-1], rs.InputError("q has 3 heads"))
+    other.fail(other.recent[-1], rs.InputError("q has 3 heads"))
     own.begin(FORWARD)
+    assert diagnose(0, record_of(own), {1: record_of(other)}) is None
+
+
+def test_an_error_of_a_later_call_does_not_end_this_one() -> None:
+    own, other = calls(FORWARD), calls(FORWARD)
+    other.failure = Failure(2, "InputError", "two threads", is_final=True)
+    assert diagnose(0, record_of(own), {1: record_of(other)}) is None
+    own.begin(FORWARD)
+    assert diagnose(0, record_of(own), {1: record_of(other)}) is not None
+
+
+def test_a_refused_call_is_not_compared() -> None:
+    own, other = calls(CallDescription("forward"), FORWARD), calls(FORWARD, FORWARD)
+    own.fail(own.recent[0], rs.InputError("q has 3 heads"))
     assert diagnose(0, record_of(own), {1: record_of(other)}) is None
 
 

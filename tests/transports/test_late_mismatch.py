@@ -26,8 +26,8 @@ Report = tuple[str, str, float]
 class Layers:
     """Two plans that the ranks have agreed on, forward and backward, over one group of their own."""
 
-    def __init__(self, rank: int, strategy: str) -> None:
-        group = ProcessGroupTransport(dist.new_group(), timeout=LIMIT)
+    def __init__(self, rank: int, strategy: str, backend: str | None = None) -> None:
+        group = ProcessGroupTransport(dist.new_group(backend=backend), timeout=LIMIT)
         masks = (rs.causal(N), rs.full(N))
         self.cps = [rs.ContextParallel(group, m, strategy=strategy, layout="zigzag") for m in masks]
         self.differs = rank == 1
@@ -154,3 +154,55 @@ def check(reports: list[Report]) -> None:
         assert "rank 1" in message
         assert seconds < SOON
     assert len({message for _, message, _ in reports}) <= 2  # rank 1 is compared with one or the other of its peers
+
+
+def other_order_on_two_backends(rank: int) -> Report:
+    """As after ``init_process_group()`` without a backend on a machine with a GPU, where the group has gloo for CPUs only."""
+    layers = Layers(rank, "ring", "cpu:gloo,cuda:gloo")
+    start = time.monotonic()
+    try:
+        other_order(layers)
+    except rs.RingspanError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", 0.0
+
+
+def test_a_group_with_a_backend_for_each_device(pools: Pools) -> None:
+    check(pools(WORLD).run(other_order_on_two_backends))
+
+
+def attend_after_a_pause_of_rank_1(rank: int, strategy: str) -> float:
+    """Rank 1 is late, in the forward and in the backward pass. ``attend`` checks the result."""
+    layers = Layers(rank, strategy)
+    start = time.monotonic()
+    for n in (0, 1):
+        time.sleep(2.5 if layers.differs else 0.0)
+        out = layers.attend(n)
+        time.sleep(1.5 if layers.differs else 0.0)
+        out.sum().backward()
+    layers.cps[0].mean(torch.ones(2))
+    return time.monotonic() - start
+
+
+def test_a_rank_that_is_late_is_no_error(pools: Pools) -> None:
+    assert min(pools(WORLD).run(attend_after_a_pause_of_rank_1, "ring")) > 7.0
+
+
+def refuse_on_rank_1_and_go_on(rank: int) -> list[str]:
+    """Rank 1 raises in a call that needs nothing of the others, and its next call is late."""
+    group = ProcessGroupTransport(dist.new_group(), timeout=LIMIT)
+    cp = rs.ContextParallel(group, rs.documents([8, 8, 8]), layout="contiguous", strategy="exchange")
+    q, k, v = cp.shard(*torch.randn(3, 1, 2, N, 8).unbind(), dim=2)
+    cp.attention(q, k, v)
+    errors = []
+    try:
+        cp.attention(q, k[:, :, 1:] if rank == 1 else k, v)
+    except rs.InputError as error:
+        errors.append(type(error).__name__)
+    time.sleep(2.5 if rank == 1 else 0.0)
+    cp.unshard(cp.attention(q, k, v), dim=2)
+    return errors
+
+
+def test_an_error_that_no_peer_depends_on_ends_no_later_call(pools: Pools) -> None:
+    assert pools(WORLD).run(refuse_on_rank_1_and_go_on) == [[], ["InputError"], []]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# Objects that are looked at in one result. A larger result is estimated from this many.
-MOST_OBJECTS = 100_000
+# At most this many objects of a result are counted. The size of a larger result is underestimated.
+MAX_OBJECTS = 100_000
 SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
@@ -23,7 +23,7 @@ def approximate_bytes(result: object) -> int:
     8112
     """
     total, seen, stack = 0, set[int](), [result]
-    while stack and len(seen) < MOST_OBJECTS:
+    while stack and len(seen) < MAX_OBJECTS:
         x: Any = stack.pop()
         if id(x) in seen:
             continue

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,13 +34,19 @@ from ringspan.plans.data import Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import CallDescription, RankGenerator, WaitExchange
 
-T = TypeVar("T")
-
 # Drives the generators of the ranks of this process to their results: ``transport.run``. The second argument is what must be
 # equal on all ranks.
 Run = Callable[[Sequence[Any], CallDescription | None], list[Any]]
 
 NO_SPAN = nullcontext()  # opening a span of the profiler takes as long as a kernel launch
+
+
+class Pass(NamedTuple):
+    """The buffers of a forward or backward pass, the function that computes a task, and the one that returns the result."""
+
+    slots: Slots
+    compute: Callable[[Task], None]
+    finish: Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,10 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
 
     Its result is out (S, B, H, E), in the accumulation dtype or in the kernel's, and lse (S, B, H).
     """
+    return _run_steps(plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
+
+
+def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
     program, head_dim = plan.program, config.head_dim
     # Queries that move are sent from a contiguous copy; otherwise the kernel reads them in place.
     if program.moves_queries("forward"):
@@ -88,7 +99,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
             del out, lse  # else they would be held while the next are computed
 
     slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
-    return _run_steps(plan, "forward", slots, compute, outputs[0].finish)
+    return Pass(slots, compute, outputs[0].finish)
 
 
 def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
@@ -99,6 +110,10 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
     of them are computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with
     unmatched receives.
     """
+    return _run_steps(plan, "backward", partial(_prepare_backward, plan, saved, kv_TBGF, config))
+
+
+def _prepare_backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
     program, mods, head_dim = plan.program, config.mods, config.head_dim
     value_dim = kv_TBGF.shape[-1] - head_dim
     q, dout, out, lse, dlse = saved
@@ -139,16 +154,17 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
         return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
     slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv})
-    return _run_steps(plan, "backward", slots, compute, finish)
+    return Pass(slots, compute, finish)
 
 
-def _run_steps(
-    plan: Plan, phase: Phase, slots: Slots, compute: Callable[[Task], None], finish: Callable[[], T]
-) -> RankGenerator[T]:
+def _run_steps(plan: Plan, phase: Phase, prepare: Callable[[], Pass]) -> RankGenerator[tuple[Tensor, ...]]:
     """Exchange the messages of each step while its tasks are computed.
 
-    The result of the generator is that of ``finish``.
+    The buffers are allocated when the generator runs. So running out of memory is an error of the call, which its peers
+    are told.
     """
+    slots, compute, finish = prepare()
+    del prepare  # it holds tensors that may have been copied
     for step in plan.derived(schedule, phase):
         pending = None
         if step.messages is not None:

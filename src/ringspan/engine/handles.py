@@ -22,7 +22,7 @@ from torch import Tensor
 from ringspan.engine.executor import AttentionConfig
 from ringspan.engine.inputs import shape_of
 from ringspan.engine.kernel_choice import choose_config, kernel_inputs
-from ringspan.errors import InputError, RingspanError, TransportError
+from ringspan.errors import InputError, TransportError
 from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend
 from ringspan.planner import Plan
 from ringspan.torch_private.dynamo import dynamo_constant
@@ -91,14 +91,14 @@ class PlanHandle:
     ) -> tuple[Plan, AttentionConfig]:
         """Return the plan for these tensors' heads and the kernel to run, once all ranks have agreed on the call.
 
-        A rank checks its tensors and functions and selects its kernel before it talks to others. If it refuses the call, what
-        its peers do depends on the calls before:
+        A rank checks its tensors and functions and selects its kernel before it communicates. If it cannot make the call,
+        what its peers do depends on the calls before:
 
         - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
           part, so that they raise :class:`~ringspan.errors.PeerMismatch`, and raises its own error.
         - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A rank that
-          entered the handshake would wait for them in vain. It raises at once, and leaves its error where the peers find it
-          that wait for it. They raise :class:`~ringspan.errors.PeerFailed`.
+          entered the handshake would wait until the time limit. It raises at once and writes its error to the store,
+          where waiting peers read it. They raise :class:`~ringspan.errors.PeerFailed`.
         """
         # fmt: off
         key = (
@@ -112,7 +112,7 @@ class PlanHandle:
         else:
             try:
                 plan, signature, config = self._prepare(key, q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
-            except RingspanError as error:
+            except Exception as error:
                 if self.plan.digest in self._agreed.values():
                     self.group.refuse(CallDescription("forward", self.plan.digest, scale), error)
                 else:
@@ -157,7 +157,7 @@ class PlanHandle:
         return PreparedCall(None if fitted is self.plan else fitted, signature, kernel_inputs(fitted, q, v))
 
     def _agree(self, plan: Plan, signature: RankSignature, device: torch.device) -> None:
-        """Run the handshake. Every rank does so when it meets a call that is new to the group."""
+        """Run the handshake. Every rank does so when a call is new to the group."""
         planned = signature._replace(queries=plan.q_rows, keys=plan.kv_rows)
         if signature != planned and planned in self._agreed:  # so the peers skip the handshake
             error = InputError(

@@ -80,9 +80,6 @@ class Call:
         return (zlib.crc32(label.encode(), self._checksum) + nbytes) % LARGEST_TAG
 
 
-MAIN_THREAD = "MainThread"
-
-
 class GroupCalls:
     """The calls that this process makes on one group, one at a time."""
 
@@ -92,30 +89,42 @@ class GroupCalls:
         self.recent: deque[Call] = deque(maxlen=HISTORY)
         self.failure: Failure | None = None
         """The last error of this rank."""
-        self.verdict: TransportError | None = None
+        self.group_error: TransportError | None = None
         """Why the group can no longer be used."""
+        self._first_thread: int | None = None
         self._lock = threading.Lock()
 
     def begin(self, description: CallDescription) -> Call:
         """Count a call. Raises if the group has failed before, or if another thread is in a call of it."""
-        thread = _thread_name(threading.current_thread().name)
+        thread = self._name_of_thread()
         with self._lock:
-            if self.verdict is not None:
-                raise type(self.verdict)(f"{self.verdict}. This group cannot be used any more: make a new one")
+            if self.group_error is not None:
+                raise type(self.group_error)(f"{self.group_error}. This group cannot be used any more: make a new one")
             if self.current is not None:
                 error = InputError(
-                    f"thread {threading.current_thread().name} begins {description} while thread {self.current.thread} is in "
+                    f"thread {threading.current_thread().name} begins {description} while another thread is in "
                     f"{self.current.description} on the same process group: their messages could be mixed up. Give each thread "
                     "a group of its own (dist.new_group)"
                 )
                 # The other ranks may have begun this call, so that no later one can match.
-                self.verdict = TransportError(str(error))
+                self.group_error = TransportError(str(error))
                 self.failure = Failure(self.number + 1, "InputError", str(error), is_final=True)
                 raise error
             self.number += 1
             self.current = call = Call(self.number, description, thread)
             self.recent.append(call)
         return call
+
+    def _name_of_thread(self) -> str:
+        """Return a name of this thread that is the same on all ranks.
+
+        It is empty for the first thread that uses the group. Others are told apart by their names, without the numbers
+        that threads are given as they are started.
+        """
+        thread = threading.get_ident()
+        if self._first_thread is None:
+            self._first_thread = thread
+        return "" if thread == self._first_thread else re.sub(r"\d+", "", threading.current_thread().name)
 
     def end(self) -> None:
         self.current = None
@@ -130,8 +139,3 @@ def waiting_seconds(call: Call | None) -> float:
     """Return how long a call has waited for its peers; 0.0 while it computes."""
     since = None if call is None else call.waiting_since
     return 0.0 if since is None else time.monotonic() - since
-
-
-def _thread_name(name: str) -> str:
-    """Return a name that is the same on all ranks: without the numbers that threads are given as they are started."""
-    return name if name == MAIN_THREAD else re.sub(r"\d+", "", name)

@@ -22,9 +22,7 @@ def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> Tra
         failure = record.failure
         if failure is None:
             continue
-        raised_too = own.failure is not None and own.failure.number >= failure.number
-        left_this_call = failure.number == own.number or (failure.number == record.number < own.number and not raised_too)
-        if failure.is_final or left_this_call:
+        if failure.number == own.number or (failure.is_final and failure.number < own.number):
             return _error_of_peer(rank, peer, record)
     for peer, record in sorted(peers.items()):
         difference = _first_difference(rank, own, peer, record)
@@ -36,8 +34,9 @@ def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> Tra
 def _first_difference(rank: int, own: RankRecord, peer: int, record: RankRecord) -> str | None:
     for number in sorted(own.calls.keys() & record.calls.keys()):
         (low, mine), (high, theirs) = sorted([(rank, own.calls[number]), (peer, record.calls[number])])
-        if mine == theirs or (record.failure is not None and record.failure.number == number):
-            continue  # a rank that refuses a call may not know all of its description
+        refused = [x.failure.number for x in (own, record) if x.failure is not None]
+        if mine == theirs or number in refused:  # a rank that refuses a call may not know all of its description
+            continue
         pairs = zip((*mine.description, mine.thread), (*theirs.description, theirs.thread), strict=True)
         fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
         return (
@@ -59,10 +58,13 @@ def _error_of_peer(rank: int, peer: int, record: RankRecord) -> TransportError:
     )
 
 
-def describe_ranks(peers: Mapping[int, RankRecord], missing: Mapping[int, float | None]) -> str:
-    """Describe where each rank is, one line a rank. ``missing`` has the seconds since a rank's last record, None if never."""
-    lines = [f"  rank {peer} {record.where()}" for peer, record in peers.items() if peer not in missing]
-    for peer, seconds in missing.items():
-        since = "has given no sign of life" if seconds is None else f"has given no sign of life for {seconds:.0f} s"
-        lines.append(f"  rank {peer} {since}: its process is dead or stopped, or cannot reach the store")
+def describe_ranks(records: Mapping[int, RankRecord], silent: Mapping[int, float | None]) -> str:
+    """Describe where each rank is, one line a rank.
+
+    ``silent`` has the ranks without a recent record, with the seconds since their last one, or None.
+    """
+    lines = [f"  rank {peer} {record.where()}" for peer, record in records.items() if peer not in silent]
+    for peer, seconds in silent.items():
+        since = "has written no record" if seconds is None else f"has written no record for {seconds:.0f} s"
+        lines.append(f"  rank {peer} {since}: it has made no call yet, makes progress, or its process has ended or is stopped")
     return "\n".join(sorted(lines))

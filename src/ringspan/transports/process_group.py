@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import cached_property
+from threading import Lock
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -163,7 +164,7 @@ class ProcessGroupTransport:
         try:
             yield call
         except BaseException as error:
-            if calls.verdict is None:
+            if calls.group_error is None:
                 self._fail(call, error)
             raise
         finally:
@@ -244,7 +245,7 @@ class ProcessGroupTransport:
             raise error
         state, ranks = self._state, tuple(dict.fromkeys(peers))
         kind = error_class_of(error)
-        found = state.calls.verdict
+        found = state.calls.group_error
         if found is None and kind is not TransportError:
             found = state.diagnose(ranks)
         if found is None:
@@ -259,7 +260,7 @@ class ProcessGroupTransport:
                 text = f"{label} failed: {first_line(error)}"
             found = kind(f"rank {self.rank}: {text}")
         if kind is not TransportError:
-            state.give_up(found)
+            state.fail_group(found)
         raise found from error
 
     def all_gather_ints(self, values: Sequence[int], device: torch.device, *, label: str) -> list[list[int]]:
@@ -328,16 +329,18 @@ def _name(dtype: torch.dtype) -> str:
 
 # By process group, and by the global ranks in rank order: two meshes can share a process group and number it differently.
 _states: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], WatchedGroup]] = WeakKeyDictionary()
+_states_lock = Lock()
 
 
 def group_state(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> WatchedGroup:
     """Return the calls of a group. All transports of a group share them."""
-    by_ranks = _states.setdefault(group, {})
-    if global_ranks not in by_ranks:
-        by_ranks[global_ranks] = state = WatchedGroup(group, global_ranks, rank, GroupCalls())
-        if len(global_ranks) > 1:
-            watchdog.add(state)
-    return by_ranks[global_ranks]
+    with _states_lock:
+        by_ranks = _states.setdefault(group, {})
+        if global_ranks not in by_ranks:
+            by_ranks[global_ranks] = state = WatchedGroup(group, global_ranks, rank, GroupCalls())
+            if len(global_ranks) > 1:
+                watchdog.add(state)
+        return by_ranks[global_ranks]
 
 
 def as_transport(

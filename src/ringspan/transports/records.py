@@ -1,15 +1,15 @@
 """Records of the ranks in the store of their process group: in which call each rank is, and how it failed.
 
-A rank writes its record only if a call fails or makes no progress for about a second, so the store is not used in
-normal operation.
+A rank writes its record when a call fails, and every two seconds while it makes no progress: in a call that waits, or
+between calls. While calls follow each other within a second the store is not used.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -39,6 +39,7 @@ class RankRecord(NamedTuple):
     calls: dict[int, CallRecord]
     """Its last calls by number."""
     failure: Failure | None
+    generation: int
     written: int
     """How many records the rank has written. A rank that makes no progress writes one every few seconds."""
 
@@ -55,6 +56,7 @@ class RankRecord(NamedTuple):
             waited=data["waited"],
             calls={int(n): _call_record(*call) for n, call in data["calls"].items()},
             failure=None if data["failure"] is None else Failure(*data["failure"]),
+            generation=data["generation"],
             written=data["written"],
         )
 
@@ -72,7 +74,7 @@ class RankRecord(NamedTuple):
         return f"is in {self.label} of {call}"
 
 
-def record_of(calls: GroupCalls, written: int = 0) -> RankRecord:
+def record_of(calls: GroupCalls, written: int = 0, generation: int = 0) -> RankRecord:
     """Return the record of this rank."""
     current = calls.current
     return RankRecord(
@@ -82,6 +84,7 @@ def record_of(calls: GroupCalls, written: int = 0) -> RankRecord:
         waited=waiting_seconds(current),
         calls={call.number: CallRecord(call.description, call.thread) for call in list(calls.recent)},
         failure=calls.failure,
+        generation=generation,
         written=written,
     )
 
@@ -92,37 +95,45 @@ def _call_record(description: list[Any], thread: str) -> CallRecord:
 
 
 class Records:
-    """The records of the ranks of one group. Every method may raise an error of the store."""
+    """The records of the ranks of one group. Reading and writing may raise an error of the store.
 
-    def __init__(self, store: Any, global_ranks: tuple[int, ...], rank: int) -> None:
-        self._store, self._rank = store, rank
-        # The store is that of the process group. Meshes that number its ranks differently have records of their own.
+    ``generation`` counts the groups that have had the same name in this store, as after a restart. Records of another
+    generation are ignored.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> None:
+        self._group, self._rank = ref(group), rank
+        # Meshes that number the ranks of a process group differently have records of their own.
         self._prefix = f"{PREFIX}/{'-'.join(map(str, global_ranks))}"
+        self._generation = int(self._store().add(f"{self._prefix}/{rank}/generation", 1))
         self._written = 0
 
-    def clear(self) -> None:
-        """Delete a record that an earlier group of the same name may have left."""
-        with suppress(RuntimeError, OSError, NotImplementedError):
-            self._store.delete_key(f"{self._prefix}/{self._rank}")
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> Records | None:
+        """Return the records of a group, or None if its backend has no store."""
+        try:
+            return cls(group, global_ranks, rank)
+        except (AttributeError, RuntimeError, OSError):
+            return None
 
     def write(self, calls: GroupCalls) -> None:
         self._written += 1
-        self._store.set(f"{self._prefix}/{self._rank}", record_of(calls, self._written).to_json())
+        self._store().set(f"{self._prefix}/{self._rank}", record_of(calls, self._written, self._generation).to_json())
 
     def read(self, ranks: Iterable[int]) -> dict[int, RankRecord]:
         """Read the records of some ranks. Those that have written none are left out."""
-        found = {}
+        store, found = self._store(), {}
         for rank in ranks:
             key = f"{self._prefix}/{rank}"
-            if self._store.check([key]):  # get() would wait for the key
-                found[rank] = RankRecord.from_json(self._store.get(key).decode())
+            if store.check([key]):  # get() would wait for the key
+                record = RankRecord.from_json(store.get(key).decode())
+                if record.generation == self._generation:
+                    found[rank] = record
         return found
 
-
-def records_of(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> Records | None:
-    """Return the records of a group, or None if its backend has no store."""
-    try:
-        store = group.get_group_store()
-    except (AttributeError, RuntimeError):
-        return None
-    return Records(store, global_ranks, rank)
+    def _store(self) -> Any:
+        """Return the store of the group. It is not held: a new group on the same port would find the old store."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group.get_group_store()

@@ -1,7 +1,7 @@
-"""The watchdog: a thread that diagnoses calls in which a rank makes no progress.
+"""The watchdog: a thread that checks calls in which a rank waits for long.
 
 A rank that waits for a message cannot do anything else. So one background thread per process checks the calls of all
-groups twice a second. It acts only on a group whose rank has made no progress for a second: it writes the record of the
+groups every 0.4 s. It acts only on a group whose rank has made no progress for a second: it writes the record of the
 rank to the store of the group. If the rank waits for peers, it also reads their records. If these show that a message
 will never come, the thread closes the connections of the group, which ends the wait with an error, here and on the
 peers. The error says what the thread has found::
@@ -23,15 +23,15 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from ringspan.errors import PeerLost, TransportError
+from ringspan.errors import TransportError
 from ringspan.transports.calls import GroupCalls, waiting_seconds
 from ringspan.transports.diagnosis import describe_ranks, diagnose
-from ringspan.transports.records import RankRecord, Records, record_of, records_of
+from ringspan.transports.records import RankRecord, Records, record_of
 
-PATIENCE = 1.0  # seconds without progress before a rank writes its record
+NO_PROGRESS_LIMIT = 1.0  # seconds without progress before a rank writes its record
 PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
-SILENT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
+NO_RECORD_LIMIT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
 
 CLOSING = 1  # the tag of a receive that is meant to time out
 
@@ -44,18 +44,17 @@ class WatchedGroup:
     def __init__(self, group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int, calls: GroupCalls) -> None:
         self.calls, self.rank, self.global_ranks = calls, rank, global_ranks
         self._group = ref(group)
-        self._records: Records | None = records_of(group, global_ranks, rank)
-        if self._records is not None:
-            self._records.clear()
+        self._records: Records | None = Records.of(group, global_ranks, rank)
         self._lock = threading.Lock()  # the store is used by the watchdog, and by a rank that fails
+        self._failing = threading.Lock()
         self._position: tuple[object, ...] = ()
         self._position_since = 0.0
         self._written_at = 0.0
-        self._heard: dict[int, tuple[int, float]] = {}  # rank -> the number of its last record, and when it was read
+        self._last_records: dict[int, tuple[int, float]] = {}  # rank -> the number of its last record, and when it was read
 
     # -- in the watchdog's thread ------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Write a record if this rank makes no progress, and end a wait for a message that will never come."""
         calls, now = self.calls, time.monotonic()
         current = calls.current
@@ -63,35 +62,39 @@ class WatchedGroup:
         if position != self._position:
             self._position, self._position_since, self._written_at = position, now, 0.0
             return
-        if now - self._position_since < PATIENCE - PERIOD or not calls.number:
+        if now - self._position_since < NO_PROGRESS_LIMIT - PERIOD or not calls.number:
             return
         if now - self._written_at >= REPEAT:
             self._written_at = now
             self._write()
-        if current is not None and waiting_seconds(current) >= PATIENCE and calls.verdict is None:
+        if current is not None and waiting_seconds(current) >= NO_PROGRESS_LIMIT and calls.group_error is None:
             error = self.diagnose(current.peers)
             if error is not None and calls.current is current:
-                self.give_up(error)
+                self.fail_group(error)
 
     def diagnose(self, peers: tuple[int, ...]) -> TransportError | None:
         """Return an error if one of these ranks will never send its message."""
         try:
             return diagnose(self.rank, record_of(self.calls), self._read(peers))
-        except (RuntimeError, OSError) as error:
-            host = "the process that hosts it has ended or cannot be reached"
-            return PeerLost(f"rank {self.rank}: the store of the process group does not respond: {host} ({error})")
+        except (RuntimeError, OSError) as error:  # the messages may still come
+            log.debug("rank %d cannot read the store of the process group: %s", self.rank, error)
+            return None
 
     # -- in either thread --------------------------------------------------------------------------------------------
 
-    def give_up(self, error: TransportError) -> None:
+    def fail_group(self, error: TransportError) -> None:
         """Make ``error`` the error of the group, tell the other ranks, and close the connections."""
         calls = self.calls
-        if calls.verdict is None:
-            calls.verdict = error
-            if calls.current is not None:
-                calls.fail(calls.current, error, is_final=True)
-            self._write()
-            self.close_connections()
+        with self._failing:
+            if calls.group_error is not None:
+                return
+            # A copy: the traceback of the error that is raised holds the tensors of the call.
+            calls.group_error = type(error)(str(error))
+            current = calls.current
+            if current is not None:
+                calls.fail(current, error, is_final=True)
+        self._write()
+        self.close_connections()
 
     def report_failure(self) -> None:
         """Tell the other ranks that this rank has raised."""
@@ -104,13 +107,13 @@ class WatchedGroup:
         except (RuntimeError, OSError):
             return ""
         now = time.monotonic()
-        missing: dict[int, float | None] = {}
+        silent: dict[int, float | None] = {}
         for peer in peers:
             if peer not in found:
-                missing[peer] = None
-            elif now - self._heard[peer][1] > SILENT:
-                missing[peer] = now - self._heard[peer][1]
-        return describe_ranks(found, missing)
+                silent[peer] = None
+            elif now - self._last_records[peer][1] > NO_RECORD_LIMIT:
+                silent[peer] = now - self._last_records[peer][1]
+        return describe_ranks(found, silent)
 
     def close_connections(self) -> None:
         """Close the connections of gloo to all peers, so that no rank waits for this one any longer.
@@ -119,7 +122,7 @@ class WatchedGroup:
         and leaves the others open, so all peers are tried.
         """
         group = self._group()
-        if group is None or dist.get_backend(group) != "gloo":
+        if group is None or "gloo" not in dist.get_backend_config(group):
             return
         for peer in self.global_ranks:
             if peer != self.global_ranks[self.rank]:
@@ -140,8 +143,8 @@ class WatchedGroup:
             found = self._records.read(peers)
         now = time.monotonic()
         for peer, record in found.items():
-            if self._heard.get(peer, (None, 0.0))[0] != record.written:
-                self._heard[peer] = (record.written, now)
+            if self._last_records.get(peer, (None, 0.0))[0] != record.written:
+                self._last_records[peer] = (record.written, now)
         return found
 
 
@@ -175,9 +178,10 @@ class Watchdog:
                 groups = list(self._groups)
             for group in groups:
                 try:
-                    group.look()
+                    group.check()
                 except Exception:  # the watchdog must outlive an error of one group
                     log.exception("the watchdog failed")
+                del group  # else the last one would be kept
             del groups
 
 
