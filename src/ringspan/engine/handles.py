@@ -83,7 +83,7 @@ class PlanHandle:
 
     @dynamo_constant
     def constant_id(self) -> Any:
-        """The id as a constant of the program: an exported program has no inputs but those of its function."""
+        """Return the id as a constant of the program: an exported program has no inputs but those of its function."""
         return self.id
 
     def prepare(
@@ -171,7 +171,7 @@ class PlanHandle:
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:
-    """The calls prepared for a plan. They are kept with the plan, so that handles made for one call share them."""
+    """Return the prepared calls of a plan, none yet. They are kept with the plan: handles made for one call share them."""
     return {}
 
 
