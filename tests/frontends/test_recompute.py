@@ -185,3 +185,38 @@ def test_hooks_of_the_user_stay_where_they_are() -> None:
     assert packed[-1] in ("inner", "outer")
     for mine, theirs in zip(gradients(y, x), gradients(ONCE(x), x), strict=True):
         assert_close(mine, theirs, atol=1e-12)
+
+
+class OtherCheckpoint(torch.autograd.Function):
+    """A checkpoint as other libraries have it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Layer, x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, dy)
+        return None, x.grad
+
+
+def test_checkpoints_of_other_libraries_need_the_block_inside() -> None:
+    cp, x = rs.ContextParallel(None, MASK), tokens()
+
+    def layer(x: Tensor) -> Tensor:
+        with cp:
+            return attend(x)
+
+    with cp, pytest.raises(rs.UnplannedAttention, match="autograd function OtherCheckpoint"):
+        OtherCheckpoint.apply(attend, x)
+    with cp:
+        y = OtherCheckpoint.apply(layer, x)
+        OtherCheckpoint.apply(attend, x.detach())  # needs no gradient
+    for mine, theirs in zip(gradients(y, x), gradients(ONCE(x), x), strict=True):
+        assert_close(mine, theirs, atol=1e-12)

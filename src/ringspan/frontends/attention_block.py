@@ -218,7 +218,7 @@ class AttentionCatcher(FlexInterceptor):
 
 
 # Compiled code calls the operator without passing through a block, and without modes on the stack.
-before_operator(lambda: keep_blocks(entered_blocks()))
+before_operator(lambda: keep_blocks(entered_blocks(), compiled=True))
 
 
 class AttentionMode(AttentionCatcher):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.errors import UnplannedAttention
 from ringspan.torch_private.checkpoints import Checkpoint, any_hooks, non_reentrant_checkpoints, reentrant_checkpoints
 
 Block = AbstractContextManager[Any]
@@ -79,14 +80,25 @@ def entered_blocks() -> list[Block]:
     return blocks
 
 
-def keep_blocks(blocks: list[Block]) -> None:
-    """Let the checkpoints around this call run their functions again in those of the blocks that are around the checkpoint."""
-    for checkpoint in _surrounding_checkpoints():
+def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
+    """Let the checkpoints around this call run their functions again in those of the blocks that are around the checkpoint.
+
+    Raises for checkpoints of other libraries, unless the call is by ``compiled`` code, which itself runs in such a function.
+    """
+    for checkpoint in _surrounding_checkpoints() if blocks else []:
         if isinstance(checkpoint.function, InBlocks):
             continue  # by an earlier call of attention in this checkpoint
-        around = [block for n, block in enumerate(blocks) if not _is_inside(checkpoint, block, blocks[:n].count(block))]
-        if around:
-            checkpoint.replace_function(InBlocks(checkpoint.function, around))
+        is_around = [not _is_inside(checkpoint, block, blocks[:n].count(block)) for n, block in enumerate(blocks)]
+        if checkpoint.function is not None:
+            around = [block for block, is_outside in zip(blocks, is_around, strict=True) if is_outside]
+            if around:
+                checkpoint.replace_function(InBlocks(checkpoint.function, around))
+        elif is_around[-1] and not compiled:  # the innermost block, which has intercepted the call
+            name = type(checkpoint.owner).__name__.removesuffix("Backward")
+            raise UnplannedAttention(
+                f"attention in the forward pass of the autograd function {name}: if its backward pass computes it again, that "
+                "would be outside the block. Open the block inside the function, or use torch.utils.checkpoint"
+            )
 
 
 def _is_inside(checkpoint: Checkpoint, block: Block, n: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 # (ignore_is_tracing) -> the innermost hooks (pack, unpack) of this thread, or None.
@@ -26,18 +27,21 @@ FRAME = "frame"
 
 
 class Checkpoint(NamedTuple):
-    """One checkpoint, and the attribute of its ``owner`` that is the function to run again."""
+    """One checkpoint, and the attribute of its ``owner`` that is the function to run again.
+
+    The attribute is None for an autograd function that is not PyTorch's: what its backward pass computes is not known.
+    """
 
     key: int
     owner: Any
-    attribute: str
+    attribute: str | None
 
     @property
-    def function(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(self.owner, self.attribute)
-        return function
+    def function(self) -> Callable[..., Any] | None:
+        return None if self.attribute is None else getattr(self.owner, self.attribute)
 
     def replace_function(self, function: Callable[..., Any]) -> None:
+        assert self.attribute is not None  # checked by the caller
         setattr(self.owner, self.attribute, function)
 
 
@@ -59,14 +63,19 @@ def non_reentrant_checkpoints() -> list[Checkpoint]:
 
 
 def reentrant_checkpoints() -> list[Checkpoint]:
-    """The reentrant checkpoints around this call, the outermost first."""
+    """The reentrant checkpoints around this call, and other autograd functions that need a gradient; the outermost first."""
     found: list[Checkpoint] = []
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            ctx = frame.f_locals["ctx"]
+        code = frame.f_code
+        if code.co_name != "forward" or code.co_varnames[:1] == ("self",):  # a module
+            continue
+        ctx = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code is CheckpointFunction.forward.__code__:
             found.insert(0, Checkpoint(id(ctx), ctx, "run_function"))
+        elif isinstance(ctx, FunctionCtx) and any(ctx.needs_input_grad):  # type: ignore[attr-defined]
+            found.insert(0, Checkpoint(id(ctx), ctx, None))
     return found
 
 
