@@ -67,11 +67,11 @@ def test_bad_tensors_after_an_agreement_raise_at_once(pools: Pools, how: str) ->
 @pytest.mark.parametrize(
     ("how", "guilty_says", "peers_say"),
     [
-        ("dtype", "InputError: q, k and v must have one dtype", "PeerMismatch: rank 1 cannot make this call"),
+        ("dtype", "InputError: q, k and v must have one dtype", "PeerFailed: rank 1 cannot make this call: InputError: "),
         (
             "key heads",
             "InputError: 2 query heads cannot share 3 key heads",
-            "PeerMismatch: rank 1 cannot make this call",
+            "PeerFailed: rank 1 cannot make this call: InputError: ",
         ),
         ("rows", "PeerMismatch: rank 1 has 7 keys where the plan", "PeerMismatch: rank 1 has 7 keys where the plan"),
     ],
@@ -124,7 +124,8 @@ def test_a_first_call_that_one_rank_refuses_raises_on_every_rank(pools: Pools, w
     (peer, waited), (refused, _), (other, _) = pools(3).run(call_that_rank_1_refuses, what)
     assert refused.startswith(message)
     assert waited < LIMIT
-    assert peer == other == "PeerMismatch: rank 1 cannot make this call; see the error it raised itself"
+    assert peer == other
+    assert peer.startswith(f"PeerFailed: rank 1 cannot make this call: {message}")
 
 
 # -- in this process: preparing a call, and the registry -----------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_the_first_call_that_differs_is_named() -> None:
     ]
     assert [type(error) for error in errors] == [rs.PeerMismatch] * 2
     assert str(errors[0]) == str(errors[1])
-    assert "call 2 is forward of plan 9f2c00000000001a (scale 0.125, bfloat16, 1×8×64×64) on rank 0" in str(errors[0])
+    assert "call 2 is forward of plan 9f2c00000000001a (scale 0.125, bfloat16, batch 1, 8 heads, " in str(errors[0])
     assert "they differ in scale" in str(errors[0])
 
 
@@ -174,6 +174,13 @@ def test_the_time_limit_of_a_context(one_process: None) -> None:
     for bad in (0, -1, float("nan"), float("inf")):
         with pytest.raises(rs.InputError, match="timeout must be a positive number of seconds"):
             rs.ContextParallel(None, rs.causal(6), timeout=bad)
+
+
+def test_a_destroyed_group_is_refused(one_process: None) -> None:
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    with pytest.raises(rs.InputError, match="the process group was destroyed"):
+        rs.ContextParallel(group, rs.causal(6))
 
 
 def test_a_destroyed_group_is_named(one_process: None) -> None:

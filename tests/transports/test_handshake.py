@@ -27,7 +27,6 @@ def test_ranks_that_agree() -> None:
         ({"score_mod": digest_as_int64("11a0000000001234")}, "score_mod None, rank 2 has 11a0000000001234"),
         ({"batch": 1}, "batch 2, rank 2 has 1"),
         ({"version": 2}, "version 1, rank 2 has 2"),
-        ({"version": -1}, "rank 2 cannot make this call"),
         ({"queries": 8}, "rank 2 has 8 queries where the plan says 9"),
         ({"keys": 12}, "rank 2 has 12 keys where the plan says 11"),
     ],

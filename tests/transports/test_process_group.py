@@ -131,12 +131,15 @@ def disagree(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("mask", "rank 1 has"),
-        ("strategy", "rank 1 has"),
+        (
+            "mask",
+            r"rank 0 has plan \w+ \(causal\(23\) by ring on zigzag\), rank 1 has plan \w+ \(full\(23\) by",
+        ),
+        ("strategy", r"by ring on zigzag\), rank 1 has plan .* by gather"),
         ("heads", "heads 2, rank 1 has 4"),
         ("dtype", "rank 1 has"),
         ("length", r"rank 1 has \d+ keys where the plan says \d+"),
-        ("one cell", "has plan .*, rank 1 has"),
+        ("one cell", "rank 0 has plan .*, rank 1 has plan .* the same mask"),
         ("a score_mod", "has score_mod None, rank 1 has [0-9a-f]{16}"),
         ("a number", "has score_mod [0-9a-f]{16}, rank 1 has"),
         ("code", "has score_mod [0-9a-f]{16}, rank 1 has"),
@@ -155,7 +158,7 @@ def invalid_inputs_on_rank_1(rank: int) -> str:
     q, k, v = cp.shard(q, k, v, dim=2)
     try:
         cp.attention(q, k.float() if rank == 1 else k, v)
-    except (rs.InputError, rs.PeerMismatch) as error:
+    except (rs.InputError, rs.PeerFailed) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -164,7 +167,7 @@ def test_invalid_inputs_on_one_rank_raise_on_all(pools: Pools) -> None:
     messages = pools(4).run(invalid_inputs_on_rank_1)
     assert messages[1].startswith("InputError: q, k and v must have one dtype")
     assert {messages[rank] for rank in (0, 2, 3)} == {
-        "PeerMismatch: rank 1 cannot make this call; see the error it raised itself"
+        f"PeerFailed: rank 1 cannot make this call: {messages[1].splitlines()[0]}"
     }
 
 

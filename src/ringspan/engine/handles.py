@@ -95,7 +95,7 @@ class PlanHandle:
         what its peers do depends on the calls before:
 
         - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
-          part, so that they raise :class:`~ringspan.errors.PeerMismatch`, and raises its own error.
+          part, so that they raise :class:`~ringspan.errors.PeerFailed`, and raises its own error.
         - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A rank that
           entered the handshake would wait until the time limit. It raises at once and writes its error to the store,
           where waiting peers read it. They raise :class:`~ringspan.errors.PeerFailed`.
@@ -117,7 +117,7 @@ class PlanHandle:
                     self.group.refuse(CallDescription("forward", self.plan.digest, scale), error)
                 else:
                     with suppress(TransportError):  # the peers may not come, and the error of this rank says more
-                        report_refusal(self.group, q_BHSD.device)
+                        report_refusal(self.group, error, q_BHSD.device)
                 raise
         if signature not in self._agreed:
             self._agree(plan, signature, q_BHSD.device)
@@ -167,7 +167,8 @@ class PlanHandle:
             self.group.refuse(CallDescription("forward", plan.digest), error)
             raise error
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
-        check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest)
+        text = f"plan {plan.digest} ({plan.mask.name} by {plan.strategy} on {plan.q_layout.name})"
+        check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_text=text)
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:

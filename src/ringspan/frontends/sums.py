@@ -37,7 +37,7 @@ def groups_of(over: Group) -> list[ProcessGroupTransport]:
 
 def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
     for group in groups:
-        x = group.all_reduce_sum(x)
+        x = group.all_reduce_sum(x, label="cp.mean or cp.sum")
     return x
 
 
@@ -146,7 +146,7 @@ class _Bucket:
 
 def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
     for group in groups:
-        group.all_reduce_sum_(x)
+        group.all_reduce_sum_(x, label="cp.sum_gradients")
     return x
 
 

@@ -17,15 +17,12 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
     example = " (an example; explain(shape) is about yours)" if shape is None else ""
     shape = EXAMPLE if shape is None else check_shape(shape)
     check_heads_fit(plan, shape)
-    per_rank = areas(plan.mask, plan.q_layout)
-    even = per_rank.sum() / plan.world
-    balance = per_rank.max() / even if even else 1.0
     q_len, k_len = plan.mask.lengths
     lines = [
         f"plan {plan.digest}: rank {plan.rank} of {plan.world}",
         f"  mask      {plan.mask.name}: {q_len:,} × {k_len:,}, area {plan.mask.area:,}, "
         f"{len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
-        f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here; balance {balance:.3f} (largest rank ÷ mean)",
+        f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here{_balance(plan)}",
         f"  work      {plan.work:.3f} × the mean of all ranks{_heads(plan)}",
         *(f"  {'choice' if n == 0 else '':10}{note}" for n, note in enumerate(plan.notes)),
         f"  tensors   {shape.words}{example}",
@@ -33,6 +30,15 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
     for phase in PHASES:
         lines += ["", *_phase(plan, shape, phase)]
     return "\n".join(lines)
+
+
+def _balance(plan: RankPlan) -> str:
+    """Describe how evenly the layout splits the pairs. A strategy that splits heads does not compute where tokens lie."""
+    if plan.program.heads is not None:
+        return ""
+    per_rank = areas(plan.mask, plan.q_layout)
+    even = per_rank.sum() / plan.world
+    return f"; balance {per_rank.max() / even if even else 1.0:.3f} (largest rank ÷ mean)"
 
 
 def _heads(plan: RankPlan) -> str:

@@ -32,6 +32,8 @@ STRATEGIES: dict[str, type[Any]] = {
     "pass_q": PassQ,
 }
 
+BUILT_IN = frozenset(STRATEGIES)
+
 
 def register_strategy(name: str, strategy: type[Any]) -> None:
     """Register a strategy under a name: a frozen dataclass that derives from :class:`ringspan.strategies.Strategy`.
@@ -41,8 +43,10 @@ def register_strategy(name: str, strategy: type[Any]) -> None:
     """
     if not re.fullmatch(r"[a-z]\w*", name) or name == "auto":
         raise PlanError(f"a strategy's name is a lower-case word other than auto, not {name!r}")
-    if not is_dataclass(strategy):
+    if not is_dataclass(strategy) or not strategy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise PlanError(f"a strategy is a frozen dataclass, whose fields are its options; {strategy!r} is not one")
+    if name in BUILT_IN:
+        raise PlanError(f"{name} is a strategy of ringspan: register yours under another name")
     STRATEGIES[name] = strategy
     clear_digest_caches(BY_STRATEGY_NAME)
 

@@ -44,7 +44,11 @@ class CallDescription(NamedTuple):
             parts.append(f"of plan {self.plan}")
         details = [f"scale {self.scale:.6g}"] if self.scale is not None else []
         details += [self.dtype] if self.dtype else []
-        details += ["×".join(map(str, self.shape))] if self.shape else []
+        if self.plan and len(self.shape) == 4:
+            batch, heads, head_dim, v_dim = self.shape
+            details.append(f"batch {batch}, {heads} heads, head dim {head_dim}, value dim {v_dim}")
+        elif self.shape:
+            details.append(f"shape {'×'.join(map(str, self.shape))}")
         return " ".join(parts) + (f" ({', '.join(details)})" if details else "")
 
 
@@ -131,11 +135,19 @@ class GroupCalls:
 
     def fail(self, call: Call, error: BaseException, *, is_final: bool = False) -> None:
         """Remember an error, for the other ranks."""
-        lines = str(error).splitlines()
-        self.failure = Failure(call.number, type(error).__name__, lines[0] if lines else "", is_final)
+        self.failure = Failure(call.number, type(error).__name__, _first_line(error), is_final)
+
+    def fail_next(self, error: BaseException) -> None:
+        """Remember an error that ends the next call."""
+        self.failure = Failure(self.number + 1, type(error).__name__, _first_line(error), is_final=False)
 
 
 def waiting_seconds(call: Call | None) -> float:
     """Return how long a call has waited for its peers; 0.0 while it computes."""
     since = None if call is None else call.waiting_since
     return 0.0 if since is None else time.monotonic() - since
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else ""

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ringspan.errors import PeerMismatch
+from ringspan.errors import PeerFailed, PeerMismatch
 from ringspan.transports.process_group import ProcessGroupTransport
 
 # The version of RankSignature. Raise it when a field changes its meaning: ranks that run different releases of ringspan
@@ -79,12 +79,25 @@ def check_agreement(
     device: torch.device,
     *,
     user_plan_digest: str,
+    plan_text: str = "",
 ) -> None:
     """Compare this rank's signature with those of all other ranks. This is a collective call.
 
-    ``lengths`` has the number of queries and of keys that the plan gives each rank.
+    ``lengths`` has the number of queries and of keys that the plan gives each rank, and ``plan_text`` describes the plan
+    in an error message.
     """
     signatures = [RankSignature(*values) for values in group.all_gather_ints(signature, device, label=LABEL)]
+    for rank, other in enumerate(signatures):
+        if other.version == REFUSED:
+            cause = group.describe_failure(rank) or "see the error it raised itself"
+            raise PeerFailed(f"rank {rank} cannot make this call: {cause}")
+    if plan_text and any(other.fitted_digest != signature.fitted_digest for other in signatures):
+        texts = _all_gather_text(group, plan_text, device)
+        rank = next(r for r, other in enumerate(signatures) if other.fitted_digest != signatures[0].fitted_digest)
+        raise PeerMismatch(
+            f"the ranks disagree on the plan: rank 0 has {texts[0]}, rank {rank} has {texts[rank]}. All ranks must make "
+            "ContextParallel with the same mask (the same documents), layout, strategy, hardware and shape"
+        )
     problem = first_disagreement(signatures, lengths)
     if problem:
         raise PeerMismatch(problem)
@@ -94,18 +107,26 @@ def check_agreement(
     agreed[signature] = user_plan_digest
 
 
-def report_refusal(group: ProcessGroupTransport, device: torch.device) -> None:
+def report_refusal(group: ProcessGroupTransport, error: BaseException, device: torch.device) -> None:
     """Take part in the handshake as a rank that cannot make the call, so that the other ranks raise instead of
     waiting."""
+    group.report_error(error)
     group.all_gather_ints(RankSignature(REFUSED, *[0] * (len(RankSignature._fields) - 1)), device, label=LABEL)
+
+
+TEXT_BYTES = 512
+
+
+def _all_gather_text(group: ProcessGroupTransport, text: str, device: torch.device) -> list[str]:
+    """Return the text of every rank, shortened. This is a collective call."""
+    encoded = list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b" "))
+    return [bytes(values).decode(errors="replace").rstrip() for values in group.all_gather_ints(encoded, device, label=LABEL)]
 
 
 def first_disagreement(signatures: Sequence[RankSignature], lengths: Iterable[tuple[int, int]]) -> str | None:
     """Return an error message for the first field that differs, the same on every rank; None if the ranks agree."""
     first = signatures[0]
     for rank, other in enumerate(signatures):
-        if other.version == REFUSED:
-            return f"rank {rank} cannot make this call; see the error it raised itself"
         for field in COMPARED_FIELDS:
             expected, actual = getattr(first, field), getattr(other, field)
             if actual != expected:

@@ -32,6 +32,8 @@ from ringspan.transports.watchdog import WatchedGroup, watchdog
 
 T = TypeVar("T")
 
+DESTROYED = "the process group was destroyed: make a ContextParallel, or a transport, for a new group"
+
 
 class PendingExchange(NamedTuple):
     """A posted exchange.
@@ -74,7 +76,10 @@ class ProcessGroupTransport:
                 raise InputError(
                     f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
                 )
-            self.global_ranks = dist.get_process_group_ranks(given)
+            try:
+                self.global_ranks = dist.get_process_group_ranks(given)
+            except KeyError:
+                raise InputError(DESTROYED) from None
         global_rank = own_global_rank()
         if global_rank not in self.global_ranks:
             raise InputError(f"global rank {global_rank} is not a member of the group of global ranks {self.global_ranks}")
@@ -97,7 +102,7 @@ class ProcessGroupTransport:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None or self.is_destroyed:
-            raise InputError("the process group was destroyed: make a ContextParallel, or a transport, for a new group")
+            raise InputError(DESTROYED)
         return group
 
     @property
@@ -145,6 +150,15 @@ class ProcessGroupTransport:
             return self.run([generator], description)[0]
         finally:
             self.traffic.sent, self.traffic.received = sent, received
+
+    def describe_failure(self, rank: int) -> str | None:
+        """Describe the last error of another rank, if that rank has reported one."""
+        return self._state.describe_failure(rank)
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell the other ranks the error that ends the next call of this rank."""
+        self._state.calls.fail_next(error)
+        self._state.report_failure()
 
     def refuse(self, description: CallDescription, error: BaseException) -> None:
         """Count a call that this rank cannot make, so that the peers that wait for it learn the error."""
@@ -272,10 +286,10 @@ class ProcessGroupTransport:
         """All-gather tensors whose dim 0 has ``counts[rank]`` rows. The result is in rank order."""
         return self._all_gather(x, counts, label)
 
-    def all_reduce_sum(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor, *, label: str = "an all-reduce") -> Tensor:
         """Return the sum of ``x`` over all ranks."""
         total = x.clone(memory_format=torch.contiguous_format)  # all-reduce adds memory in order, so strides must agree
-        self.all_reduce_sum_(total)
+        self.all_reduce_sum_(total, label=label)
         return total
 
     def all_reduce_sum_(self, x: Tensor, *, label: str = "an all-reduce") -> None:

@@ -100,6 +100,15 @@ class WatchedGroup:
         """Tell the other ranks that this rank has raised."""
         self._write()
 
+    def describe_failure(self, rank: int) -> str | None:
+        """Describe the last error of another rank, if that rank has reported one."""
+        try:
+            record = self._read((rank,)).get(rank)
+        except (RuntimeError, OSError):
+            return None
+        failure = None if record is None else record.failure
+        return None if failure is None else f"{failure.kind}: {failure.text}"
+
     def describe_peers(self, peers: tuple[int, ...]) -> str:
         """Describe where these ranks are, one line a rank."""
         try:

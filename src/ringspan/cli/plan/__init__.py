@@ -36,8 +36,8 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
         "prefix(N, P), chunked(N, C), joined by & | - ~ and brackets",
     )
     what.add_argument("--seq-len", type=int, metavar="N", help="tokens, for masks that have no length of their own")
-    what.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
-    what.add_argument("--kv-heads", type=int, default=8, help="key heads (default 8)")
+    what.add_argument("--heads", type=int, help="query heads (default 32)")
+    what.add_argument("--kv-heads", type=int, help="key heads (default 8)")
     what.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
     what.add_argument("--batch", type=int, default=1, help="batch size (default 1)")
     what.add_argument("--dtype", choices=[*ITEM_BYTES], default="bfloat16", help="dtype of the tensors (default bfloat16)")
@@ -90,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
+    notes = []
+    for name, assumed in (("heads", 32), ("kv_heads", 8)):
+        if getattr(args, name) is None:
+            setattr(args, name, assumed)
+            notes.append(f"--{name.replace('_', '-')} was not given: {assumed} is assumed, and heads may be split")
     for name in ("heads", "kv_heads", "head_dim", "batch", "world"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
@@ -108,7 +113,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
         strategy=args.strategy,
         most_ranks=args.cost_ranks,
     )
-    return question, meant.notes
+    return question, (*notes, *meant.notes)
 
 
 def _machine(name: str) -> Hardware:

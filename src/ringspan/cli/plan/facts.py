@@ -36,7 +36,7 @@ def facts(study: Study) -> dict[str, Any]:
         "chosen": {
             **_candidate(replace(study.best, cost=cost)),
             "digest": plan.digest,
-            "balance": balance(question.mask, plan.q_layout),
+            "balance": _balance(study),
         },
         "exact": cost.is_exact,
         "costed_ranks": list(cost.ranks),
@@ -44,6 +44,14 @@ def facts(study: Study) -> dict[str, Any]:
         "ranks": _ranks(study),
         "notes": list(study.notes),
     }
+
+
+def _balance(study: Study) -> float:
+    """Return the work of the busiest rank relative to the mean."""
+    plan = study.plans[0]
+    if plan.program.heads is None:
+        return balance(study.question.mask, plan.q_layout)
+    return max(plan.work for plan in study.plans)
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
