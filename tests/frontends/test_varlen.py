@@ -255,6 +255,16 @@ def test_a_mask_with_a_function_has_no_known_documents(world_of_one: None) -> No
         varlen_attn(*x[:3], cu, cu, 17, 17)
 
 
+def test_is_causal_of_the_operator(cp: rs.ContextParallel) -> None:
+    """varlen_attn sets it from window_size. PyTorch's kernels let it override the right side of the window."""
+    x, cu = given(), cu_seq(LENGTHS)
+    with cp:
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(*x[:3], cu, cu, 17, 17, True, None, [3, 5])
+    want = truth(given(), visible(LENGTHS, LENGTHS, (3, 0)))
+    assert_close(out, want[0], atol=1e-12)
+    assert_close(lse, want[1], atol=1e-12)
+
+
 def test_four_dims_are_refused(cp: rs.ContextParallel) -> None:
     x, cu = torch.randn(1, N, H, D), cu_seq(LENGTHS)
     with cp, pytest.raises(rs.InputError, match="3 dims"):
