@@ -99,6 +99,8 @@ def ring_attention(rank: int, is_causal: bool, balance: bool, rotation: str) -> 
             group, 2, op, 2 * out, "grad_out", q, k, v, out, lse, is_causal, dropout_p=0.0, scale=None
         )
         scaled, _ = _templated_ring_attention(group, 2, op, q, k, v, is_causal, scale=0.1)
+        with pytest.raises(rs.UnplannedAttention, match="attn_bias"):
+            _templated_ring_attention(group, 2, op, q, k, v, is_causal, attn_bias=torch.zeros(2, 2))
         with pytest.raises(rs.UnplannedAttention, match="dropout_p"):
             _templated_ring_attention(group, 2, op, q, k, v, is_causal, dropout_p=0.5)
         with pytest.raises(NotImplementedError, match="lengths must be equal"):

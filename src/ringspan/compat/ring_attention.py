@@ -70,9 +70,14 @@ def _templated_ring_attention_backward(
 
 
 def _handle(group: dist.ProcessGroup, query: Tensor, key: Tensor, is_causal: bool, kwargs: dict[str, Any]) -> PlanHandle:
-    for name in ("dropout_p", "attn_bias"):
-        if kwargs.get(name) not in (None, 0.0):
-            raise UnplannedAttention(f"{name}={kwargs[name]!r} is not supported in context-parallel attention")
+    if kwargs.get("attn_bias") is not None:
+        raise UnplannedAttention(
+            "attn_bias is not supported in context-parallel attention: use flex_attention with a score_mod"
+        )
+    if kwargs.get("dropout_p"):
+        raise UnplannedAttention(
+            f"dropout_p={kwargs['dropout_p']!r} is not supported in context-parallel attention: set it to 0"
+        )
     ranks = ProcessGroupTransport(group)
     q_counts, kv_counts = (query.shape[2],) * ranks.world, (key.shape[2],) * ranks.world
     if is_causal and q_counts != kv_counts:

@@ -204,7 +204,9 @@ def _mask(q_bounds: Bounds, k_bounds: Bounds, left: int, right: int) -> Mask:
 
 
 def _bounds(name: str, cu_seq: Tensor) -> Bounds:
-    version = None if cu_seq.is_inference() else tensor_version(cu_seq)
+    # On a CPU reading is cheap. On a GPU it waits for the device, so the boundaries are kept while the version of the tensor
+    # is the same. Collectives into the tensor do not change the version: make a new tensor for new documents there.
+    version = None if cu_seq.is_inference() or cu_seq.device.type == "cpu" else tensor_version(cu_seq)
     known = _bounds_read.get(cu_seq)
     if known is not None and version is not None and known[0] == version:
         bounds: Bounds = known[1]
@@ -219,8 +221,7 @@ def _bounds(name: str, cu_seq: Tensor) -> Bounds:
     return bounds
 
 
-# -- for compiled code
-# ----------------------------------------------------------------------------------------------------
+# -- for compiled code -------------------------------------------------------------------------------------------------
 
 # The values of cu_seq are not known while a program is traced. So the program computes the id of the plan when it runs.
 torch.library.define(

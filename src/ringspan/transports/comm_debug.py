@@ -11,7 +11,10 @@ from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_
 
 
 def count_messages_in_comm_debug_mode() -> None:
-    """Add the operators of sends and receives to the registry of each CommDebugMode of this thread."""
+    """Add the operators of sends and receives to the registry of each CommDebugMode of this thread.
+
+    From then on the mode counts the program's own sends and receives, too.
+    """
     if dispatch_mode_depth() == 0:
         return
     for mode in dispatch_mode_stack():
