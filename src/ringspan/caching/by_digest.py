@@ -10,7 +10,6 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from ringspan.caching.registry import on_clear_caches
-from ringspan.caching.sizes import approximate_bytes
 
 MAX_BYTES = 16 * 2**20  # estimated, of the results in one cache
 
@@ -34,8 +33,8 @@ class DigestCache(Generic[P, T]):
     different bands, and a plan must depend on its arguments only, not on what this process has planned before.
     """
 
-    def __init__(self, function: Callable[P, T], maxsize: int) -> None:
-        self._function, self._maxsize = function, maxsize
+    def __init__(self, function: Callable[P, T], maxsize: int, bytes_of: Callable[[T], int] = lambda result: 0) -> None:
+        self._function, self._maxsize, self._bytes_of = function, maxsize, bytes_of
         self._results: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()  # with the estimated bytes of each
         self._bytes = 0
         self._lock = threading.Lock()
@@ -53,7 +52,7 @@ class DigestCache(Generic[P, T]):
                 return self._results[key][0]
         # Computed without the lock: a thread that plans ahead must not delay a lookup in another one.
         result = self._function(*args, **kwargs)
-        size = approximate_bytes(result)
+        size = self._bytes_of(result)
         with self._lock:
             if key not in self._results:
                 self._results[key] = result, size
@@ -68,8 +67,12 @@ class DigestCache(Generic[P, T]):
             self._bytes = 0
 
 
-def cache_by_digest(maxsize: int, *, plain: bool = False, group: str = "") -> Callable[[Callable[P, T]], CachedFunction[P, T]]:
-    """Cache the last ``maxsize`` results of a function, as far as they fit into ``MAX_BYTES``.
+def cache_by_digest(
+    maxsize: int, *, plain: bool = False, group: str = "", bytes_of: Callable[[Any], int] = lambda result: 0
+) -> Callable[[Callable[P, T]], CachedFunction[P, T]]:
+    """Cache the last ``maxsize`` results of a function.
+
+    ``bytes_of`` estimates the memory of a result. With it, only results that fit into ``MAX_BYTES`` together are kept.
 
     The caches of a ``group`` can be cleared without the others.
 
@@ -78,7 +81,7 @@ def cache_by_digest(maxsize: int, *, plain: bool = False, group: str = "") -> Ca
     """
 
     def decorate(function: Callable[P, T]) -> CachedFunction[P, T]:
-        cached: Any = lru_cache(maxsize)(function) if plain else DigestCache(function, maxsize)
+        cached: Any = lru_cache(maxsize)(function) if plain else DigestCache(function, maxsize, bytes_of)
         _caches.setdefault(group, WeakSet()).add(cached)
         return cast(CachedFunction[P, T], cached)
 

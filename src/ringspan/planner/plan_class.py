@@ -103,4 +103,7 @@ def _make(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: 
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
 
 
-_make_cached = cache_by_digest(512, group=BY_STRATEGY_NAME)(_make)
+# A plan has its program, and the schedule that is derived from it.
+_make_cached = cache_by_digest(
+    512, group=BY_STRATEGY_NAME, bytes_of=lambda plan: 2 * plan.program.approximate_bytes + plan.mask.table.nbytes
+)(_make)

@@ -123,6 +123,16 @@ class Program:
     kv_slots: tuple[Slot, ...]
     heads: tuple[int, int] | None = None
 
+    @property
+    def approximate_bytes(self) -> int:
+        """An estimate of the memory of this program: its bands, transfers and tokens."""
+        count = 0
+        for step in (*self.forward, *self.backward):
+            count += len(step.sends) + len(step.recvs) + 1
+            for task in step.tasks:
+                count += len(task.bands) + 2
+        return 300 * count
+
     def steps(self, phase: Phase) -> tuple[Step, ...]:
         return self.forward if phase == "forward" else self.backward
 

@@ -10,7 +10,7 @@ from ringspan.plans.problem import Problem
 from ringspan.strategies.registry import BY_STRATEGY_NAME, parse_strategy
 
 
-@cache_by_digest(512, group=BY_STRATEGY_NAME)
+@cache_by_digest(512, group=BY_STRATEGY_NAME, bytes_of=lambda program: program.approximate_bytes)
 def make_program(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Program:
     """Make the program of a rank. Cached by the digests of mask and layouts.
 
