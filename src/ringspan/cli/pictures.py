@@ -154,17 +154,22 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
 
 
 def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Write each document's name beside its triangle: on the right, or on the left near the right edge."""
+    """Write each document's name beside its triangle: on the right, on the left, or above the diagonal of a long one."""
     n, stop = sum(lengths), 0
     for name, length in zip(names, lengths, strict=True):
         start, stop = stop, stop + length
         axes.plot([start, start, stop, stop, start], [start, stop, stop, start, start], color=GRID, linewidth=0.8)
         if length < 0.022 * n:
             continue
-        fits_right = stop < 0.6 * n
-        x, side = (stop + 0.012 * n, "left") if fits_right else (start - 0.012 * n, "right")
+        gap, middle = 0.012 * n, (start + stop) / 2
+        if stop < 0.6 * n:
+            x, y, side = stop + gap, middle, "left"
+        elif start > 0.4 * n:
+            x, y, side = start - gap, middle, "right"
+        else:
+            x, y, side = stop - gap, start + 0.03 * n, "right"
         words = f"{name}, {length:,} tokens"
-        axes.text(x, (start + stop) / 2, words, ha=side, va="center", fontsize=8, color=INK, family="monospace")
+        axes.text(x, y, words, ha=side, va="center", fontsize=8, color=INK, family="monospace")
 
 
 def _mask_legend(figure: Any, plan: Plan, colours: NDArray[Any]) -> None:
