@@ -212,6 +212,12 @@ def test_registrations_that_are_refused(name: str, strategy: type, message: str)
     assert name not in STRATEGIES
 
 
+def test_a_built_in_strategy_is_not_replaced() -> None:
+    with pytest.raises(rs.PlanError, match="ring is a strategy of ringspan"):
+        register_strategy("ring", Slow)
+    assert STRATEGIES["ring"] is rs.Ring
+
+
 # -- plans for given numbers of heads ----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,12 @@ from ringspan.plans.problem import Problem
 from ringspan.strategies.registry import BY_STRATEGY_NAME, parse_strategy
 
 
-@cache_by_digest(512, group=BY_STRATEGY_NAME, bytes_of=lambda program: program.approximate_bytes)
+def _bytes_of(made: object) -> int:
+    # A user's strategy may return something else, which the plan refuses.
+    return made.approximate_bytes if isinstance(made, Program) else 0
+
+
+@cache_by_digest(512, group=BY_STRATEGY_NAME, bytes_of=_bytes_of)
 def make_program(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int) -> Program:
     """Make the program of a rank. Cached by the digests of mask and layouts.
 
