@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ringspan.engine import PlanHandle
-from ringspan.engine.autograd import SECOND_DERIVATIVE, positive_scale, saved_tensors
-from ringspan.errors import KernelError
-from ringspan.kernels import Partial, accumulation_dtype
+from ringspan.engine.autograd import positive_scale, saved_tensors
+from ringspan.engine.operator import fake_gradients, fake_results, refuse_second_derivative, save_for_backward
+from ringspan.kernels import Partial
 
 
 def attend_rows(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_ids_B: Tensor, scale: float) -> Partial:
@@ -86,32 +86,13 @@ def _all_equal(plan_ids: Tensor) -> bool:
     return bool((plan_ids == plan_ids[0]).all())
 
 
-@torch.library.register_fake("ringspan::attend_rows")
-def _(q: Tensor, k: Tensor, v: Tensor, plan_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    b, h, s, _ = q.shape
-    return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=accumulation_dtype(q.dtype))
-
-
-@torch.library.register_fake("ringspan::attend_rows_backward")
-def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-
-
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, plan_ids, out, lse = saved_tensors(ctx)
     grads = torch.ops.ringspan.attend_rows_backward(dout, dlse, q, k, v, out, lse, plan_ids, ctx.scale)
     return *grads, None, None
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise KernelError(SECOND_DERIVATIVE)
-
-
-torch.library.register_autograd("ringspan::attend_rows", _differentiate, setup_context=_setup_context)
-torch.library.register_autograd("ringspan::attend_rows_backward", _refuse_second_derivative)
+torch.library.register_fake("ringspan::attend_rows", fake_results)
+torch.library.register_fake("ringspan::attend_rows_backward", fake_gradients)
+torch.library.register_autograd("ringspan::attend_rows", _differentiate, setup_context=save_for_backward)
+torch.library.register_autograd("ringspan::attend_rows_backward", refuse_second_derivative)

@@ -108,17 +108,20 @@ def _outside_operators(config: AttentionConfig) -> Iterator[None]:
 
 
 @torch.library.register_fake("ringspan::attend")
-def _(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def fake_results(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes, dtypes and strides of out and lse."""
     b, h, s, _ = q.shape
     return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=accumulation_dtype(q.dtype))
 
 
 @torch.library.register_fake("ringspan::attend_backward")
-def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def fake_gradients(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Return tensors of the shapes, dtypes and strides of dq, dk and dv."""
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save all inputs and outputs. The last input is the scale, which is not a tensor."""
     *tensors, ctx.scale = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -130,9 +133,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *grads, None, None
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+    """Raise, as the backward pass of a backward pass."""
     raise KernelError(SECOND_DERIVATIVE)
 
 
-torch.library.register_autograd("ringspan::attend", _differentiate, setup_context=_setup_context)
-torch.library.register_autograd("ringspan::attend_backward", _refuse_second_derivative)
+torch.library.register_autograd("ringspan::attend", _differentiate, setup_context=save_for_backward)
+torch.library.register_autograd("ringspan::attend_backward", refuse_second_derivative)

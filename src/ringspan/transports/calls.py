@@ -1,8 +1,9 @@
 """Numbered calls: what ties a message to the call that sent it.
 
-Each pass of attention and each collective is one *call* of a group. Every rank counts its calls. The number of a call and its
-description (kind, plan, scale, dtype, shape) go into the tag of each of its messages. So a message can only be received by the
-same call of its peer. If one rank skips a call, makes another one or uses another scale, its messages match nothing::
+Each pass of attention and each collective is one *call* of a group. Every rank counts its calls. The number of a call
+and its description (kind, plan, scale, dtype, shape) go into the tag of each of its messages. So a message can only be
+received by the same call of its peer. If one rank skips a call, makes another one or uses another scale, its messages
+match nothing::
 
     rank 0   call 7 forward, plan A      call 8 backward, plan A     waits: no message has its tag
     rank 1   call 7 forward, plan A      call 8 forward, plan B      waits: no message has its tag

@@ -15,15 +15,15 @@ PASSED_ON = {cls.__name__: cls for cls in (PeerFailed, PeerLost, PeerMismatch, P
 def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> TransportError | None:
     """Return an error if a peer will never send what this rank waits for; None if it may only be late.
 
-    Two things are certain: a peer has raised in this call, or has closed its connections; or a call that both have counted is
-    not the same call. A peer that is merely behind is no error.
+    Two things are certain: a peer has raised in this call, or has closed its connections; or a call that both have
+    counted is not the same call. A peer that is merely behind is no error.
     """
     for peer, record in sorted(peers.items()):
         failure = record.failure
         if failure is None:
             continue
         if failure.number == own.number or (failure.is_final and failure.number < own.number):
-            return _error_of_peer(rank, peer, record)
+            return _error_of_peer(peer, record)
     for peer, record in sorted(peers.items()):
         difference = _first_difference(rank, own, peer, record)
         if difference is not None:
@@ -46,7 +46,7 @@ def _first_difference(rank: int, own: RankRecord, peer: int, record: RankRecord)
     return None
 
 
-def _error_of_peer(rank: int, peer: int, record: RankRecord) -> TransportError:
+def _error_of_peer(peer: int, record: RankRecord) -> TransportError:
     failure = record.failure
     assert failure is not None
     if failure.kind in PASSED_ON:
