@@ -1,6 +1,7 @@
 # Every target runs in its own virtual environment, which is created on first use.
 #   make test PYTHON=python3.12      another interpreter (the environment is created again)
 #   make test VENV=/tmp/ringspan     another place for the environment
+#   make test JOBS=8                 more processes for the tests
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,6 +9,10 @@ VENV   ?= .venv
 BIN      := $(VENV)/bin
 PINNED   := $(shell grep '^torch==' constraints.txt)
 CODE     := conftest.py src tests $(wildcard benchmarks docs examples)
+
+# The tests run in this many processes. Those marked "alone" have time limits and run one after the other.
+JOBS     ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile
 
 # For `make test-torch`: a version of torch other than the pinned one.
 TORCH      ?=
@@ -19,7 +24,7 @@ HAS_TORCH := $(VENV)/.torch-$(notdir $(PYTHON))
 READY     := $(VENV)/.ready-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch coverage lint format bench clean
+.PHONY: help setup demo test test-slow test-torch coverage lint format bench clean
 
 help:  ## this text
 	@echo "ringspan: exact attention over one long sequence on many devices"
@@ -31,15 +36,20 @@ help:  ## this text
 demo: $(READY)  ## train on a sequence split over 4 processes; pictures in ringspan-demo/
 	$(BIN)/ringspan demo
 
-test: lint  ## lint, types, tests and doctests
-	$(BIN)/python -m pytest
+test: lint  ## lint, types, tests and doctests, all but the slow
+	$(BIN)/python -m pytest $(PARALLEL) -m "not alone and not slow"
+	$(BIN)/python -m pytest -m "alone and not slow"
+
+test-slow: $(READY)  ## the tests that take long and rarely fail: random cases, experiments, examples
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
 	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet "torch==$(TORCH)"
 	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[dev]" "torch==$(TORCH)"
-	$(TORCH_VENV)/bin/python -m pytest
+	$(TORCH_VENV)/bin/python -m pytest $(PARALLEL) -m "not alone"
+	$(TORCH_VENV)/bin/python -m pytest -m alone
 
 coverage: $(READY)  ## the tests, and how much of the code they run (worker processes included)
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-report=html

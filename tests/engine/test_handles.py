@@ -19,6 +19,8 @@ from ringspan.engine.handles import HandleRegistry, PlanHandle, registry
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
+pytestmark = pytest.mark.alone
+
 N = 24
 LIMIT = 8.0  # seconds that a rank waits for its peers
 

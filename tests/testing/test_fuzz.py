@@ -46,7 +46,10 @@ def ringspan_check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int
 # -- the cases ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, CASES, CHUNK))
+FIRST_CHUNKS = [pytest.param(first, marks=[] if first < 500 else pytest.mark.slow) for first in range(0, CASES, CHUNK)]
+
+
+@pytest.mark.parametrize("first", FIRST_CHUNKS)
 def test_cases(first: int) -> None:
     with one_thread():
         outcomes = [run_local(fuzz.draw(SEED, index)) for index in range(first, first + CHUNK)]

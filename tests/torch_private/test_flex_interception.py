@@ -21,6 +21,8 @@ from torch.nn.attention.flex_attention import flex_attention
 import ringspan as rs
 from ringspan.torch_private import flex_interception, flex_original
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _world_of_one() -> Iterator[None]:

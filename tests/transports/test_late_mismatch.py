@@ -16,6 +16,8 @@ from ringspan.kernels.reference import dense_attention
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
+pytestmark = pytest.mark.alone
+
 WORLD, N = 3, 24
 LIMIT = 10.0  # seconds: the time limit of the group
 SOON = 4.0  # seconds in which all ranks must have raised, on a loaded machine; one second of them is the watchdog's patience

@@ -22,6 +22,8 @@ from ringspan.transports import PostExchange, ProcessGroupTransport, WaitExchang
 from tests.conftest import Pools
 from tests.meshes import cpu_mesh
 
+pytestmark = pytest.mark.alone
+
 N = 23
 
 
