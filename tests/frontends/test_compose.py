@@ -48,10 +48,11 @@ def step(
         for layer in layers:
             if context is not None:
                 layer.context_fn = context(cp)
+        tokens = tokens.to(mesh.device_type)
         labels = rs.shift_labels(tokens, documents=lengths)
         mine, labels = cp.shard(tokens, labels, dim=1)
         with cp:
-            logits = whole(mine, *rotation(cp.positions(documents=lengths)))
+            logits = whole(mine, *rotation(cp.positions(documents=lengths).to(mesh.device_type)))
         losses = token_losses(logits, labels)
         loss = cp.sum(losses, over=over, grads="averaged" if averaged else "summed") / total
         loss.backward()
@@ -70,21 +71,21 @@ def gradients(whole: nn.Module) -> dict[str, Tensor]:
 
 def alone(mesh: DeviceMesh) -> Found:
     """Context parallelism alone, with gradient accumulation."""
-    whole = model()
+    whole = model().to(mesh.device_type)
     loss, sent = step(whole, whole.layers, mesh)
     rs.ContextParallel(mesh["cp"], rs.causal(N)).sum_gradients(whole.parameters())
     return loss, gradients(whole), sent
 
 
 def ddp(mesh: DeviceMesh) -> Found:
-    inner = model()
+    inner = model().to(mesh.device_type)
     whole = DistributedDataParallel(inner)
     loss, sent = step(whole, inner.layers, mesh, averaged=True)
     return loss, gradients(whole), sent
 
 
 def fsdp(mesh: DeviceMesh, wrap: Callable[[Model], Any] = lambda whole: None) -> Found:
-    whole = model()
+    whole = model().to(mesh.device_type)
     wrap(whole)
     ranks = mesh["dp", "cp"]._flatten("dp_cp")
     for layer in whole.layers:

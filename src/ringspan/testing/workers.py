@@ -1,5 +1,5 @@
-"""A pool of worker processes on this machine, in one gloo group. The demo, the checks, the benchmarks and the tests use
-it."""
+"""A pool of worker processes on this machine, in one process group. The demo, the checks, the benchmarks and the tests
+use it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class WorkerFailed(RingspanError, RuntimeError):
 
 
 class Pool:
-    """``world`` processes in one gloo group, started once and used for any number of jobs.
+    """``world`` processes in one process group, started once and used for any number of jobs. With ``backend="nccl"`` they
+    take the GPUs of this machine in turn.
 
     A job is a function defined at module level. Every worker calls it as ``job(rank, *args)`` with
     ``torch.distributed`` initialised. The results come back in the order of the ranks.
     """
 
-    def __init__(self, world: int, *, threads: int = 1, timeout: float = 300.0) -> None:
+    def __init__(self, world: int, *, backend: str = "gloo", threads: int = 1, timeout: float = 300.0) -> None:
         self.world, self.timeout = world, timeout
         context = multiprocessing.get_context("spawn")
         # This process hosts the store, on a port that the operating system chooses: one chosen here could be taken meanwhile.
@@ -47,7 +48,7 @@ class Pool:
         with _ignore_interrupts():
             for rank in range(world):
                 here, there = context.Pipe()
-                worker = context.Process(target=_serve, args=(there, rank, world, port, threads, timeout), daemon=True)
+                worker = context.Process(target=_serve, args=(there, rank, world, port, backend, threads, timeout), daemon=True)
                 worker.start()
                 there.close()
                 self._workers.append((worker, here))
@@ -142,12 +143,14 @@ def send_message(message: Any) -> None:
         pipe.send(("message", message))
 
 
-def _serve(pipe: Connection, rank: int, world: int, port: int, threads: int, timeout: float) -> None:
+def _serve(pipe: Connection, rank: int, world: int, port: int, backend: str, threads: int, timeout: float) -> None:
     _parent.append(pipe)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     while True:
         try:
             job, args = pipe.recv()
