@@ -36,7 +36,7 @@ MASKS = {
     "prefix": rs.prefix(N, 200),
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-STRATEGIES = ("exchange", "ring", "gather", "ulysses", "hierarchical(per_node=2)", "hybrid", "pass_q")
+STRATEGIES = ("exchange", "ring", "gather", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)", "pass_q")
 LIMIT = 8.0  # seconds to wait for an exchange, in the tests of failures
 
 
