@@ -41,14 +41,13 @@ def step(
     over = mesh["dp", "cp"] if has_data_axis else mesh["cp"]
     total = sum((rs.shift_labels(tokens, documents=n) >= 0).sum() for tokens, n in zip(sequences(), LENGTHS, strict=True))
     found, sent = 0.0, 0
-    for tokens, lengths in ((sequences()[i], LENGTHS[i]) for i in taken):
+    for tokens, lengths in ((sequences()[i].to(mesh.device_type), LENGTHS[i]) for i in taken):
         far, near = masks(lengths)
         cp = rs.ContextParallel(mesh["cp"], far)
         layers[1].block = cp.with_mask(near)
         for layer in layers:
             if context is not None:
                 layer.context_fn = context(cp)
-        tokens = tokens.to(mesh.device_type)
         labels = rs.shift_labels(tokens, documents=lengths)
         mine, labels = cp.shard(tokens, labels, dim=1)
         with cp:
