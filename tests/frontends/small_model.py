@@ -72,7 +72,9 @@ def sequences() -> Tensor:
 
 
 def rotation(positions: Tensor) -> tuple[Tensor, Tensor]:
-    angle = torch.outer(positions.double(), torch.tensor([1.0, 0.3], dtype=torch.float64)).repeat(1, DIM // 2)
+    angle = torch.outer(positions.double(), torch.tensor([1.0, 0.3], dtype=torch.float64, device=positions.device)).repeat(
+        1, DIM // 2
+    )
     return angle.cos(), angle.sin()
 
 

@@ -5,6 +5,7 @@ The ranks take the GPUs of the machine in turn. Several ranks on one GPU need NC
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -40,13 +41,20 @@ STRATEGIES = ("exchange", "ring", "gather", "ulysses", "hierarchical(per_node=2)
 LIMIT = 8.0  # seconds to wait for an exchange, in the tests of failures
 
 
+def nccl_version() -> int:
+    """Return the version of the library that is loaded, 23007 for 2.30.7. PyTorch says which one it was built with."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def reason_to_skip(world: int) -> str | None:
     """Say why this many NCCL ranks cannot run here. None: they can."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "needs a CUDA device and NCCL"
     if world <= torch.cuda.device_count():
         return None
-    if torch.cuda.nccl.version() < (2, 30):
+    if nccl_version() < 23000:
         return f"{world} ranks on {torch.cuda.device_count()} GPUs need NCCL 2.30"
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return f"{world} ranks on {torch.cuda.device_count()} GPUs need NCCL_MULTI_RANK_GPU_ENABLE=1"
@@ -118,7 +126,8 @@ def figures(cp: rs.ContextParallel, local: list[Tensor], q: Tensor, k: Tensor, v
 def assert_within(found: list[Figures]) -> None:
     for rank, rows in enumerate(found):
         for name, mine, yardstick in rows:
-            assert mine <= 2 * yardstick, f"rank {rank}, {name}: error {mine:.2e}, plain operations {yardstick:.2e}"
+            limit = 4 if "float32" in name else 2  # float32: sums in another order
+            assert mine <= limit * yardstick, f"rank {rank}, {name}: error {mine:.2e}, plain operations {yardstick:.2e}"
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -148,7 +157,7 @@ def test_every_strategy(nccl_pools: Callable[[int], Pool], world: int, strategy:
 def sums(rank: int) -> dict[str, bool]:
     cp = rs.ContextParallel(None, rs.documents([400, 33, 570]))
     whole = torch.arange(N, device="cuda", dtype=torch.float64)
-    (mine,) = cp.shard(whole, dim=0)
+    mine = cp.shard(whole, dim=0)
     parameter = torch.zeros(3, device="cuda", dtype=torch.float64, requires_grad=True)
     parameter.grad = torch.full_like(parameter, rank + 1.0)
     cp.sum_gradients([parameter])
@@ -328,6 +337,7 @@ def survive(rank: int, when: str, port: int) -> None:
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_killed_rank_is_an_error_on_every_survivor(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # else PyTorch ends the process when a message times out
     monkeypatch.setattr(workers, "GRACE_SECONDS", 90.0)  # survivors wait for the time limit, and start a new group
     reports: dict[int, tuple[str, float, Figures]] = {}
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
