@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.compat import _cp_options, set_rotate_method
+from ringspan.compat.shardings import clear_shardings
 
 FORWARD = {"atol": 2e-6, "rtol": 1e-5}
 
@@ -56,6 +57,7 @@ def options(*, balance: bool | None = None, rotation: str = "allgather") -> Iter
 
 def with_defaults(rank: int, job: Callable[..., Any], *args: Any) -> Any:
     """Run a job with torch's default settings. Workers run many jobs, and sharding changes the settings."""
+    clear_shardings()
     _cp_options.enable_load_balance = True
     set_rotate_method("allgather")
     return job(rank, *args)

@@ -91,7 +91,7 @@ def inputs_first_masks_second(rank: int, name: str, last: str) -> None:
         (mask_shard,) = _context_parallel_shard(mesh, [mask], [2], balancer)
     others = clones(mesh, whole, None if balancer else head_tail(mesh)) if last == "others" else []
     out = flex_style(mesh)(q, k, v, block_mask=mask_shard)
-    _cp_options.enable_load_balance = balancer is not None  # for unsharding, which follows the latest sharding
+    _cp_options.enable_load_balance = balancer is not None  # for unsharding, which has several orders to choose from
     assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], dense(*whole, mask))
     del others
 
@@ -142,10 +142,14 @@ def after_a_block(rank: int, balance: bool, when: str) -> None:
     q, k, v = clones(mesh, whole, balancer)
     if when == "after":
         block()
-    for is_causal in (True, False):
-        out = sdpa_style(mesh)(q, k, v, is_causal=is_causal)
-        assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=is_causal)[0])
-        assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], single_process(*whole, is_causal=is_causal)[0])
+    results = {is_causal: sdpa_style(mesh)(q, k, v, is_causal=is_causal) for is_causal in (True, False)}
+    if when == "before" and not balance:  # the block was in head-tail order, and its results may be unsharded as well
+        with pytest.raises(rs.InputError, match=r"contiguous and zigzag.*load_balancer="):
+            context_parallel_unshard(mesh, [results[True]], [2])
+        _cp_options.enable_load_balance = False
+    for is_causal, out in results.items():
+        for given in (None, balancer):
+            assert_near(context_parallel_unshard(mesh, [out], [2], given)[0], single_process(*whole, is_causal=is_causal)[0])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -156,16 +160,53 @@ def test_sdpa_after_a_block(pools: Pools, balance: bool, when: str, world: int) 
 
 
 def several_live_shardings(rank: int) -> None:
-    """Results of the latest sharding are unsharded while shards of earlier ones are referenced."""
-    mesh, x, kept = mesh_of_all(), torch.arange(N), []
-    for balancer in (head_tail(mesh), None, head_tail(mesh), None):
-        (mine,) = _context_parallel_shard(mesh, [x], [0], balancer)
-        kept.append(mine)
-        assert torch.equal(context_parallel_unshard(mesh, [mine * 2], [0])[0], x * 2)
-        assert torch.equal(context_parallel_unshard(mesh, [mine], [0])[0], x)
-    for shard, balancer in zip(kept, (head_tail(mesh), None, head_tail(mesh), None), strict=True):
+    """Results of any sharding are unsharded while others of the same order are referenced."""
+    mesh, x = mesh_of_all(), torch.arange(N)
+    for balancer in (head_tail(mesh), None):
+        kept: list[torch.Tensor] = []
         _cp_options.enable_load_balance = balancer is not None
-        assert torch.equal(context_parallel_unshard(mesh, [shard * 2], [0], balancer)[0], x * 2)
+        for _ in range(2):
+            kept += _context_parallel_shard(mesh, [x], [0], balancer)
+            for mine in kept:
+                assert torch.equal(context_parallel_unshard(mesh, [mine * 2], [0])[0], x * 2)
+                assert torch.equal(context_parallel_unshard(mesh, [mine], [0])[0], x)
+
+
+def earlier_shardings(rank: int, names: tuple[str, str]) -> None:
+    """A length that was sharded in two orders. No call may take one order for the other, before or after an unsharding."""
+    mesh, whole = mesh_of_all(), qkv(N)
+    balancers = [None if name == "none" else head_tail(mesh) for name in names]
+    first = clones(mesh, whole, balancers[0])
+    assert torch.equal(context_parallel_unshard(mesh, first, [2] * 3)[0], whole[0])
+    second = clones(mesh, whole, balancers[1])
+    for shards, balancer in zip((first, second), balancers, strict=True):
+        with pytest.raises(rs.InputError, match=r"contiguous and zigzag.*enable_load_balance.*load_balancer="):
+            context_parallel_unshard(mesh, shards, [2] * 3)
+        with pytest.raises(rs.InputError, match=r"contiguous and zigzag.*enable_load_balance"):
+            sdpa_style(mesh)(*shards, is_causal=True)
+        if balancer is not None:
+            assert torch.equal(context_parallel_unshard(mesh, shards, [2] * 3, balancer)[0], whole[0])
+    for shards, balancer in zip((first, second), balancers, strict=True):
+        _cp_options.enable_load_balance = balancer is not None
+        assert torch.equal(context_parallel_unshard(mesh, shards, [2] * 3)[0], whole[0])
+        out = sdpa_style(mesh)(*shards, is_causal=True)
+        assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=True)[0])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("names", [("head-tail", "none"), ("none", "head-tail")])
+def test_an_earlier_sharding_in_another_order(pools: Pools, names: tuple[str, str], world: int) -> None:
+    pools(world).run(earlier_shardings, names)
+
+
+def after_an_assignment(rank: int) -> None:
+    """An assignment says the order of the tensors until then. Later shardings in another order are ambiguous again."""
+    mesh, x = mesh_of_all(), torch.arange(N)
+    (contiguous,) = _context_parallel_shard(mesh, [x], [0])
+    _cp_options.enable_load_balance = False
+    _context_parallel_shard(mesh, [x], [0], head_tail(mesh))
+    with pytest.raises(rs.InputError, match=r"contiguous and zigzag.*load_balancer="):
+        context_parallel_unshard(mesh, [contiguous], [0])
 
 
 def a_length_never_sharded(rank: int) -> None:
@@ -225,7 +266,7 @@ def inside_a_block(rank: int) -> None:
 
 
 def results_of_a_block(rank: int) -> None:
-    """They stay in the order of the block, although a sequence of their length was sharded in another order before it."""
+    """They are not taken for tensors of their length that were sharded in another order, nor the opposite."""
     mesh, whole = mesh_of_all(), qkv(N)
     shards = clones(mesh, whole, None)
     _context_parallel_shard(mesh, [torch.arange(2 * N)], [0], _HeadTailLoadBalancer(2 * N, mesh.size(), "cpu"))
@@ -233,7 +274,10 @@ def results_of_a_block(rank: int) -> None:
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     of_shards = sdpa_style(mesh)(*shards, is_causal=True)
-    assert_near(context_parallel_unshard(mesh, [out], [2])[0], single_process(*whole, is_causal=True)[0])
+    for result in (out, of_shards):
+        with pytest.raises(rs.InputError, match=r"contiguous and zigzag.*load_balancer="):
+            context_parallel_unshard(mesh, [result], [2])
+    assert_near(context_parallel_unshard(mesh, [out], [2], head_tail(mesh))[0], single_process(*whole, is_causal=True)[0])
     _cp_options.enable_load_balance = False
     assert_near(context_parallel_unshard(mesh, [of_shards], [2])[0], single_process(*whole, is_causal=True)[0])
 
@@ -249,11 +293,24 @@ def other_balancers(rank: int) -> None:
         context_parallel_unshard(mesh, [q], [2])
     out = sdpa_style(mesh)(q, k, v)
     assert_near(context_parallel_unshard(mesh, [out], [2], balancer)[0], single_process(*whole, is_causal=False)[0])
+    (contiguous,) = _context_parallel_shard(mesh, whole[:1], [2])
+    with pytest.raises(rs.InputError, match=r"_PerDocumentHeadTailLoadBalancer.*load_balancer=.*enable_load_balance"):
+        context_parallel_unshard(mesh, [contiguous], [2])
+    _cp_options.enable_load_balance = False
+    assert torch.equal(context_parallel_unshard(mesh, [contiguous], [2])[0], whole[0])
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "job", [several_live_shardings, a_length_never_sharded, inside_a_block, results_of_a_block, other_balancers]
+    "job",
+    [
+        several_live_shardings,
+        after_an_assignment,
+        a_length_never_sharded,
+        inside_a_block,
+        results_of_a_block,
+        other_balancers,
+    ],
 )
 def test_calls_that_carry_no_layout(pools: Pools, job: Callable[..., None], world: int) -> None:
     pools(world).run(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,15 @@ def test_an_unknown_rotate_method_is_refused_and_changes_nothing() -> None:
     with pytest.raises(NotImplementedError, match='use "allgather" or "alltoall"'):
         set_rotate_method("carousel")
     assert _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL
+
+
+def test_merging_in_the_dtype_of_the_inputs_is_refused_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"convert_to_f32=False does not change attention.*at least float32"):
+        _cp_options.convert_to_f32 = False
+    assert _cp_options.convert_to_f32 is False  # what code that reads it, such as a merger of the user, obeys
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _cp_options.convert_to_f32 = True
 
 
 def visible_pairs(layout: Layout, rank: int, source: int) -> int:

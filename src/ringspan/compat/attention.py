@@ -133,7 +133,7 @@ class MaskFromCallMode(AttentionCatcher):
         return self._by_switch(q_counts), self._by_switch(kv_counts)
 
     def _by_switch(self, counts: tuple[int, ...]) -> Layouts:
-        return default_layouts(counts, self._contexts.shardings.in_flight(sum(counts)), remedy=NAME_THE_LAYOUT)
+        return default_layouts(counts, self._contexts.shardings.of_inputs(sum(counts)), remedy=NAME_THE_LAYOUT)
 
     def _counts(self, call: AttentionCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and how many keys each rank has."""

@@ -39,7 +39,7 @@ def context_parallel(
     kept = {id(buffer) for buffer in no_restore_buffers or ()}
     if not kept <= dims.keys():
         raise InputError("no_restore_buffers has a tensor that is not among the buffers: give the same objects in both")
-    make, kind = (zigzag, HEAD_TAIL) if _cp_options.enable_load_balance else (contiguous, CONTIGUOUS)
+    make, order = (zigzag, HEAD_TAIL) if _cp_options.enable_load_balance else (contiguous, CONTIGUOUS)
     layouts = {length: (make(full(length), mesh.size()),) for length in {x.shape[dim] for x, dim in dims.values()}}
     contexts, rank = ContextCache(mesh), mesh.get_local_rank()
     with ExitStack() as on_exit:
@@ -48,7 +48,7 @@ def context_parallel(
             if id(buffer) not in kept:
                 on_exit.callback(restore_buffer, sharded, rank)
         for length, (layout,) in layouts.items():  # the results of the block live on, in its order
-            on_exit.callback(contexts.shardings.record_block, kind, length, is_even=len(set(layout.counts)) == 1)
+            on_exit.callback(contexts.shardings.record_block, order, length, is_even=len(set(layout.counts)) == 1)
         with opened(mesh, layouts), MaskFromCallMode(contexts):
             yield
 

@@ -1,8 +1,9 @@
-"""The layouts of tensors by themselves: what torch's documentation says that their order is, or an error.
+"""The layouts of tensors that carry none: what torch's documentation says that their order is, or an error.
 
 A sharded BlockMask and an open ``context_parallel`` block have layouts of their own. All other tensors are in head-tail
 order if ``_cp_options.enable_load_balance`` is on, and in sequence order if it is off. ``_context_parallel_shard`` sets
-this switch. If shardings that disagree are in flight (:mod:`ringspan.compat.shardings`), an error is raised.
+this switch. If tensors of one length were sharded in several orders (:mod:`ringspan.compat.shardings`), an error is
+raised.
 """
 
 from __future__ import annotations
@@ -23,39 +24,38 @@ from ringspan.masks import full
 
 def record_sharding(shardings: Shardings, balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) -> None:
     """Record a call of ``_context_parallel_shard`` with the layouts of its tensors, and set the switch as torch does."""
-    vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would clear the shardings in flight
+    vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would declare the order of earlier ones
     for of_tensor in layouts:
-        kind, counts = _kind(balancer, of_tensor), of_tensor[0].counts
-        shardings.record(kind, sum(counts), is_even=len(set(counts)) == 1)
+        order, counts = _order(balancer, of_tensor), of_tensor[0].counts
+        shardings.record(order, sum(counts), is_even=len(set(counts)) == 1)
 
 
-def _kind(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
+def _order(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
     if balancer is None:
         return CONTIGUOUS
     if type(balancer) is _HeadTailLoadBalancer:
         return HEAD_TAIL
     # A balancer of the user, or of torch itself, can have one of the two orders as well.
-    for kind in (HEAD_TAIL, CONTIGUOUS):
-        if len(layouts) == 1 and np.array_equal(layouts[0].order(), _layout(kind, layouts[0].counts).order()):
-            return kind
+    for order in (HEAD_TAIL, CONTIGUOUS):
+        if len(layouts) == 1 and np.array_equal(layouts[0].order(), _layout(order, layouts[0].counts).order()):
+            return order
     return type(balancer).__name__
 
 
-def default_layouts(counts: tuple[int, ...], kinds: list[str], *, remedy: str) -> Layouts:
-    """Return the layouts of tensors of which the ranks hold ``counts`` tokens, and which are of one of these kinds.
+def default_layouts(counts: tuple[int, ...], orders: list[str], *, remedy: str) -> Layouts:
+    """Return the layouts of tensors of which the ranks hold ``counts`` tokens, and which are in one of these orders.
 
-    The kinds are those of shardings, which must give the same layout. If there are none, the switch decides. ``remedy``
-    ends the error messages.
+    All of the orders must give the same layout. If there are none, the switch decides. ``remedy`` ends the error messages.
     """
-    others = [kind for kind in kinds if kind not in (HEAD_TAIL, CONTIGUOUS)]
+    others = [order for order in orders if order not in (HEAD_TAIL, CONTIGUOUS)]
     if others:
         raise InputError(
             f"tensors of {sum(counts)} tokens were sharded by {' and '.join(others)}, and this one may be in its order: "
-            f"{remedy}"
+            f"{remedy}; if it is in head-tail or sequence order, set _cp_options.enable_load_balance to say which"
         )
-    if not kinds:
-        kinds = [HEAD_TAIL if _cp_options.enable_load_balance else CONTIGUOUS]
-    layouts = tuple({_layout(kind, counts) for kind in kinds})
+    if not orders:
+        orders = [HEAD_TAIL if _cp_options.enable_load_balance else CONTIGUOUS]
+    layouts = tuple({_layout(order, counts) for order in orders})
     if len(layouts) > 1:
         names = " and ".join(sorted(layout.name for layout in layouts))
         raise InputError(
@@ -71,9 +71,9 @@ def default_layouts(counts: tuple[int, ...], kinds: list[str], *, remedy: str) -
 
 
 @cache_by_digest(1024, plain=True)
-def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
-    """A layout of these token counts. In head-tail order the counts follow from their sum."""
-    if kind == HEAD_TAIL and len(counts) > 1:
+def _layout(order: str, counts: tuple[int, ...]) -> Layout:
+    """Return the layout of these token counts. In head-tail order the counts follow from their sum."""
+    if order == HEAD_TAIL and len(counts) > 1:
         return zigzag(full(sum(counts)), len(counts))
     return contiguous_of_counts(counts)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ringspan.compat.shardings import clear_shardings
+from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, declare_order
 
 
 class _RotateMethod(Enum):
@@ -24,7 +25,8 @@ class _ContextParallelOptions:
     """``enable_load_balance`` says that tensors are in head-tail order (zigzag) and not contiguous.
 
     It is read when a ``context_parallel`` block is opened, and by calls whose tensors carry no layout.
-    ``convert_to_f32`` has no effect: partial results are always merged in at least float32.
+    ``convert_to_f32=False`` is obeyed by :class:`_SDPAMerger` of the user only: attention always merges partial results in
+    at least float32.
     """
 
     convert_to_f32: bool = True
@@ -37,12 +39,18 @@ class _ContextParallelOptions:
 
 
 class _ProcessOptions(_ContextParallelOptions):
-    """The settings of this process. Assigning ``enable_load_balance`` says which order is meant from now on."""
+    """The settings of this process. An assignment to ``enable_load_balance`` says in which order all tensors are."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "enable_load_balance":
-            clear_shardings()
+            declare_order(HEAD_TAIL if value else CONTIGUOUS)
+        elif name == "convert_to_f32" and not value:
+            warnings.warn(
+                "_cp_options.convert_to_f32=False does not change attention: ringspan always merges partial results in at "
+                "least float32, which is at least as exact. Remove the assignment",
+                stacklevel=2,
+            )
 
 
 _cp_options: _ContextParallelOptions = _ProcessOptions()

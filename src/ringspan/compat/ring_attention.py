@@ -85,7 +85,7 @@ def _handle(group: dist.ProcessGroup, query: Tensor, key: Tensor, is_causal: boo
             f"causal attention of {query.shape[2]} queries and {key.shape[2]} keys: lengths must be equal"
         )
     if is_causal:
-        (layout,) = default_layouts(q_counts, shardings_of(group).in_flight(sum(q_counts)), remedy=REMEDY)
+        (layout,) = default_layouts(q_counts, shardings_of(group).of_inputs(sum(q_counts)), remedy=REMEDY)
         mask, kv_layout = causal(sum(q_counts)), layout
     else:
         layout, kv_layout = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)

@@ -78,8 +78,9 @@ def context_parallel_unshard(
     """Return each whole buffer on every rank, with its tokens in their original order.
 
     Without a balancer the order of the shards is that of the open ``context_parallel`` block, for sequences of the
-    length of one of its buffers. Else it is that of the latest sharding or block of this length or, if there is none, what
-    ``_cp_options.enable_load_balance`` says: head-tail, or contiguous.
+    length of one of its buffers. Else it is the order of all shardings and blocks of this length. If there were several
+    orders, an error asks for the balancer. If there were none, ``_cp_options.enable_load_balance`` decides: head-tail, or
+    contiguous.
     """
     check_mesh(mesh)
     if len(buffers) != len(seq_dims):
@@ -96,7 +97,6 @@ def context_parallel_unshard(
             )
         rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD)).movedim(0, dim)
         whole.append(select_tokens(rows, dim, [torch.from_numpy(layout.order()).argsort() for layout in layouts]))
-        shardings_of(mesh.get_group()).end(sum(counts))
     return whole
 
 
@@ -104,8 +104,8 @@ def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
     own = (innermost_block(mesh) or {}).get(sum(counts))
     if own is not None:
         return own
-    latest = shardings_of(mesh.get_group()).latest(sum(counts))
-    return default_layouts(counts, latest, remedy="give load_balancer=")
+    orders = shardings_of(mesh.get_group()).of_results(sum(counts))
+    return default_layouts(counts, orders, remedy="give load_balancer=")
 
 
 def _check_block(mesh: DeviceMesh, layouts: Layouts) -> None:
