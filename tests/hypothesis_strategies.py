@@ -35,7 +35,9 @@ def parts(total: int, count: int | None = None) -> st.SearchStrategy[list[int]]:
     """``total`` as a sum of ``count`` lengths, some of them 0."""
     fewest, most = (0, 5) if count is None else (count - 1, count - 1)
     cuts = st.lists(st.integers(0, total), min_size=fewest, max_size=most)
-    return cuts.map(lambda cuts: np.diff([0, *sorted(cuts), total]).tolist())
+    # Not those that look like cumulative lengths: [0, 2, 5] is refused.
+    drawn = cuts.map(lambda cuts: np.diff([0, *sorted(cuts), total]).tolist())
+    return drawn.filter(lambda lengths: len(lengths) < 3 or lengths[0] > 0 or min(np.diff(lengths)) <= 0)
 
 
 def raw_bands(q_len: int, k_len: int, max_size: int = 4) -> st.SearchStrategy[list[tuple[int, int, int, int, int, int]]]:

@@ -52,7 +52,7 @@ from ringspan.frontends import (
 )
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
-from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, window
+from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, sliding_window, window
 from ringspan.planner import Plan, best_on, plan
 from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
@@ -126,6 +126,7 @@ __all__ = [
     "restore",
     "sdpa",
     "shift_labels",
+    "sliding_window",
     "softcap",
     "window",
     "with_sinks",

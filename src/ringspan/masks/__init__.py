@@ -11,7 +11,7 @@ from ringspan.masks.mask_mod import mask_mod
 from ringspan.masks.predicate import Predicate
 from ringspan.masks.prefix import prefix
 from ringspan.masks.table import MAX_LENGTH
-from ringspan.masks.window import window
+from ringspan.masks.window import sliding_window, window
 
 __all__ = [
     "MAX_LENGTH",
@@ -25,5 +25,6 @@ __all__ = [
     "full",
     "mask_mod",
     "prefix",
+    "sliding_window",
     "window",
 ]

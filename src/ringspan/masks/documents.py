@@ -16,9 +16,16 @@ from ringspan.masks.table import K0, K1, MAX_LENGTH, Q0, Q1
 
 
 def documents(
-    lengths: Any = None, *, ids: Any = None, kv_lengths: Any = None, causal: bool = True, align: Align | None = None
+    lengths: Any = None,
+    *,
+    ids: Any = None,
+    cu_seqlens: Any = None,
+    kv_lengths: Any = None,
+    causal: bool = True,
+    align: Align | None = None,
 ) -> Mask:
-    """Make a mask of documents packed end to end, given by their ``lengths`` or by the document ``ids`` of every token.
+    """Make a mask of documents packed end to end, given by their ``lengths``, by the document ``ids`` of every token, or
+    by ``cu_seqlens``, the cumulative lengths that flash attention takes: a 0, then the end of each document.
 
     Tokens with the same id see each other at any distance; ids need not be sorted. ``kv_lengths`` gives each document
     another number of keys (cross-attention between packed pairs). A causal mask then needs ``align`` (see
@@ -29,17 +36,27 @@ def documents(
     . x . .
     . x x .
     . x x x
-    >>> documents(ids=[7, 4, 4, 4]) == documents([1, 3])
+    >>> documents(ids=[7, 4, 4, 4]) == documents(cu_seqlens=[0, 1, 4]) == documents([1, 3])
     True
     """
-    if (lengths is None) == (ids is None):
-        raise MaskError("documents() takes the lengths of the documents or the ids= of the tokens: exactly one of the two")
+    if sum(given is not None for given in (lengths, ids, cu_seqlens)) != 1:
+        raise MaskError(
+            "documents() takes the lengths of the documents, the ids= of the tokens or cu_seqlens=: exactly one of these"
+        )
     diagonal(0, 0, align)  # rejects an invalid align even where none is needed
     if ids is not None:
         if kv_lengths is not None:
             raise MaskError("documents(ids=…) describes both queries and keys; give lengths and kv_lengths instead")
         return _by_ids(ids, causal)
-    q_lengths = as_lengths("lengths", lengths)
+    if cu_seqlens is not None:
+        q_lengths = _differences(cu_seqlens)
+    else:
+        q_lengths = as_lengths("lengths", lengths)
+        if len(q_lengths) > 2 and q_lengths[0] == 0 and (np.diff(q_lengths) > 0).all():
+            raise MaskError(
+                f"{_start_of(q_lengths)} look like cumulative lengths: pass them as cu_seqlens=. "
+                "If they are lengths, leave out the empty first document"
+            )
     k_lengths = q_lengths if kv_lengths is None else as_lengths("kv_lengths", kv_lengths)
     if len(q_lengths) != len(k_lengths):
         raise MaskError(f"{len(q_lengths)} documents have lengths but {len(k_lengths)} have kv_lengths: both need one each")
@@ -50,6 +67,24 @@ def documents(
     hi = k0 - q0 + np.asarray(offsets, dtype=np.int64) if causal else far
     bands = tables.tighten(np.stack([q0, q1, k0, k1, -far, hi], axis=1))
     return _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
+
+
+def _differences(cu_seqlens: Any) -> NDArray[np.int64]:
+    """Return the lengths of documents from their cumulative lengths."""
+    wanted = "cu_seqlens must be a list of integers: a 0, then the end of each document, in order"
+    try:
+        ends = np.asarray(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+    except ValueError:
+        raise MaskError(f"{wanted}; got {cu_seqlens!r}") from None
+    if ends.ndim != 1 or ends.dtype.kind not in "iu":
+        raise MaskError(f"{wanted}; got {ends.dtype} of shape {ends.shape}")
+    if not len(ends) or ends[0] != 0 or (np.diff(ends) < 0).any():
+        raise MaskError(f"{wanted}; got {_start_of(ends)}")
+    return as_lengths("the differences of cu_seqlens", np.diff(ends))
+
+
+def _start_of(values: NDArray[np.int64]) -> str:
+    return f"[{', '.join(map(str, values[:6]))}{', …' if len(values) > 6 else ''}]"
 
 
 def document_windows(lengths: Any, kv_lengths: Any, *, left: int | None, right: int | None) -> Mask:

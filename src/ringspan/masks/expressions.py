@@ -23,7 +23,7 @@ from ringspan.masks.full import full
 from ringspan.masks.mask import Mask
 from ringspan.masks.prefix import prefix
 from ringspan.masks.table import MAX_LENGTH
-from ringspan.masks.window import window
+from ringspan.masks.window import sliding_window, window
 
 
 def parse_mask(text: str) -> Mask:
@@ -119,6 +119,7 @@ _CALLS: dict[str, Callable[..., Mask]] = {
     "full": _full,
     "causal": causal,
     "window": window,
+    "sliding_window": sliding_window,
     "documents": _documents,
     "prefix": prefix,
     "chunked": chunked,
