@@ -46,7 +46,7 @@ def test_other_expressions_are_rejected(text: str) -> None:
         ("causal(3) causal(4)", "cannot read 'causal(3) causal(4)'. A mask looks like"),
         ("(" * 5000, "cannot read"),
         ("~" * 50_000 + "full()", "cannot read"),
-        ("3", "not a mask: '3'. Masks are full, causal, window, documents, "),
+        ("3", "not a mask: '3'. Masks are full, causal, window, sliding_window, documents, "),
         ("causal(3) & 4", "not a mask: '4' in 'causal(3) & 4'. Masks are full, causal"),
         ("window(x)", "window takes plain values, as 4096 or [700, 324]; not 'x'"),
         ("window(left=y)", "window takes plain values, as 4096 or [700, 324]; not 'y'"),
