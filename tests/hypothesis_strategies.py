@@ -35,9 +35,12 @@ def parts(total: int, count: int | None = None) -> st.SearchStrategy[list[int]]:
     """``total`` as a sum of ``count`` lengths, some of them 0."""
     fewest, most = (0, 5) if count is None else (count - 1, count - 1)
     cuts = st.lists(st.integers(0, total), min_size=fewest, max_size=most)
-    # Not those that look like cumulative lengths: [0, 2, 5] is refused.
-    drawn = cuts.map(lambda cuts: np.diff([0, *sorted(cuts), total]).tolist())
-    return drawn.filter(lambda lengths: len(lengths) < 3 or lengths[0] > 0 or min(np.diff(lengths)) <= 0)
+    return cuts.map(lambda cuts: np.diff([0, *sorted(cuts), total]).tolist()).filter(are_lengths)
+
+
+def are_lengths(lengths: list[int]) -> bool:
+    """Whether documents() takes these. Those that look like cumulative lengths, such as [0, 2, 5], are refused."""
+    return len(lengths) < 3 or lengths[0] > 0 or min(np.diff(lengths)) <= 0
 
 
 def raw_bands(q_len: int, k_len: int, max_size: int = 4) -> st.SearchStrategy[list[tuple[int, int, int, int, int, int]]]:
@@ -68,6 +71,11 @@ def _window(q: int, k: int) -> st.SearchStrategy[Drawn]:
     reach = st.none() | st.integers(0, max(q, k) + 1)
     both = st.tuples(reach, reach).filter(lambda sides: sides != (None, None))
     return both.map(lambda sides: Drawn(rs.window(*sides), dense_masks.window(q, k, *sides)))
+
+
+def _sliding_window(q: int, k: int) -> st.SearchStrategy[Drawn]:
+    sizes = st.integers(1, max(q, k) + 2)
+    return sizes.map(lambda size: Drawn(rs.sliding_window(size), dense_masks.window(q, k, size - 1, 0)))
 
 
 def _prefix(n: int, _: int) -> st.SearchStrategy[Drawn]:
@@ -118,7 +126,7 @@ CONSTRUCTORS: dict[str, Callable[[int, int], st.SearchStrategy[Drawn]]] = {
     "from_bands": _from_bands,
 }
 SQUARE_CONSTRUCTORS = {"prefix": _prefix, "chunked": _chunked, "documents": _documents, "documents(ids=)": _ids}
-RELATIONS = {"window": _window, "causal()": _causal_relation}
+RELATIONS = {"window": _window, "sliding_window": _sliding_window, "causal()": _causal_relation}
 
 
 # -- trees of them -----------------------------------------------------------------------------------------------------

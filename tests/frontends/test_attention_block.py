@@ -31,7 +31,7 @@ def world_of_one() -> Iterator[None]:
 
 @pytest.fixture
 def cp() -> rs.ContextParallel:
-    return rs.ContextParallel(None, MASK)
+    return rs.ContextParallel(None, MASK, expect_attention=False)
 
 
 def qkv(*lead: int, heads: int = 4, kv_heads: int = 4) -> list[torch.Tensor]:
@@ -328,3 +328,70 @@ def test_the_block_belongs_to_its_thread(cp: rs.ContextParallel) -> None:
         thread.start()
         thread.join()
     assert matches == [True]
+
+
+# -- attention that the block cannot see -------------------------------------------------------------------------------
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def in_a_thread(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    thread = threading.Thread(target=F.scaled_dot_product_attention, args=(q, k, v))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("attend", [by_hand, in_a_thread, lambda q, k, v: None])
+def test_a_block_without_attention_raises(attend: Callable[..., Any]) -> None:
+    cp = rs.ContextParallel(None, MASK)
+    with pytest.raises(rs.UnplannedAttention, match="no attention was intercepted in this block"), cp:
+        attend(*qkv(1))
+    with cp.with_mask(rs.full(N)), cp:  # the inner block intercepts the call
+        F.scaled_dot_product_attention(*qkv(1))
+    with cp:  # used before: an optimiser step, or a replay of a CUDA graph
+        attend(*qkv(1))
+
+
+def test_a_block_with_local_attention_only_is_intended() -> None:
+    with rs.ContextParallel(None, MASK), rs.local_attention():
+        F.scaled_dot_product_attention(*qkv(1))
+
+
+def test_another_error_is_not_replaced() -> None:
+    with pytest.raises(ZeroDivisionError), rs.ContextParallel(None, MASK):
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_calls_count(fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=fullgraph)
+    for _ in range(3):  # traced in the first block only
+        with rs.ContextParallel(None, MASK):
+            attend(*qkv(1))
+
+
+other_package = torch.library.Library("flash_attn_of_a_test", "DEF")
+for operator in ("_flash_attn_forward", "varlen_fwd", "rotary", "_flash_attn_backward"):
+    other_package.define(f"{operator}(Tensor q, Tensor k, Tensor v) -> Tensor")
+    other_package.impl(operator, lambda q, k, v: q.clone(), "CPU")
+
+
+@pytest.mark.parametrize("operator", ["_flash_attn_forward", "varlen_fwd"])
+@pytest.mark.parametrize("overload", [False, True])
+def test_attention_of_other_packages_is_refused_by_name(cp: rs.ContextParallel, operator: str, overload: bool) -> None:
+    packet = getattr(torch.ops.flash_attn_of_a_test, operator)
+    message = rf"the operator flash_attn_of_a_test\.{operator}.* would see only the keys of this rank"
+    with cp, pytest.raises(rs.UnplannedAttention, match=message):
+        (packet.default if overload else packet)(*qkv(1))
+    with cp, rs.local_attention():
+        packet(*qkv(1))
+
+
+@pytest.mark.parametrize("operator", ["rotary", "_flash_attn_backward"])
+def test_other_operators_of_such_a_package_are_not(cp: rs.ContextParallel, operator: str) -> None:
+    q, k, v = qkv(1)
+    with cp:
+        assert torch.equal(getattr(torch.ops.flash_attn_of_a_test, operator)(q, k, v), q)

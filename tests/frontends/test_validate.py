@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.frontends.validate import check_scale
+from ringspan.frontends.labels import positions_in
+from ringspan.frontends.validate import check_documents, check_scale
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,24 @@ def test_check_scale_returns_the_factor(scale: Any, head_dim: int, meant: float)
 def test_check_scale_refuses_other_values(scale: Any) -> None:
     with pytest.raises(rs.InputError, match=r"scale must be a number, or None for 1 / √\(head dim\); got"):
         check_scale(scale, 16)
+
+
+@pytest.mark.parametrize(
+    ("mask", "documents", "start"),
+    [
+        (rs.documents([4, 6]), [4, 6], None),
+        (rs.documents([4, 6]), [10], None),  # the boundaries of a mask need not be those of documents: chunked masks
+        (rs.chunked(10, 2), [4, 6], None),
+        (rs.documents([4, 6]), [5, 5], 5),
+        (rs.causal(10), [4, 6], 4),
+        (rs.full(10) & rs.window(left=1, right=0), [4, 6], 4),
+        (rs.mask_mod(lambda b, h, q, k: (q * k) % 3 == 0, 10), [4, 6], 4),
+    ],
+)
+def test_documents_across_which_the_mask_sees_are_refused(mask: rs.Mask, documents: list[int], start: int | None) -> None:
+    positions = positions_in(documents, 10)
+    if start is None:
+        check_documents(mask, positions)
+        return
+    with pytest.raises(rs.InputError, match=f"a document starts at token {start}, but the mask .* lets tokens see across"):
+        check_documents(mask, positions)

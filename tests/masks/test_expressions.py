@@ -37,7 +37,10 @@ def test_other_expressions_are_rejected(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("casual(1024)", "no mask is called 'casual' (did you mean causal?); there are full, causal, window, sliding_window, documents, "),
+        (
+            "casual(1024)",
+            "no mask is called 'casual' (did you mean causal?); there are full, causal, window, sliding_window, documents, ",
+        ),
         ("windw(3) & causal(8)", "no mask is called 'windw' (did you mean window?)"),
         ("spiral", "no mask is called 'spiral'; there are "),
         ("causal & window(3)", "a mask is written with brackets: causal(), or causal(…) with what it takes"),

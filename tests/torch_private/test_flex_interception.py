@@ -56,7 +56,7 @@ def never_compiled_before() -> Callable[..., Tensor]:
 
 
 def test_the_code_is_the_same_inside_and_outside_of_blocks() -> None:
-    with rs.ContextParallel(None, rs.causal(8)) as cp:
+    with rs.ContextParallel(None, rs.causal(8), expect_attention=False) as cp:
         code = flex_attention.__code__  # type: ignore[attr-defined]
         with cp:
             assert flex_attention.__code__ is code  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def in_another_thread(call: Callable[[], Tensor]) -> Tensor:
 def test_another_thread_compiles_while_a_block_is_open_here(fullgraph: bool) -> None:
     compiled = torch.compile(never_compiled_before(), backend="eager", fullgraph=fullgraph)
     want = full()
-    with rs.ContextParallel(None, rs.causal(8)):
+    with rs.ContextParallel(None, rs.causal(8), expect_attention=False):
         torch.testing.assert_close(in_another_thread(lambda: compiled(x(), x(), x())), want)
         torch.testing.assert_close(flex_attention(x(), x(), x()), causal())
     torch.testing.assert_close(compiled(x(), x(), x()), full())
@@ -129,7 +129,7 @@ def test_blocks_open_and_close_while_another_thread_compiles() -> None:
     thread = threading.Thread(target=compile_often)
     thread.start()
     while not done.is_set() or opened < 12:
-        with rs.ContextParallel(None, rs.causal(8)):
+        with rs.ContextParallel(None, rs.causal(8), expect_attention=False):
             torch.testing.assert_close(flex_attention(x(), x(), x()), want)
             with rs.local_attention():
                 torch.testing.assert_close(F.scaled_dot_product_attention(x(), x(), x()), full())
@@ -168,7 +168,7 @@ def test_what_was_compiled_before_is_caught_and_is_still_there_afterwards(functi
     compiled = torch.compile(function, backend=counted)
     torch.testing.assert_close(compiled(x(), x(), x()), full())
     before = len(programs)
-    with rs.ContextParallel(None, rs.causal(8)):
+    with rs.ContextParallel(None, rs.causal(8), expect_attention=False):
         torch.testing.assert_close(compiled(x(), x(), x()), causal())
     torch.testing.assert_close(compiled(x(), x(), x()), full())
     assert len(programs) == before > 0
@@ -176,7 +176,10 @@ def test_what_was_compiled_before_is_caught_and_is_still_there_afterwards(functi
 
 def test_a_full_graph_in_a_block_is_refused_with_the_reason() -> None:
     compiled = torch.compile(never_compiled_before(), backend="eager", fullgraph=True)
-    with rs.ContextParallel(None, rs.causal(8)), pytest.raises(torch._dynamo.exc.Unsupported, match="drop fullgraph=True"):
+    with (
+        rs.ContextParallel(None, rs.causal(8), expect_attention=False),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="drop fullgraph=True"),
+    ):
         compiled(x(), x(), x())
 
 

@@ -6,6 +6,7 @@ except for ``flex_attention``, which no mode can intercept (:mod:`ringspan.torch
 
 from __future__ import annotations
 
+import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
@@ -53,6 +54,11 @@ REFUSED = {
     VARLEN_ATTENTION_OUT: "call varlen_attn, without out",
 }
 
+# Operators of other packages, "flash_attn._flash_attn_forward": those whose own name says attention, and the forward pass
+# of a package that does. Their backward passes are only called for a forward pass.
+OTHER_ATTENTION = re.compile(r"\.\w*(attn|attention|fmha)|(attn|attention|fmha)\w*\.\w*fwd", re.IGNORECASE)
+BACKWARD = re.compile(r"bwd|backward", re.IGNORECASE)
+
 # Functions and methods of compiled classes.
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
@@ -78,7 +84,8 @@ def _treatment(func: Any) -> Treatment:
 
 def _find_treatment(func: Any) -> Treatment:
     name, treatment = _name(func), cast(Treatment, None)
-    if name in REFUSED or name == VARLEN_ATTENTION or ("scaled_dot_product" in name and not name.endswith("backward")):
+    is_sdpa = "scaled_dot_product" in name and not name.endswith("backward")
+    if is_sdpa or name in REFUSED or name == VARLEN_ATTENTION or is_attention_of_another_package(func):
         treatment = "attention"
     elif isinstance(func, HigherOrderOperator):  # torch.cond, and checkpoint in compiled code
         treatment = "runs functions"
@@ -94,6 +101,15 @@ def _find_treatment(func: Any) -> Treatment:
 def _is_of_torch(func: Any) -> bool:
     """Return whether a function is one of PyTorch's own, or a built-in method of its classes."""
     return isinstance(func, BUILT_IN) or str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
+
+
+def is_attention_of_another_package(func: Any) -> bool:
+    """Return whether a function is an operator that computes attention, registered by a package other than PyTorch."""
+    if type(func).__name__ not in ("OpOverload", "OpOverloadPacket"):
+        return False
+    name = str(func)  # package.operator.overload
+    is_ours = name.startswith(("aten.", "prims.", "torch_attn.", "ringspan"))
+    return not is_ours and OTHER_ATTENTION.search(name) is not None and BACKWARD.search(name) is None
 
 
 @dynamo_constant
@@ -125,6 +141,7 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
             )
         removed = without_modes(of=AttentionCatcher)
         removed.__enter__()
+        _mark_as_used()  # that this attention is local is intended
         _entered.contexts.append(removed)
         note_entry(self, hides_others=True)
         return self
@@ -154,6 +171,9 @@ class AttentionCatcher(FlexInterceptor):
     Dynamo traces the methods of this class along with the model.
     """
 
+    was_used = False
+    """Whether attention was intercepted in the block, or in a block inside it, since the object was made."""
+
     def __enter__(self) -> Self:
         if not torch.compiler.is_dynamo_compiling():
             install_flex_interception()
@@ -172,12 +192,12 @@ class AttentionCatcher(FlexInterceptor):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if treatment == "attention":
-            self._keep_for_recompute()
+            self._note_call()
             return self.caught(func, args, kwargs)
         if treatment == "unflatten":
             return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
         if treatment == "multi-head":
-            self._keep_for_recompute()
+            self._note_call()
             return multi_head_attention(self._sdpa, *args, **kwargs)
         with self:
             pass  # Dynamo lets a traced function enter the mode only if it has been entered before
@@ -199,13 +219,17 @@ class AttentionCatcher(FlexInterceptor):
 
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_modes(down_to=self):
-            self._keep_for_recompute()
+            self._note_call()
             return self.caught(flex_attention, args, kwargs)
 
-    def _keep_for_recompute(self) -> None:
+    def _note_call(self) -> None:
+        """Mark the blocks around an attention call as used, and let a checkpoint around it run again inside them."""
         # A compiled checkpoint recomputes the traced operators, not the function.
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            _mark_as_used()
             return
+        if not self.was_used:
+            _mark_as_used()
         if torch.is_grad_enabled() and innermost_hooks(True) is None:  # the common case: no checkpoint is around the call
             return
         # A mode is off the stack while it handles a call.
@@ -217,8 +241,20 @@ class AttentionCatcher(FlexInterceptor):
         enclosing block."""
 
 
-# Compiled code calls the operator without passing through a block, and without modes on the stack.
-before_operator(lambda: keep_blocks(entered_blocks(), compiled=True))
+@dynamo_constant  # in traced code it is called once, while tracing
+def _mark_as_used() -> None:
+    for block in entered_blocks():
+        if isinstance(block, AttentionCatcher):
+            block.was_used = True
+
+
+def _before_compiled_call() -> None:
+    """Compiled code calls the operator without passing through a block, and without modes on the stack."""
+    _mark_as_used()
+    keep_blocks(entered_blocks(), compiled=True)
+
+
+before_operator(_before_compiled_call)
 
 
 class AttentionMode(AttentionCatcher):
@@ -259,6 +295,11 @@ class AttentionMode(AttentionCatcher):
         if is_varlen_attention(func):
             # The operator's third result is the state of the random generator. varlen_attn does not return it.
             return *self.varlen_attention(VarlenCall(*args, **kwargs)), None
+        if is_attention_of_another_package(func):
+            raise UnplannedAttention(
+                f"the operator {func} of another package would see only the keys of this rank: let the model call "
+                f'F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), or wrap it in {_WRAP}'
+            )
         instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
         obstacle = flex_interception_unsupported_reason()
         if name == "flex_attention" and obstacle is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -13,14 +13,15 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.costs import Hardware
 from ringspan.engine import PlanHandle, attend
-from ringspan.errors import InputError
+from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.attention import Group, attend_tensors, registered_handle
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
+from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
-from ringspan.frontends.validate import check_mask, check_parameters, check_weights
+from ringspan.frontends.validate import check_documents, check_mask, check_parameters, check_weights
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
@@ -30,13 +31,23 @@ from ringspan.plans import Shape
 from ringspan.plans.data import Side
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_constant
-from ringspan.torch_private.pytree import tree_map
 from ringspan.transports import ProcessGroupTransport, as_transport
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
     from ringspan.frontends.dtensor.offsets import ShardExtents
+
+
+T = TypeVar("T")
+
+NO_ATTENTION = (
+    "no attention was intercepted in this block, so every rank has attended to its own keys only, if at all. The block sees "
+    "F.scaled_dot_product_attention, flex_attention, varlen_attn and nn.MultiheadAttention, called in its thread. It does not "
+    'see attention that is written as matmul and softmax (in transformers attn_implementation="eager": use "sdpa"), '
+    "functions of torch.jit, kernels of other packages, and other threads. If the block is meant to have no attention, give "
+    "ContextParallel expect_attention=False"
+)
 
 
 class ContextParallel(AttentionMode):
@@ -61,6 +72,9 @@ class ContextParallel(AttentionMode):
     choose for your machine and model, as in :func:`ringspan.plan`.
 
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
+
+    A block in which no attention was ever intercepted raises :class:`ringspan.UnplannedAttention` when it ends: the model
+    computes attention in a way that the block cannot see, each rank on its own keys. ``expect_attention=False`` allows it.
     """
 
     def __init__(
@@ -75,8 +89,10 @@ class ContextParallel(AttentionMode):
         shape: Shape | None = None,
         backend: str = "auto",
         timeout: float | None = None,
+        expect_attention: bool = True,
     ) -> None:
         self.group: ProcessGroupTransport = as_transport(group, timeout)
+        self._expect_attention = expect_attention
         self.backend = backend
         self.plan: Plan = plan(
             check_mask(mask),
@@ -124,6 +140,7 @@ class ContextParallel(AttentionMode):
             hardware=self._hardware,
             shape=self._shape,
             backend=self.backend,
+            expect_attention=self._expect_attention,
         )
 
     def prefetch(self, mask: Mask) -> Future[ContextParallel]:
@@ -152,36 +169,51 @@ class ContextParallel(AttentionMode):
                 hardware=self._hardware,
                 shape=self._shape,
                 backend=self.backend,
+                expect_attention=self._expect_attention,
             )
         finally:
             planner.shutdown(wait=False)  # the thread ends when the plan is made
 
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if raised[0] is None and self._expect_attention and not self.was_used:
+            raise UnplannedAttention(NO_ATTENTION)
+
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
+
+    @overload
+    def shard(self, tree: T, /, *, dim: int, of: Side = "q") -> T: ...
+
+    @overload
+    def shard(self, first: T, second: T, /, *others: T, dim: int, of: Side = "q") -> tuple[T, ...]: ...
+
+    @overload
+    def shard(self, first: Any, second: Any, /, *others: Any, dim: int, of: Side = "q") -> tuple[Any, ...]: ...
 
     def shard(self, *trees: Any, dim: int, of: Side = "q") -> Any:
         """Select this rank's tokens from whole sequences, as new tensors.
 
         ``dim`` is the sequence dim of each tensor; ``of="kv"`` uses the layout of the keys (cross-attention). Arguments
-        are tensors, or nested lists, tuples and dicts of them. Leaves that are not tensors are returned unchanged. One
-        argument gives one result, several give a tuple.
+        are tensors and NumPy arrays, or nested lists, tuples, dicts, mappings (``BatchEncoding``) and dataclasses of
+        them. Numbers, strings, flags and None in these are returned unchanged. Any other object raises, as it could hold
+        tokens. One argument gives one result, several give a tuple.
         """
-        layout = self._layout(of)
-
-        def take(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if not -x.ndim <= dim < x.ndim:
-                raise InputError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
-            if x.shape[dim] != layout.length:
-                raise InputError(
-                    f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens, but the plan's sequence has "
-                    f"{layout.length}{self._hint(of, x.shape[dim])}: "
-                    "shard whole sequences, and give the sequence dim as dim="
-                )
-            return x.index_select(dim, self.positions(of, device=x.device))
-
-        sharded = tuple(tree_map(take, tree) for tree in trees)
+        sharded = tuple(map_sequences(lambda x: self._take(x, dim, of), tree, self._layout(of).length) for tree in trees)
         return sharded[0] if len(sharded) == 1 else sharded
+
+    def _take(self, x: Tensor, dim: int, of: Side) -> Tensor:
+        layout = self._layout(of)
+        if not -x.ndim <= dim < x.ndim:
+            raise InputError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
+        if x.shape[dim] != layout.length:
+            raise InputError(
+                f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens, but the plan's sequence has "
+                f"{layout.length}{self._hint(of, x.shape[dim])}: "
+                "shard whole sequences, and give the sequence dim as dim="
+            )
+        return x.index_select(dim, self.positions(of, device=x.device))
 
     def unshard(self, x: Tensor, *, dim: int, of: Side = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
         """Gather the whole sequence on every rank, in its original order. Differentiable.
@@ -214,7 +246,9 @@ class ContextParallel(AttentionMode):
         layout = self._layout(of)
         mine = torch.from_numpy(layout.positions(self.rank))
         if documents is not None:
-            mine = positions_in(documents, layout.length)[mine]
+            in_documents = positions_in(documents, layout.length)
+            check_documents(self.plan.mask, in_documents)
+            mine = in_documents[mine]
         return mine.to(device or "cpu")
 
     def _hint(self, of: Side, tokens: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,3 +66,16 @@ def check_parameters(parameters: Any) -> list[Tensor]:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
+
+
+def check_documents(mask: Mask, positions: Tensor) -> None:
+    """Raise if the mask lets a token see across the start of a document. ``positions`` are those in the documents."""
+    if mask.predicate is not None or mask.q_len != mask.k_len:
+        return
+    starts = torch.nonzero(positions == 0).flatten().numpy()
+    inside = np.setdiff1d(starts, mask.documents())
+    if len(inside):
+        raise InputError(
+            f"positions(documents=…): a document starts at token {inside[0]}, but the mask {mask.name} lets tokens see across "
+            "that place. Give the documents of the mask, or a mask with these documents"
+        )

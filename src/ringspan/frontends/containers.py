@@ -1,0 +1,61 @@
+"""Containers of sequences: what ``cp.shard`` looks into for tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspan.errors import InputError
+from ringspan.torch_private.pytree import tree_map
+
+# Values that hold no tokens.
+PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, np.generic, type(None))
+
+
+def map_sequences(take: Callable[[Tensor], Tensor], tree: Any, length: int) -> Any:
+    """Return a copy of nested containers with every tensor and array ``x`` replaced by ``take(x)``.
+
+    ``length`` is the number of tokens of the whole sequence: a list of that many numbers is refused, because it looks like
+    tokens.
+    """
+
+    def is_token_list(x: Any) -> bool:
+        return type(x) in (list, tuple) and len(x) == length > 1 and all(isinstance(n, Number) for n in x)
+
+    def inside(x: Any) -> Any:
+        return tree_map(leaf, x, is_leaf=is_token_list)
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return take(x)
+        if isinstance(x, np.ndarray):
+            if x.dtype.kind not in "biufc":
+                raise InputError(f"an array of {x.dtype} cannot be sharded: give numbers")
+            return take(torch.from_numpy(x)).numpy()
+        if isinstance(x, PLAIN):
+            return x
+        if is_token_list(x):
+            raise InputError(f"a list of {length} numbers looks like tokens: make it a tensor, with torch.tensor(...)")
+        if isinstance(x, MutableMapping):  # UserDict, and BatchEncoding of transformers
+            sharded = copy.copy(x)
+            for key in x:
+                sharded[key] = inside(x[key])
+            return sharded
+        if isinstance(x, Mapping):
+            return {key: inside(value) for key, value in x.items()}
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            return dataclasses.replace(x, **{f.name: inside(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
+        raise InputError(
+            f"{type(x).__name__} is not a tensor, an array, or a container that is looked into (list, tuple, dict, mapping, "
+            "dataclass): shard its tensors, and leave out what is not split over the ranks"
+        )
+
+    return inside(tree)

@@ -1,0 +1,90 @@
+"""What cp.shard looks into for tensors, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ringspan.errors import InputError
+from ringspan.frontends.containers import map_sequences
+
+N = 5
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: Tensor
+    name: str
+    length: int = field(init=False, default=7)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def halves(tree: Any) -> Any:
+    return map_sequences(lambda x: x[:2], tree, N)
+
+
+X = torch.arange(N)
+HALF = X[:2]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([X, (X, {"a": X})], [HALF, (HALF, {"a": HALF})]),
+        (UserDict({"ids": X, "more": [X]}), UserDict({"ids": HALF, "more": [HALF]})),
+        (Batch(X, "one"), Batch(HALF, "one")),
+        ({"batches": [Batch(X, "one")]}, {"batches": [Batch(HALF, "one")]}),
+        (Pair(X, None), Pair(HALF, None)),
+        ({"flag": True, "n": 3, "dtype": torch.bfloat16, "text": "abc"}, None),
+        ([1, 2], None),
+        ("a" * N, None),
+    ],
+    ids=["nested", "mapping", "dataclass", "dataclass inside", "named tuple", "plain values", "few numbers", "text"],
+)
+def test_containers_are_looked_into(given: Any, wanted: Any) -> None:
+    found = halves(given)
+    assert type(found) is type(given)
+    assert repr(found) == repr(given if wanted is None else wanted)
+
+
+def test_the_container_itself_is_not_changed() -> None:
+    given = UserDict({"ids": X})
+    assert halves(given) is not given
+    assert torch.equal(given["ids"], X)
+
+
+def test_arrays_stay_arrays() -> None:
+    found = halves({"ids": np.arange(N, dtype=np.int32)})["ids"]
+    assert isinstance(found, np.ndarray)
+    assert found.dtype == np.int32
+    assert found.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (list(range(N)), "a list of 5 numbers looks like tokens: make it a tensor"),
+        ({"ids": [1.0] * N}, "a list of 5 numbers looks like tokens"),
+        ({"ids": {1, 2}}, "set is not a tensor, an array, or a container"),
+        (object(), "object is not a tensor"),
+        (np.array(["a"] * N), "an array of <U1 cannot be sharded"),
+    ],
+)
+def test_what_could_hold_tokens_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        halves(given)
+
+
+def test_batch_encoding_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    found = halves(transformers.BatchEncoding({"input_ids": X, "attention_mask": X}))
+    assert isinstance(found, transformers.BatchEncoding)
+    assert torch.equal(found["input_ids"], HALF)
