@@ -110,7 +110,7 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = 
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
     saved = Saved(q, dout, out, lse, dlse)
     with MemoryCounter([kv, *saved]) as memory:  # type: ignore[list-item]
-        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, saved, kv, config))
+        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, lambda: saved, kv, config))
     return memory.peak + kv.nbytes
 
 

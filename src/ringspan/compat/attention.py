@@ -19,6 +19,7 @@ from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
 from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
 from ringspan.frontends.dtensor import is_dtensor
+from ringspan.frontends.reporting import report_error
 from ringspan.layouts import Layout
 from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map
@@ -69,6 +70,9 @@ class MaskFromCallMode(AttentionCatcher):
                 )
             return self._ready[call.is_causal].caught(func, args, kwargs)
         return self._planned(func, call)
+
+    def refuse(self, error: Exception) -> None:
+        report_error(self._contexts.group, "forward", error)
 
     @torch.compiler.disable  # after a graph break in the caller, torch.compile would try to trace the planner
     def _planned(self, func: Any, call: AttentionCall) -> Any:

@@ -25,6 +25,7 @@ from ringspan.compat.row_operator import attend_rows, ids_of
 from ringspan.errors import InputError
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.flex import check_arguments
+from ringspan.frontends.reporting import report_error
 from ringspan.frontends.validate import check_scale
 from ringspan.frontends.varlen import VarlenCall
 from ringspan.masks import causal
@@ -56,6 +57,9 @@ class TracedStyleMode(AttentionMode):
                 raise InputError(f"compiled attention takes (batch, heads, tokens, dim), not {q.ndim} dims")
             return self._attend(q, k, v, None, SdpaCall(*args, **kwargs).is_causal, scale).out
         return super().caught(func, args, kwargs)
+
+    def refuse(self, error: Exception) -> None:
+        report_error(self._contexts.group, "forward", error)
 
     def trace_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = FlexCall(*args, **kwargs)

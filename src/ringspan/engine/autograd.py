@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Attend(torch.autograd.Function):
         with torch.no_grad():
             generators = []
             for i, plan in enumerate(ctx.plans):
-                saved = rows_to_save(queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
+                saved = partial(rows_to_save, queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
                 generators.append(backward(plan, saved, key_values[i], ctx.config))
             for dq, dk, dv, *dlearned_of_rank in ctx.run(generators, ctx.config.backward_call):
                 for grad in (dq, dk, dv):

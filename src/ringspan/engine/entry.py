@@ -45,14 +45,18 @@ def attend(
         plan_id = handle.constant_id() if is_exporting() else handle.id
         if plan_id is not None:
             return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
-    with disable_torch_function():  # a `with cp:` context around this call must not intercept the kernels' own calls
-        plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
-        if scale <= 0:
-            positive, sign = positive_scale(scale)
-            q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
-        learned = () if config.mods is None else config.mods.learned
-        out_SBHE, lse_SBH = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
-        return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+    try:
+        with disable_torch_function():  # a `with cp:` context around this call must not intercept the kernels' own calls
+            plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
+            if scale <= 0:
+                positive, sign = positive_scale(scale)
+                q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
+            learned = () if config.mods is None else config.mods.learned
+            out_SBHE, lse_SBH = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
+            return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+    except Exception as error:  # out of memory, most likely, before or after the exchanges of the call
+        handle.refuse("forward", error, scale)
+        raise
 
 
 def is_traced() -> bool:

@@ -102,8 +102,10 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
     return Pass(slots, compute, outputs[0].finish)
 
 
-def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
-    """Return the generator of a rank's backward pass. ``saved`` is rows first.
+def backward(
+    plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, config: AttentionConfig
+) -> RankGenerator[tuple[Tensor, ...]]:
+    """Return the generator of a rank's backward pass. ``saved()`` is rows first; it may allocate memory.
 
     Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), in the accumulation dtype or in the kernel's,
     and this rank's contribution to the gradients of the tensors that the user's functions learn (``Mods.learned``). All
@@ -113,10 +115,10 @@ def backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig)
     return _run_steps(plan, "backward", partial(_prepare_backward, plan, saved, kv_TBGF, config))
 
 
-def _prepare_backward(plan: Plan, saved: Saved, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
+def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
     program, mods, head_dim = plan.program, config.mods, config.head_dim
     value_dim = kv_TBGF.shape[-1] - head_dim
-    q, dout, out, lse, dlse = saved
+    q, dout, out, lse, dlse = saved()
     q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
     # Queries that move are sent with all that their gradient needs, in one row; those that stay need no such copy.
     q_rows: list[Tensor] = []

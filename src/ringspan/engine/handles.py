@@ -10,7 +10,8 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
@@ -81,6 +82,19 @@ class PlanHandle:
         object.__setattr__(self, "_calls", plan.derived(_prepared_calls))
         object.__setattr__(self, "_agreed", agreements(group))
 
+    def refuse(self, kind: str, error: BaseException, scale: float | None = None) -> None:
+        """Tell the other ranks an error of this rank, unless they know it already. ``kind`` is "forward" or "backward"."""
+        self.group.refuse(CallDescription(kind, self.plan.digest, scale), error)
+
+    @contextmanager
+    def reporting(self, kind: str, scale: float) -> Iterator[None]:
+        """Tell the other ranks of an error that leaves the block."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(kind, error, scale)
+            raise
+
     @dynamo_constant
     def constant_id(self) -> Any:
         """Return the id as a constant of the program: an exported program has no inputs but those of its function."""
@@ -114,7 +128,7 @@ class PlanHandle:
                 plan, signature, config = self._prepare(key, q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
             except Exception as error:
                 if self.plan.digest in self._agreed.values():
-                    self.group.refuse(CallDescription("forward", self.plan.digest, scale), error)
+                    self.refuse("forward", error, scale)
                 else:
                     with suppress(TransportError):  # the peers may not come, and the error of this rank says more
                         report_refusal(self.group, error, q_BHSD.device)

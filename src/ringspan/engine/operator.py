@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> t
     for callback in _callbacks:
         callback()
     handle = registry.find(plan_id)
-    with disable_torch_function(), torch.no_grad():
+    with handle.reporting("forward", scale), disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         with _outside_operators(config):
@@ -86,10 +87,10 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     handle = registry.find(plan_id)
-    with disable_torch_function(), torch.no_grad():
+    with handle.reporting("backward", scale), disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
-        saved = rows_to_save(q_SBHD, out, lse, dout, dlse)
+        saved = partial(rows_to_save, q_SBHD, out, lse, dout, dlse)
         with _outside_operators(config):
             ((dq, dk, dv, *_),) = handle.group.run(
                 [backward(plan, saved, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.engine import PlanHandle, attend, is_traced, registry
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
+from ringspan.frontends.groups import Group
+from ringspan.frontends.reporting import report_error
 from ringspan.frontends.validate import check_scale
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.planner import Plan
-from ringspan.transports import ProcessGroupTransport, as_transport
+from ringspan.transports import as_transport
 
 if TYPE_CHECKING:
     from ringspan.frontends.dtensor.offsets import ShardExtents
-
-Group = ProcessGroupTransport | dist.ProcessGroup | DeviceMesh | None
 
 
 @overload
@@ -78,16 +76,20 @@ def attention(
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/dtensor/attention.py`` says which placements are allowed.
     """
-    extents = None
-    if is_dtensor(q) and (score_mod is not None or plan.mask.predicate is not None):
-        from ringspan.frontends.dtensor.offsets import extents_of, shard_score_mod
+    try:
+        extents = None
+        if is_dtensor(q) and (score_mod is not None or plan.mask.predicate is not None):
+            from ringspan.frontends.dtensor.offsets import extents_of, shard_score_mod
 
-        extents = extents_of(q)
-        score_mod = None if score_mod is None else shard_score_mod(extents, score_mod)
-    if is_traced() and score_mod is None:
-        handle = _traced_handle(plan, group, backend, extents)
-    else:
-        handle = PlanHandle(plan=_shard_plan(extents, plan), group=as_transport(group), backend=backend)
+            extents = extents_of(q)
+            score_mod = None if score_mod is None else shard_score_mod(extents, score_mod)
+        if is_traced() and score_mod is None:
+            handle = _traced_handle(plan, group, backend, extents)
+        else:
+            handle = PlanHandle(plan=_shard_plan(extents, plan), group=as_transport(group), backend=backend)
+    except Exception as error:
+        report_error(group, "forward", error)
+        raise
     result = attend_tensors(handle, q, k, v, scale, score_mod)
     return result if return_lse else result.out
 
@@ -96,12 +98,19 @@ def attend_tensors(
     handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, scale: float | None, score_mod: ScoreMod | None = None
 ) -> Partial:
     """Compute attention under a plan handle, of plain tensors or of the shards of DTensors."""
-    factor = None if scale is None else check_scale(scale, q.shape[-1])
-    if not any_dtensor(q, k, v):
-        return attend(handle, q, k, v, factor, score_mod)
-    from ringspan.frontends.dtensor.attention import attend_shards
+    try:
+        factor = None if scale is None else check_scale(scale, q.shape[-1])
+        if not any_dtensor(q, k, v):
+            return attend(handle, q, k, v, factor, score_mod)
+        from ringspan.frontends.dtensor.attention import attend_shards
 
-    return attend_shards(lambda q, k, v: attend(handle, q, k, v, factor, score_mod), q, k, v, tuple(handle.group.global_ranks))
+        def attend_local(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+            return attend(handle, q, k, v, factor, score_mod)
+
+        return attend_shards(attend_local, q, k, v, tuple(handle.group.global_ranks))
+    except Exception as error:
+        report_error(handle.group, "forward", error, plan=handle.plan.digest)
+        raise
 
 
 def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None) -> PlanHandle:

@@ -191,14 +191,17 @@ class AttentionCatcher(FlexInterceptor):
         if treatment is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if treatment == "attention":
-            self._note_call()
-            return self.caught(func, args, kwargs)
         if treatment == "unflatten":
             return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
-        if treatment == "multi-head":
+        if treatment != "runs functions":
             self._note_call()
-            return multi_head_attention(self._sdpa, *args, **kwargs)
+            try:
+                if treatment == "attention":
+                    return self.caught(func, args, kwargs)
+                return multi_head_attention(self._sdpa, *args, **kwargs)
+            except Exception as error:
+                self.refuse(error)
+                raise
         with self:
             pass  # Dynamo lets a traced function enter the mode only if it has been entered before
         args = tuple(self._inside(x) if callable(x) else x for x in args)
@@ -220,7 +223,15 @@ class AttentionCatcher(FlexInterceptor):
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_modes(down_to=self):
             self._note_call()
-            return self.caught(flex_attention, args, kwargs)
+            try:
+                return self.caught(flex_attention, args, kwargs)
+            except Exception as error:
+                self.refuse(error)
+                raise
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks of a call that this rank has refused, if the block has a group. They would wait for its
+        messages."""
 
     def _note_call(self) -> None:
         """Mark the blocks around an attention call as used, and let a checkpoint around it run again inside them."""

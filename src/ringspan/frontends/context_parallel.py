@@ -14,13 +14,15 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ringspan.costs import Hardware
 from ringspan.engine import PlanHandle, attend
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.frontends.attention import Group, attend_tensors, registered_handle
+from ringspan.frontends.attention import attend_tensors, registered_handle
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
+from ringspan.frontends.groups import Group, groups_of
 from ringspan.frontends.labels import positions_in
-from ringspan.frontends.sums import Grads, all_sum, groups_of, sum_gradients, sum_of_shares
+from ringspan.frontends.reporting import report_error, reports_errors
+from ringspan.frontends.sums import Grads, all_sum, sum_gradients, sum_of_shares
 from ringspan.frontends.validate import check_documents, check_mask, check_parameters, check_weights
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.kernels import ScoreMod
@@ -215,6 +217,7 @@ class ContextParallel(AttentionMode):
             )
         return x.index_select(dim, self.positions(of, device=x.device))
 
+    @reports_errors("unshard")
     def unshard(self, x: Tensor, *, dim: int, of: Side = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
         """Gather the whole sequence on every rank, in its original order. Differentiable.
 
@@ -275,6 +278,9 @@ class ContextParallel(AttentionMode):
             handle = self._shard_handle(extents_of(q), self._handle_name)
         return attend_tensors(handle, q, k, v, scale).out
 
+    def refuse(self, error: Exception) -> None:
+        report_error(self.group, "forward", error, plan=self.plan.digest)
+
     @dynamo_constant
     def _shard_handle(self, extents: ShardExtents, name: str) -> PlanHandle:
         """Return the handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards
@@ -283,6 +289,7 @@ class ContextParallel(AttentionMode):
             self._shard_handles[extents] = registered_handle(self.plan, self.group, self.backend, extents)
         return self._shard_handles[extents]
 
+    @reports_errors("forward")
     def flex_attention(
         self,
         query: Tensor,
@@ -327,6 +334,7 @@ class ContextParallel(AttentionMode):
         made = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
         return registered_handle(made, self.group, self.backend)
 
+    @reports_errors("forward")
     def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
         """Called for ``torch.nn.attention.varlen.varlen_attn`` inside the block; see
         :mod:`ringspan.frontends.varlen`."""
@@ -346,6 +354,7 @@ class ContextParallel(AttentionMode):
 
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
+    @reports_errors("cp.mean or cp.sum")
     def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """Return the (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens
         each has.
@@ -363,6 +372,7 @@ class ContextParallel(AttentionMode):
         groups = self._ranks(over)
         return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
 
+    @reports_errors("cp.mean or cp.sum")
     def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """Return the sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
 
@@ -372,6 +382,7 @@ class ContextParallel(AttentionMode):
         """
         return sum_of_shares(_at_least_float32(x).sum(), self._ranks(over), grads)
 
+    @reports_errors("cp.sum_gradients")
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
         """Sum the gradients of parameters that all ranks share, in at least float32.
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ringspan.caching.registry import on_clear_caches
 from ringspan.costs import Hardware
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group, attention
+from ringspan.frontends.attention import attention
+from ringspan.frontends.groups import Group
 from ringspan.frontends.validate import unequal_heads
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.masks import Mask

@@ -18,21 +18,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import InputError
-from ringspan.frontends.attention import Group
 from ringspan.frontends.dtensor import is_dtensor
-from ringspan.transports import ProcessGroupTransport, as_transport
+from ringspan.transports import ProcessGroupTransport
 
 Grads = Literal["summed", "averaged"]
-
-
-def groups_of(over: Group) -> list[ProcessGroupTransport]:
-    """Return the groups to sum over, one after the other: one for each axis of a mesh."""
-    if isinstance(over, DeviceMesh) and over.ndim > 1:
-        return [ProcessGroupTransport(over.get_group(axis)) for axis in range(over.ndim)]
-    return [as_transport(over)]
 
 
 def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:

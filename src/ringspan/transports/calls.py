@@ -68,12 +68,13 @@ class Failure(NamedTuple):
 class Call:
     """One call on this rank."""
 
-    __slots__ = ("__dict__", "description", "label", "number", "peers", "thread", "waiting_since")
+    __slots__ = ("__dict__", "description", "error", "label", "number", "peers", "thread", "waiting_since")
 
     def __init__(self, number: int, description: CallDescription, thread: str) -> None:
         self.number, self.description, self.thread = number, description, thread
         self.label = str(description.kind)
         self.peers: tuple[int, ...] = ()
+        self.error: str | None = None
         self.waiting_since: float | None = None
 
     @cached_property
@@ -137,16 +138,32 @@ class GroupCalls:
     def fail(self, call: Call, error: BaseException, *, is_final: bool = False) -> None:
         """Remember an error, for the other ranks."""
         self.failure = Failure(call.number, type(error).__name__, _first_line(error), is_final)
+        call.error = f"{self.failure.kind}: {self.failure.text}"
+        _mark(error)
 
     def fail_next(self, error: BaseException) -> None:
         """Remember an error that ends the next call."""
         self.failure = Failure(self.number + 1, type(error).__name__, _first_line(error), is_final=False)
+        _mark(error)
 
 
 def waiting_seconds(call: Call | None) -> float:
     """Return how long a call has waited for its peers; 0.0 while it computes."""
     since = None if call is None else call.waiting_since
     return 0.0 if since is None else time.monotonic() - since
+
+
+def is_known_to_peers(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, has ended a call of a group or came from its communication."""
+    while error is not None:
+        if isinstance(error, TransportError) or getattr(error, "ringspan_reported", False):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _mark(error: BaseException) -> None:
+    error.ringspan_reported = True  # type: ignore[attr-defined]
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,10 +20,11 @@ def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> Tra
     """
     for peer, record in sorted(peers.items()):
         failure = record.failure
-        if failure is None:
-            continue
-        if failure.number == own.number or (failure.is_final and failure.number < own.number):
+        if failure is not None and (failure.number == own.number or (failure.is_final and failure.number < own.number)):
             return _error_of_peer(peer, record)
+        call = record.calls.get(own.number)
+        if call is not None and call.error is not None:  # the peer has raised again since
+            return PeerFailed(f"rank {peer} raised in call {own.number} ({call.description}): {call.error}")
     for peer, record in sorted(peers.items()):
         difference = _first_difference(rank, own, peer, record)
         if difference is not None:
@@ -35,8 +36,8 @@ def _first_difference(rank: int, own: RankRecord, peer: int, record: RankRecord)
     for number in sorted(own.calls.keys() & record.calls.keys()):
         (low, mine), (high, theirs) = sorted([(rank, own.calls[number]), (peer, record.calls[number])])
         refused = [x.failure.number for x in (own, record) if x.failure is not None]
-        if mine == theirs or number in refused:  # a rank that refuses a call may not know all of its description
-            continue
+        if mine == theirs or number in refused or mine.error or theirs.error:
+            continue  # a rank that refuses a call may not know all of its description
         pairs = zip((*mine.description, mine.thread), (*theirs.description, theirs.thread), strict=True)
         fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
         return (

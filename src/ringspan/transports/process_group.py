@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
-from ringspan.transports.calls import Call, CallDescription, GroupCalls
+from ringspan.transports.calls import Call, CallDescription, GroupCalls, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
@@ -161,8 +161,12 @@ class ProcessGroupTransport:
         self._state.report_failure()
 
     def refuse(self, description: CallDescription, error: BaseException) -> None:
-        """Count a call that this rank cannot make, so that the peers that wait for it learn the error."""
-        if self.world > 1:
+        """Count a call that this rank cannot make, so that the peers that wait for it learn the error.
+
+        A rank that raises counts the call as its peers do, so that later calls match if all ranks raise and go on. Errors
+        that have ended a call, and errors of communication, are known to the peers already.
+        """
+        if self.world > 1 and not is_known_to_peers(error):
             with suppress(RingspanError), self._call(description) as call:
                 self._fail(call, error)
 

@@ -23,6 +23,8 @@ class CallRecord(NamedTuple):
 
     description: CallDescription
     thread: str
+    error: str | None = None
+    """The error that ended it on this rank."""
 
 
 class RankRecord(NamedTuple):
@@ -82,16 +84,16 @@ def record_of(calls: GroupCalls, written: int = 0, generation: int = 0) -> RankR
         label=current.label if current else "",
         waits_for=current.peers if current and current.waiting_since else (),
         waited=waiting_seconds(current),
-        calls={call.number: CallRecord(call.description, call.thread) for call in list(calls.recent)},
+        calls={call.number: CallRecord(call.description, call.thread, call.error) for call in list(calls.recent)},
         failure=calls.failure,
         generation=generation,
         written=written,
     )
 
 
-def _call_record(description: list[Any], thread: str) -> CallRecord:
+def _call_record(description: list[Any], thread: str, error: str | None) -> CallRecord:
     kind, plan, scale, dtype, shape = description
-    return CallRecord(CallDescription(kind, plan, scale, dtype, tuple(shape)), thread)
+    return CallRecord(CallDescription(kind, plan, scale, dtype, tuple(shape)), thread, error)
 
 
 class Records:
