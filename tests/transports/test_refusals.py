@@ -153,7 +153,8 @@ def check(reports: list[Report], error: str) -> None:
 def refuse_on_all_ranks_and_go_on(rank: int) -> list[str]:
     """Every rank raises the same errors, one rank later than the others, and goes on."""
     layer, errors = Layer(is_new=True), []
-    for case in ("dropout", "unequal_heads", "invalid_scale", "unshard_of_another_length", "weights_of_another_shape", "dropout"):
+    refused = ("dropout", "unequal_heads", "invalid_scale", "unshard_of_another_length", "weights_of_another_shape", "dropout")
+    for case in refused:
         time.sleep(1.5 if rank == 1 else 0.0)
         try:
             CASES[case][0](layer, True)
