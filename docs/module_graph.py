@@ -19,7 +19,7 @@ PAGE = HERE / "design.md"
 BEGIN, END = "<!-- package graph -->", "<!-- end of package graph -->"
 
 # Packages and modules below everything: any other may import them, so the table leaves them out.
-FOUNDATION = ("errors", "caching", "torch_private", "user_functions")
+FOUNDATION = ("errors", "debugging", "caching", "torch_private", "user_functions")
 
 
 def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:

@@ -3,8 +3,8 @@
     masks → layouts → plans → costs → strategies → planner → engine → frontends → compat → testing → bench → cli
                                            kernels ↗  ↖ transports
 
-Below all of them lie ``errors``, ``caching``, ``torch_private`` and ``user_functions``. The imports are read from the
-source of every file (no code is run), those inside functions and under TYPE_CHECKING included.
+Below all of them lie ``errors``, ``debugging``, ``caching``, ``torch_private`` and ``user_functions``. The imports are read
+from the source of every file (no code is run), those inside functions and under TYPE_CHECKING included.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ module_graph = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(module_graph)
 
 # package -> the packages of ringspan that it may import, beside itself and errors.py
-FOUNDATION = {"caching", "torch_private", "user_functions"}
+FOUNDATION = {"debugging", "caching", "torch_private", "user_functions"}
 PLANNING = {"masks", "layouts", "plans", "costs", "strategies"}
 RUNNING = {*PLANNING, "planner", "kernels", "transports", *FOUNDATION}
 MAY_IMPORT: dict[str, set[str]] = {
+    "debugging": set(),
     "torch_private": set(),
     "caching": {"torch_private"},
     "user_functions": {"caching", "torch_private"},

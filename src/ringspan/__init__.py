@@ -56,6 +56,7 @@ from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, f
 from ringspan.planner import Plan, best_on, plan
 from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
+from ringspan.transports import FlightRecord, flight_record
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ __all__ = [
     "Band",
     "ContextParallel",
     "Exchange",
+    "FlightRecord",
     "Gather",
     "Hardware",
     "Hierarchical",
@@ -116,6 +118,7 @@ __all__ = [
     "current",
     "documents",
     "flex_attention",
+    "flight_record",
     "full",
     "local_attention",
     "mask_mod",

@@ -1,5 +1,5 @@
-"""``ringspan doctor``: what is used on this machine and what is missing, then versions and why kernels are not
-chosen."""
+"""``ringspan doctor``: what is used on this machine and what is missing, then versions, an exchange between two processes, and
+why kernels are not chosen."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.cli.argument_types import at_least
+from ringspan.cli.loopback import try_loopback
 from ringspan.engine import DTYPES
 from ringspan.frontends.sdpa import missing
 from ringspan.kernels import Inputs, availability, missing_packages
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     found = examine(args.head_dim, args.v_dim or args.head_dim, args.dtype)
     print(json.dumps(found) if args.json else _text(found))
-    return 0
+    return 0 if found.get("loopback", {"works": True})["works"] else 1
 
 
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
@@ -65,6 +66,7 @@ def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
         "sdpa_flash": {"current": rs.current(), "available": rs.available(), "missing": missing()},
         "devices": {d: torch.cuda.get_device_name(d) if d != "cpu" else platform.machine() for d in devices},
         "kernels": kernels,
+        "loopback": try_loopback(),
     }
 
 
@@ -84,6 +86,11 @@ def _text(found: dict[str, Any]) -> str:
         f"ringspan {found['ringspan']}, torch {found['torch']}, Python {found['python']}",
         f"transports  {', '.join(found['transports'])}",
     ]
+    if "loopback" in found:
+        loopback = found["loopback"]
+        lines.append(
+            f"loopback    {'works' if loopback['works'] else 'FAILED'}: {loopback['text']} ({loopback['seconds']:.1f} s)"
+        )
     if list(found["devices"]) != ["cpu"]:
         merging = "one Triton kernel" if found["triton"] else "plain torch (pip install triton for one kernel)"
         lines += [f"merging     {merging}", f"sdpa flash  {_sdpa_flash(**found['sdpa_flash'])}"]

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ringspan.debugging.settings import settings
+from ringspan.engine.finite import check_inputs_finite, check_results_finite
 from ringspan.engine.global_indices import indexed_mods
 from ringspan.engine.messages import schedule
 from ringspan.engine.packing import pack_saved, unpack_saved
@@ -45,7 +47,8 @@ class Pass(NamedTuple):
     """The buffers of a forward or backward pass, the function that computes a task, and the one that returns the result."""
 
     slots: Slots
-    compute: Callable[[Task], None]
+    compute: Callable[[Task, int], None]
+    """Computes a task of the step of this number."""
     finish: Callable[[], tuple[Tensor, ...]]
 
 
@@ -72,6 +75,8 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
 
 def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
     program, head_dim = plan.program, config.head_dim
+    if settings.debug:
+        check_inputs_finite(plan, "forward", {"q": q_SBHD, "k": kv_TBGF[..., :head_dim], "v": kv_TBGF[..., head_dim:]})
     # Queries that move are sent from a contiguous copy; otherwise the kernel reads them in place.
     if program.moves_queries("forward"):
         q_rows = _slot_buffers(q_SBHD.contiguous(), program.q_slots)
@@ -90,11 +95,14 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
     options: dict[str, Any] = {"scale": config.scale}
 
-    def compute(task: Task) -> None:
+    def compute(task: Task, step: int) -> None:
         if config.mods is not None:
             options["mods"] = indexed_mods(config.mods, plan, task, like.device)
         k_BGTD, v_BGTE = keys[task.kv_slot]
         for start, stop, (out, lse) in config.kernel.attend(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
+            if settings.debug:
+                found = {"out": (start, out.movedim(2, 0)), "lse": (start, lse.movedim(2, 0))}
+                check_results_finite(plan, "forward", step, task, config.kernel, found)
             outputs[task.q_slot].add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
             del out, lse  # else they would be held while the next are computed
 
@@ -119,6 +127,8 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
     program, mods, head_dim = plan.program, config.mods, config.head_dim
     value_dim = kv_TBGF.shape[-1] - head_dim
     q, dout, out, lse, dlse = saved()
+    if settings.debug:
+        check_inputs_finite(plan, "backward", {"dout": dout, "dlse": dlse})
     q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
     # Queries that move are sent with all that their gradient needs, in one row; those that stay need no such copy.
     q_rows: list[Tensor] = []
@@ -140,12 +150,20 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
     dlearned = [] if mods is None else [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in mods.learned]
     options: dict[str, Any] = {"scale": config.scale}
 
-    def compute(task: Task) -> None:
+    def compute(task: Task, step: int) -> None:
         if mods is not None:
             options["mods"] = indexed_mods(mods, plan, task, like.device)
         k_BGTD, v_BGTE = keys[task.kv_slot]
         for grads in config.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
             dk_TBGD, dv_TBGE = grads.dk_BGTD.movedim(2, 0), grads.dv_BGTE.movedim(2, 0)
+            if settings.debug:
+                dq_SBHD = grads.dq_BHSD.movedim(2, 0)
+                found = {
+                    "dq": (grads.rows.start, dq_SBHD),
+                    "dk": (grads.keys.start, dk_TBGD),
+                    "dv": (grads.keys.start, dv_TBGE),
+                }
+                check_results_finite(plan, "backward", step, task, config.kernel, found)
             dq[task.q_slot].add(grads.rows.start, grads.rows.stop, grads.dq_BHSD.movedim(2, 0))
             dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, dk_TBGD, dv_TBGE)
             for total, grad in zip(dlearned, grads.dlearned, strict=True):
@@ -176,7 +194,7 @@ def _run_steps(plan: Plan, phase: Phase, prepare: Callable[[], Pass]) -> RankGen
             del exchange  # it holds the messages of this step
         with record_function(f"ringspan::step {step.number} {phase}, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
             for task in step.tasks:
-                compute(task)
+                compute(task, step.number)
         if step.messages is not None:
             if step.messages.is_on_wire:
                 yield WaitExchange(pending)

@@ -10,6 +10,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from ringspan.debugging.settings import settings
 from ringspan.engine.executor import AttentionConfig
 from ringspan.engine.inputs import shape_of
-from ringspan.engine.kernel_choice import choose_config, kernel_inputs
+from ringspan.engine.kernel_choice import choose_config, kernel_inputs, with_values
 from ringspan.errors import InputError, TransportError
 from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend
 from ringspan.planner import Plan
@@ -37,6 +39,8 @@ from ringspan.transports import (
 )
 from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, VERSION, Agreements, agreements
 from ringspan.user_functions.digests import function_digest
+
+log = logging.getLogger("ringspan.engine")
 
 MAX_PREPARED = 256  # calls of one plan
 
@@ -144,6 +148,11 @@ class PlanHandle:
         call = self._calls.get(key) or self._describe(q, k, v)
         plan, signature = call.fitted or self.plan, call.signature
         config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel)
+        if key not in self._calls:
+            name, where = str(getattr(config.kernel, "__name__", config.kernel)).rpartition(".")[2], str(q.device)
+            log.info("rank %d: kernel %s for %s on %s of plan %s", plan.rank, name, call.inputs.dtype, where, plan.digest)
+        if settings.debug and config.mods is not None:
+            config = with_values(config)
         if score_mod is not None:
             signature = signature._replace(score_mod=digest_as_int64(function_digest(score_mod)))
         if key not in self._calls and len(self._calls) >= MAX_PREPARED:

@@ -12,6 +12,7 @@ from ringspan.kernels import Inputs, Kernel, MaskMod, ScoreMod, mods_of, select_
 from ringspan.masks import Mask
 from ringspan.planner import Plan
 from ringspan.transports import CallDescription
+from ringspan.user_functions.values import values_digest
 
 
 def config_for(
@@ -58,6 +59,16 @@ def choose_config(
         forward_call=call,
         backward_call=call._replace(kind="backward"),
     )
+
+
+def with_values(config: AttentionConfig) -> AttentionConfig:
+    """Add the values that the functions of a call use to what the ranks compare."""
+    mods, call = config.mods, config.forward_call
+    assert mods is not None
+    assert call is not None
+    functions = [f for f in (mods.score_mod, mods.mask_mod) if f is not None]
+    call = call._replace(values=values_digest(functions, mods.captured))
+    return replace(config, forward_call=call, backward_call=call._replace(kind="backward"))
 
 
 def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from typing import Any
 
@@ -15,6 +16,8 @@ from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_request import check_request
 from ringspan.plans.shape import Shape, check_shape
 from ringspan.strategies.protocol import Strategy
+
+log = logging.getLogger("ringspan.planner")
 
 
 def plan(
@@ -49,7 +52,9 @@ def plan(
         choice = auto.best(mask, world, request, machine=machine, shape=shape)
         text, q_layout = choice.best.strategy, choice.best.layout
         notes += auto.describe(choice, machine, shape)
-    return plan_rank(mask, q_layout, k_layout or q_layout, text, _check_rank(rank, q_layout.world), notes)
+    made = plan_rank(mask, q_layout, k_layout or q_layout, text, _check_rank(rank, q_layout.world), notes)
+    log.debug("made %r of %s", made, mask.name)
+    return made
 
 
 def _check_rank(rank: Any, world: int) -> int:

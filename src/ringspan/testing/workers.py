@@ -147,10 +147,15 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, backend: str, thr
     _parent.append(pipe)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))  # type: ignore[attr-defined]
-    if backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        if backend == "nccl":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except Exception:
+        pipe.send(("failure", traceback.format_exc()))
+        raise SystemExit(1) from None
     while True:
         try:
             job, args = pipe.recv()

@@ -1,6 +1,7 @@
 """Transports move tensors between ranks. They know nothing of attention or plans."""
 
 from ringspan.transports.calls import CallDescription
+from ringspan.transports.flight_record import FlightRecord, flight_record
 from ringspan.transports.handshake import (
     RankSignature,
     check_agreement,
@@ -15,6 +16,7 @@ from ringspan.transports.requests import PostExchange, RankGenerator, Traffic, W
 
 __all__ = [
     "CallDescription",
+    "FlightRecord",
     "InProcessTransport",
     "PostExchange",
     "ProcessGroupTransport",
@@ -26,6 +28,7 @@ __all__ = [
     "check_agreement",
     "digest_as_int64",
     "first_disagreement",
+    "flight_record",
     "int64_as_digest",
     "report_refusal",
 ]

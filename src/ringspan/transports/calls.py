@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ringspan.errors import InputError, TransportError
 
-HISTORY = 64  # calls that a rank remembers
+HISTORY = 64  # calls, and exchanges, that a rank remembers
 LARGEST_TAG = 2**31 - 1
 
 
@@ -38,6 +38,8 @@ class CallDescription(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     """The sizes that are equal on all ranks."""
+    values: str = ""
+    """Under ``RINGSPAN_DEBUG=1``, the digest of the tensors and globals that a score_mod or mask_mod uses."""
 
     def __str__(self) -> str:
         parts = [self.kind]
@@ -50,7 +52,22 @@ class CallDescription(NamedTuple):
             details.append(f"batch {batch}, {heads} heads, head dim {head_dim}, value dim {v_dim}")
         elif self.shape:
             details.append(f"shape {'×'.join(map(str, self.shape))}")
+        if self.values:
+            details.append(f"values of its functions {self.values}")
         return " ".join(parts) + (f" ({', '.join(details)})" if details else "")
+
+
+class ExchangeRecord:
+    """One exchange of this rank, for the flight recorder."""
+
+    __slots__ = ("done", "label", "number", "peers", "posted", "received", "sent")
+
+    def __init__(self, number: int, label: str, peers: list[int], sent: int, received: int) -> None:
+        self.number, self.label, self.peers = number, label, peers
+        self.sent, self.received = sent, received
+        """Bytes."""
+        self.posted, self.done = time.time(), 0.0
+        """Seconds since the epoch, so that the records of several ranks can be merged. 0.0: it has not ended."""
 
 
 class Failure(NamedTuple):
@@ -93,6 +110,7 @@ class GroupCalls:
         self.number = 0
         self.current: Call | None = None
         self.recent: deque[Call] = deque(maxlen=HISTORY)
+        self.exchanges: deque[ExchangeRecord] = deque(maxlen=HISTORY)
         self.failure: Failure | None = None
         """The last error of this rank."""
         self.group_error: TransportError | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ringspan.errors import PeerFailed, PeerLost, PeerMismatch, PeerTimeout, TransportError
 from ringspan.transports.calls import CallDescription
-from ringspan.transports.records import RankRecord
+from ringspan.transports.records import CallRecord, RankRecord
 
 # Errors that a rank passes on as they are, since they name the rank that caused them.
 PASSED_ON = {cls.__name__: cls for cls in (PeerFailed, PeerLost, PeerMismatch, PeerTimeout)}
@@ -38,13 +38,18 @@ def _first_difference(rank: int, own: RankRecord, peer: int, record: RankRecord)
         refused = [x.failure.number for x in (own, record) if x.failure is not None]
         if mine == theirs or number in refused or mine.error or theirs.error:
             continue  # a rank that refuses a call may not know all of its description
-        pairs = zip((*mine.description, mine.thread), (*theirs.description, theirs.thread), strict=True)
-        fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
-        return (
-            f"the ranks make different calls: call {number} is {mine.description} on rank {low}, and {theirs.description} on "
-            f"rank {high}; they differ in {' and '.join(fields)}. All ranks must make the same calls in the same order"
-        )
+        return describe_difference(number, low, mine, high, theirs)
     return None
+
+
+def describe_difference(number: int, rank: int, call: CallRecord, other_rank: int, other: CallRecord) -> str:
+    """Return the error message for two ranks whose calls of this number differ."""
+    pairs = zip((*call.description, call.thread), (*other.description, other.thread), strict=True)
+    fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
+    return (
+        f"the ranks make different calls: call {number} is {call.description} on rank {rank}, and {other.description} on "
+        f"rank {other_rank}; they differ in {' and '.join(fields)}. All ranks must make the same calls in the same order"
+    )
 
 
 def _error_of_peer(peer: int, record: RankRecord) -> TransportError:

@@ -13,6 +13,7 @@ plan.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -59,6 +60,8 @@ MAX_AGREED = 4096
 
 LABEL = "the handshake"
 
+log = logging.getLogger("ringspan.transports")
+
 # RankSignature.dtype is an index into this tuple.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_SCORE_MOD = 0
@@ -101,6 +104,7 @@ def check_agreement(
     problem = first_disagreement(signatures, lengths)
     if problem:
         raise PeerMismatch(problem)
+    log.info("rank %d: the ranks agree on %s", group.rank, plan_text or user_plan_digest)
     agreed = agreements(group)
     if len(agreed) >= MAX_AGREED:
         agreed.clear()

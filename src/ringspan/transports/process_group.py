@@ -6,6 +6,7 @@ returns it. ``label`` names the operation in error messages.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,16 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
-from ringspan.transports.calls import Call, CallDescription, GroupCalls, is_known_to_peers
+from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, GroupCalls, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
+from ringspan.transports.flight_record import record_failure
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 from ringspan.transports.watchdog import WatchedGroup, watchdog
 
 T = TypeVar("T")
+
+log = logging.getLogger("ringspan.transports")
+
+GROUP_TIME_LIMIT = timedelta(minutes=30)  # for comparing calls, if there is no other limit
 
 DESTROYED = "the process group was destroyed: make a ContextParallel, or a transport, for a new group"
 
@@ -45,6 +52,7 @@ class PendingExchange(NamedTuple):
     request: PostExchange
     works: list[tuple[list[int], Any]]
     staged: list[tuple[Tensor, Tensor]]
+    record: ExchangeRecord | None
 
 
 class ProcessGroupTransport:
@@ -130,6 +138,8 @@ class ProcessGroupTransport:
             except StopIteration as end:
                 return [end.value]
         with self._call(description or CallDescription("a call")) as call:
+            if settings.debug:
+                self._compare(call)
             handle: Any = None
             try:
                 while True:
@@ -167,8 +177,10 @@ class ProcessGroupTransport:
         that have ended a call, and errors of communication, are known to the peers already.
         """
         if self.world > 1 and not is_known_to_peers(error):
+            log.warning("rank %d refuses %s: %s: %s", self.rank, description, type(error).__name__, error)
             with suppress(RingspanError), self._call(description) as call:
                 self._fail(call, error)
+                record_failure(self._state, error)
 
     @contextmanager
     def _call(self, description: CallDescription) -> Iterator[Call]:
@@ -184,6 +196,7 @@ class ProcessGroupTransport:
         except BaseException as error:
             if calls.group_error is None:
                 self._fail(call, error)
+            record_failure(self._state, error)
             raise
         finally:
             calls.end()
@@ -191,6 +204,14 @@ class ProcessGroupTransport:
     def _fail(self, call: Call, error: BaseException) -> None:
         self._state.calls.fail(call, error)
         self._state.report_failure()
+
+    def _compare(self, call: Call) -> None:
+        """Compare a call with those of all other ranks, under ``RINGSPAN_DEBUG=1``."""
+        call.peers = tuple(rank for rank in range(self.world) if rank != self.rank)
+        call.waiting_since, call.label = time.monotonic(), "the comparison of calls"
+        seconds = (GROUP_TIME_LIMIT if self.timeout is None else self.timeout).total_seconds()
+        self._state.compare_call(call, seconds)
+        call.waiting_since, call.label = None, call.description.kind
 
     def _post(self, request: PostExchange, call: Call) -> PendingExchange:
         peers, operations, staged, group = [], [], [], self.group
@@ -216,15 +237,17 @@ class ProcessGroupTransport:
         self.traffic.sent += sent_and_received[0]
         self.traffic.received += sent_and_received[1]
         if not operations:
-            return PendingExchange(request, [], [])
+            return PendingExchange(request, [], [], None)
         count_messages_in_comm_debug_mode()
+        record = ExchangeRecord(call.number, request.label, peers, *sent_and_received)
+        self._state.calls.exchanges.append(record)
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             self._raise(error, request.label, peers)
         # NCCL returns one work handle for the whole batch, gloo one for each operation.
         peers_of_works = [[peer] for peer in peers] if len(works) == len(peers) else [peers] * len(works)
-        return PendingExchange(request, list(zip(peers_of_works, works, strict=True)), staged)
+        return PendingExchange(request, list(zip(peers_of_works, works, strict=True)), staged, record)
 
     def _wait(self, pending: PendingExchange, call: Call) -> None:
         for peers, work in pending.works:
@@ -234,6 +257,8 @@ class ProcessGroupTransport:
             except RuntimeError as error:
                 self._raise(error, pending.request.label, peers)
         call.waiting_since = None
+        if pending.record is not None:
+            pending.record.done = time.time()
         for buffer, received in pending.staged:
             buffer.copy_(received)
 
@@ -325,6 +350,8 @@ class ProcessGroupTransport:
 
     def _run_collective(self, start: Callable[[], Any], description: CallDescription) -> None:
         with self._call(description) as call:
+            if settings.debug:
+                self._compare(call)
             call.peers = peers = tuple(rank for rank in range(self.world) if rank != self.rank)
             call.waiting_since = time.monotonic()
             try:

@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from ringspan.transports.calls import CallDescription, Failure, GroupCalls, waiting_seconds
+from ringspan.transports.calls import Call, CallDescription, Failure, GroupCalls, waiting_seconds
 
 PREFIX = "ringspan"
 
@@ -92,8 +92,8 @@ def record_of(calls: GroupCalls, written: int = 0, generation: int = 0) -> RankR
 
 
 def _call_record(description: list[Any], thread: str, error: str | None) -> CallRecord:
-    kind, plan, scale, dtype, shape = description
-    return CallRecord(CallDescription(kind, plan, scale, dtype, tuple(shape)), thread, error)
+    kind, plan, scale, dtype, shape, values = description
+    return CallRecord(CallDescription(kind, plan, scale, dtype, tuple(shape), values), thread, error)
 
 
 class Records:
@@ -132,6 +132,20 @@ class Records:
                 if record.generation == self._generation:
                     found[rank] = record
         return found
+
+    def write_call(self, call: Call) -> None:
+        """Write the description of a call, and delete that of the call before: all ranks have read it."""
+        store, record = self._store(), CallRecord(call.description, call.thread)
+        store.set(self._call_key(call.number, self._rank), json.dumps(record))
+        store.delete_key(self._call_key(call.number - 1, self._rank))
+
+    def read_call(self, number: int, rank: int) -> CallRecord | None:
+        """Read the description of a call of another rank, or None if that rank has not begun it."""
+        store, key = self._store(), self._call_key(number, rank)
+        return _call_record(*json.loads(store.get(key).decode())) if store.check([key]) else None
+
+    def _call_key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/{rank}/{self._generation}/call {number}"
 
     def _store(self) -> Any:
         """Return the store of the group. It is not held: a new group on the same port would find the old store."""

@@ -23,15 +23,17 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from ringspan.errors import TransportError
-from ringspan.transports.calls import GroupCalls, waiting_seconds
-from ringspan.transports.diagnosis import describe_ranks, diagnose
-from ringspan.transports.records import RankRecord, Records, record_of
+from ringspan.errors import PeerMismatch, PeerTimeout, TransportError
+from ringspan.transports.calls import Call, GroupCalls, waiting_seconds
+from ringspan.transports.diagnosis import describe_difference, describe_ranks, diagnose
+from ringspan.transports.records import CallRecord, RankRecord, Records, record_of
 
 NO_PROGRESS_LIMIT = 1.0  # seconds without progress before a rank writes its record
 PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
 NO_RECORD_LIMIT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
+
+COMPARISON_PERIOD = 0.002  # seconds between two reads of the store, while calls are compared
 
 CLOSING = 1  # the tag of a receive that is meant to time out
 
@@ -44,6 +46,7 @@ class WatchedGroup:
     def __init__(self, group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int, calls: GroupCalls) -> None:
         self.calls, self.rank, self.global_ranks = calls, rank, global_ranks
         self._group = ref(group)
+        self._has_tags = all(entry.endswith("gloo") for entry in dist.get_backend_config(group).split(","))
         self._records: Records | None = Records.of(group, global_ranks, rank)
         self._lock = threading.Lock()  # the store is used by the watchdog, and by a rank that fails
         self._failing = threading.Lock()
@@ -71,6 +74,17 @@ class WatchedGroup:
             error = self.diagnose(current.peers)
             if error is not None and calls.current is current:
                 self.fail_group(error)
+        elif calls.group_error is None and not self._has_tags:
+            self._compare_past_calls()
+
+    def _compare_past_calls(self) -> None:
+        """Compare calls that have been made, where messages have no tags: those of different calls may have been mixed up.
+
+        With NCCL a rank does not wait in its calls, but in the program, for the device. So the next call raises.
+        """
+        error = self.diagnose(tuple(rank for rank in range(len(self.global_ranks)) if rank != self.rank))
+        if isinstance(error, PeerMismatch):
+            self.fail_group(error)
 
     def diagnose(self, peers: tuple[int, ...]) -> TransportError | None:
         """Return an error if one of these ranks will never send its message."""
@@ -93,8 +107,41 @@ class WatchedGroup:
             current = calls.current
             if current is not None:
                 calls.fail(current, error, is_final=True)
+        log.error("rank %d: %s: %s", self.rank, type(error).__name__, error)
         self._write()
         self.close_connections()
+
+    def compare_call(self, call: Call, seconds: float) -> None:
+        """Compare a call with the calls of this number on all other ranks. Every rank raises if two of them differ.
+
+        It goes through the store, so that it does not depend on messages that may not match.
+        """
+        records, deadline = self._records, time.monotonic() + seconds
+        if records is None:
+            return
+        own = CallRecord(call.description, call.thread)
+        with self._lock:
+            records.write_call(call)
+        found = {self.rank: own}
+        while len(found) < len(self.global_ranks):
+            for peer in call.peers:
+                if peer not in found:
+                    with self._lock:
+                        theirs = records.read_call(call.number, peer)
+                    if theirs is not None:
+                        found[peer] = theirs
+            if self.calls.group_error is not None:
+                raise type(self.calls.group_error)(str(self.calls.group_error))
+            if time.monotonic() > deadline:
+                missing = tuple(peer for peer in call.peers if peer not in found)
+                raise PeerTimeout(
+                    f"rank {self.rank}: timed out comparing call {call.number} ({call.description}) with ranks "
+                    f"{', '.join(map(str, missing))}\n{self.describe_peers(missing)}"
+                )
+            time.sleep(COMPARISON_PERIOD)
+        for peer in sorted(found):
+            if found[peer] != found[0]:
+                raise PeerMismatch(describe_difference(call.number, 0, found[0], peer, found[peer]))
 
     def report_failure(self) -> None:
         """Tell the other ranks that this rank has raised."""
@@ -174,6 +221,11 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._loop, name="ringspan-watchdog", daemon=True)
                 self._thread.start()
 
+    def groups(self) -> list[WatchedGroup]:
+        """Return the groups that are in use."""
+        with self._lock:
+            return list(self._groups)
+
     def end(self) -> None:
         """Stop the thread, before the interpreter ends. A thread that returned from C++ later would abort the
         process."""
@@ -183,8 +235,7 @@ class Watchdog:
 
     def _loop(self) -> None:
         while not self._ends.wait(PERIOD):
-            with self._lock:
-                groups = list(self._groups)
+            groups = self.groups()
             for group in groups:
                 try:
                     group.check()

@@ -1,0 +1,78 @@
+"""The loopback test of ``ringspan doctor``: attention of two processes on this machine, compared with dense attention."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringspan as rs
+from ringspan.kernels.reference import dense_attention
+from ringspan.testing.workers import Pool, WorkerFailed
+
+TOKENS = 64
+TIME_LIMIT = 60.0  # seconds, the start of the processes included
+
+# What the error of a worker contains -> what is wrong, in words.
+CAUSES = (
+    (
+        "Unable to find address for",
+        "GLOO_SOCKET_IFNAME={ifname} names no network interface of this machine: unset it, or set it to one of `ip link`",
+    ),
+    (
+        "Unable to resolve hostname",
+        "the name of this machine has no address: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME",
+    ),
+    ("Permission denied", "this process may not open sockets: a sandbox or a security policy forbids it"),
+    ("Address already in use", "a port was taken meanwhile: try again"),
+    (
+        "did not finish in time",
+        f"two processes did not exchange a message within {TIME_LIMIT:.0f} s: a firewall may block 127.0.0.1, or the machine "
+        "is overloaded",
+    ),
+    ("PeerTimeout", "a message did not arrive within the time limit: a firewall may block 127.0.0.1"),
+    ("PeerLost", "one of two processes ended early: see dmesg for the out-of-memory killer"),
+    ("exit code -9", "one of two processes was killed: see dmesg for the out-of-memory killer"),
+)
+
+
+def try_loopback() -> dict[str, Any]:
+    """Return whether two gloo processes on this machine can attend, in words, and the seconds it took."""
+    start = time.monotonic()
+    if not dist.is_available() or not dist.is_gloo_available():
+        return {"works": False, "text": "this PyTorch was built without gloo, so no processes can be tried", "seconds": 0.0}
+    try:
+        with Pool(2, timeout=TIME_LIMIT) as pool:
+            worst = max(pool.run(attend_and_compare))
+    except (WorkerFailed, RuntimeError, OSError) as error:
+        text = explain(str(error))
+    else:
+        text = f"two gloo processes attended over {TOKENS} tokens; the largest error is {worst:.1e}"
+        if not worst < 1e-5:
+            text = f"two gloo processes exchanged messages, but the result is wrong by {worst:.1e}: please report this"
+            return {"works": False, "text": text, "seconds": time.monotonic() - start}
+        return {"works": True, "text": text, "seconds": time.monotonic() - start}
+    return {"works": False, "text": text, "seconds": time.monotonic() - start}
+
+
+def attend_and_compare(rank: int) -> float:
+    """Attend over two ranks, forward and backward, and return the largest error. A job for all workers of a pool."""
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, TOKENS, 16).unbind())
+    cp = rs.ContextParallel(None, rs.causal(TOKENS), strategy="ring", timeout=TIME_LIMIT / 2)
+    out = cp.attention(*cp.shard(q, k, v, dim=2))
+    out.sum().backward()
+    expected = dense_attention(q.double(), k.double(), v.double(), torch.from_numpy(cp.mask.dense())).out
+    return (cp.unshard(out.detach(), dim=2) - expected).abs().max().item()
+
+
+def explain(error: str) -> str:
+    """Return what is wrong in words, or the last line of the error."""
+    for sign, cause in CAUSES:
+        if sign in error:
+            return cause.format(ifname=os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    lines = error.strip().splitlines()
+    return f"two gloo processes could not attend: {lines[-1] if lines else 'without a message'}"

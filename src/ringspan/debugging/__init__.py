@@ -1,0 +1,1 @@
+"""Settings for diagnosis, from environment variables."""
