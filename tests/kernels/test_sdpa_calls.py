@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ringspan.kernels import sdpa_calls
+from ringspan.kernels.containment import is_one_part
 from ringspan.kernels.sdpa_calls import RectangleCall, make_sdpa_calls
 from ringspan.masks import Band
 from tests import dense_masks
@@ -88,7 +89,7 @@ BRANCHES = {
     ),
     "small neighbours": (
         [Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)],
-        [RectangleCall(0, 20, 0, 20, bands=(Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)))],
+        [RectangleCall(0, 20, 0, 20, bands=(Band(0, 9, 0, 9, -8, 0), Band(9, 20, 9, 20, -10, 0)), has_other_parts=True)],
     ),
     "large neighbours": (
         [Band(0, 900, 0, 900, -899, 0), Band(900, 1800, 900, 1800, -899, 0)],
@@ -118,3 +119,16 @@ def test_a_window_is_computed_by_blocks_of_rows(left: int, rows: int) -> None:
 def test_the_order_of_bands_does_not_matter() -> None:
     bands = [Band(i * 900, i * 900 + 900, 0, 900, -9999, 9999) for i in range(4)]
     assert make_sdpa_calls(tuple(bands)) == make_sdpa_calls(tuple(bands[::-1]))
+
+
+@given(drawn=masks(max_len=20), waste=st.sampled_from([3, 10**6]))
+def test_calls_that_must_not_join_parts(drawn: Drawn, waste: int) -> None:
+    """Only a diagonal, whose every pair is a part, is still one call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa_calls, "WASTE", waste)
+        make_sdpa_calls.cache_clear()
+        given = make_sdpa_calls(drawn.mask.bands, join_parts=False)
+    assert np.array_equal(covered(given, *drawn.mask.lengths), drawn.truth)
+    assert all(
+        is_one_part(call.bands) or [band.lo for band in call.bands] == [band.hi for band in call.bands] for call in given
+    )

@@ -9,24 +9,24 @@ Legend: B batch, H query heads, G key heads (G divides H), R = H / G, S queries,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.caching.by_stream import copy_to_device
+from ringspan.kernels.containment import Share, contained_shares, is_one_part
 from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved, accumulation_dtype
 from ringspan.kernels.mods import IndexedMods
-from ringspan.kernels.partial import EMPTY_LSE, Partial
+from ringspan.kernels.partial import EMPTY_LSE, Partial, finite_lse
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import MAX_LENGTH, Band
 from ringspan.masks import table as tables
-from ringspan.masks.table import K0, K1, Q0, Q1, Table
+from ringspan.masks.table import K0, K1, Q0, Q1
 from ringspan.user_functions.captures import SubstituteTensors, enable_function_mode
 
 # The most scores in memory at a time, and the most rows of a block. Small blocks compute fewer hidden pairs.
@@ -52,9 +52,12 @@ def attend(
     mods: IndexedMods | None = None,
 ) -> Iterator[PartialRows]:
     for block in _blocks(bands, q_BHSD, k_BGTD):
-        rows, keys, _ = block
+        rows, keys, *_ = block
         q, k, v = q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]
-        yield PartialRows(rows.start, rows.stop, _attend(q, k, v, block=block, scale=scale, mods=mods))
+        for share in _shares(block, (q,), (k, v)):
+            compute = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods)
+            out, lse = compute(share.of_queries(q), share.of_keys(k), share.of_keys(v))
+            yield PartialRows(rows.start, rows.stop, Partial(share.of_queries(out), lse))
 
 
 def attend_backward(
@@ -68,11 +71,16 @@ def attend_backward(
 ) -> Iterator[Gradients]:
     learned = () if mods is None else mods.mods.learned
     for block in _blocks(bands, saved.q_BHSD, k_BGTD):
-        rows, keys, _ = block
-        again = partial(_attend, block=block, scale=scale, mods=mods)
-        of_block = saved.rows(rows.start, rows.stop)
-        dq, dk, dv, *dlearned = gradients(again, of_block, k_BGTD[:, :, keys], v_BGTE[:, :, keys], learned)
-        yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
+        rows, keys, *_ = block
+        of_block, k, v = saved.rows(rows.start, rows.stop), k_BGTD[:, :, keys], v_BGTE[:, :, keys]
+        of_queries = [x for x in of_block._replace(lse_BHS=finite_lse(of_block.lse_BHS)) if x is not None]
+        for share in _shares(block, of_queries, (k, v)):
+            again = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods)
+            dq, dk, dv, *dlearned = gradients(
+                again, Saved(*map(share.of_queries, of_queries)), share.of_keys(k), share.of_keys(v), learned
+            )
+            dq, dk, dv = share.of_queries(dq), share.of_keys(dk), share.of_keys(dv)
+            yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
 class RowBlock(NamedTuple):
@@ -80,7 +88,9 @@ class RowBlock(NamedTuple):
 
     rows: slice
     keys: slice
-    bands: Table
+    bands: tuple[Band, ...]
+    has_other_parts: bool
+    """Whether it has queries or keys of several independent parts (:mod:`ringspan.kernels.containment`)."""
 
 
 def _blocks(bands: Sequence[Band], q_BHSD: Tensor, k_BGTD: Tensor) -> tuple[RowBlock, ...]:
@@ -105,18 +115,36 @@ def make_row_blocks(bands: tuple[Band, ...], rows: int) -> tuple[RowBlock, ...]:
         if len(some):
             of_queries = slice(int(some[:, Q0].min()), int(some[:, Q1].max()))
             of_keys = slice(int(some[:, K0].min()), int(some[:, K1].max()))
-            blocks.append(RowBlock(of_queries, of_keys, some))
+            of_block = tuple(Band(*row) for row in some.tolist())
+            blocks.append(RowBlock(of_queries, of_keys, of_block, not is_one_part(of_block)))
     return tuple(blocks)
 
 
+def _shares(block: RowBlock, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> Iterable[Share]:
+    if not block.has_other_parts:
+        return (Share(block.bands),)
+    corner = block.rows.start, block.keys.start
+    return contained_shares(block.bands, corner=corner, of_queries=of_queries, of_keys=of_keys)
+
+
 def _attend(
-    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *learned: Tensor, block: RowBlock, scale: float, mods: IndexedMods | None
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    *learned: Tensor,
+    block: RowBlock,
+    bands: Sequence[Band],
+    scale: float,
+    mods: IndexedMods | None,
 ) -> Partial:
-    """Compute one block with operations that autograd records. ``learned`` replaces the tensors of ``Mods.learned``."""
+    """Compute some bands of a block with operations that autograd records.
+
+    ``learned`` replaces the tensors of ``Mods.learned``.
+    """
     dtype = accumulation_dtype(k_BGTD.dtype)
     q, k, v = q_BHSD.to(dtype), k_BGTD.to(dtype), v_BGTE.to(dtype)
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
-    seen = _seen(block, q.device)
+    seen = _seen(block, bands, q.device)
     if mods is not None:
         mods = mods.sliced(block.rows, block.keys)
         # The forward pass substitutes nothing, and a mode would see every operation of the function.
@@ -127,12 +155,11 @@ def _attend(
     return _softmax(score_BHST.to(q.dtype).masked_fill(~seen, EMPTY_LSE), v)
 
 
-def _seen(block: RowBlock, device: torch.device) -> Tensor:
-    """Return which pairs the bands of the block contain, (S, T)."""
+def _seen(block: RowBlock, bands: Sequence[Band], device: torch.device) -> Tensor:
+    """Return which pairs of the block the bands contain, (S, T)."""
     rows, keys = block.rows, block.keys
-    diagonal = keys.start - rows.start
-    corner = np.array([rows.start, rows.start, keys.start, keys.start, diagonal, diagonal])
-    return copy_to_device(tables.dense(block.bands - corner, rows.stop - rows.start, keys.stop - keys.start), device)
+    shifted = tables.table(*(band.shifted(-rows.start, -keys.start) for band in bands))
+    return copy_to_device(tables.dense(shifted, rows.stop - rows.start, keys.stop - keys.start), device)
 
 
 def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ringspan.kernels.containment import independent_parts
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, PartialRows, Saved, accumulation_dtype
 from ringspan.kernels.partial import Partial
 from ringspan.masks import Band
@@ -50,37 +51,44 @@ def unsupported_reason(inputs: Inputs) -> str | None:
 
 
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[PartialRows]:
-    seen_ST = _seen(bands, q_BHSD, k_BGTD)
-    q, k, v = _zeroed(seen_ST.any(1), q_BHSD), _zeroed(seen_ST.any(0), k_BGTD), _zeroed(seen_ST.any(0), v_BGTE)
-    result = dense_attention(q, k, v, seen_ST, scale=scale)
-    yield PartialRows(0, q_BHSD.shape[2], Partial(*(x.to(accumulation_dtype(q_BHSD.dtype)) for x in result)))
+    dtype = accumulation_dtype(q_BHSD.dtype)
+    out = q_BHSD.new_zeros((*q_BHSD.shape[:3], v_BGTE.shape[-1]), dtype=dtype)
+    lse = q_BHSD.new_full(q_BHSD.shape[:3], -torch.inf, dtype=dtype)
+    for rows, keys, seen_ST in _parts(bands, q_BHSD.device):
+        part = dense_attention(q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys], seen_ST, scale=scale)
+        out[:, :, rows], lse[:, :, rows] = part.out.to(dtype), part.lse.to(dtype)
+    yield PartialRows(0, q_BHSD.shape[2], Partial(out, lse))
 
 
 def attend_backward(
     saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
 ) -> Iterator[Gradients]:
-    seen_ST = _seen(bands, saved.q_BHSD, k_BGTD)
-    q, dout, out = (_zeroed(seen_ST.any(1), x.double()) for x in saved[:3])
-    k, v = (_per_query_head(_zeroed(seen_ST.any(0), x), q) for x in (k_BGTD, v_BGTE))
-    lse = saved.lse_BHS.double()
-    lse_BHS1 = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-    weight_BHST = (q @ k.mT * scale - lse_BHS1).masked_fill(~seen_ST, -torch.inf).exp()
-    delta_BHS1 = (dout * out).sum(-1, keepdim=True)
-    if saved.dlse_BHS is not None:
-        delta_BHS1 = delta_BHS1 - saved.dlse_BHS.double().unsqueeze(-1)
-    dscore_BHST = weight_BHST * (dout @ v.mT - delta_BHS1) * scale
-    dk, dv = _per_key_head(dscore_BHST.mT @ q, k_BGTD), _per_key_head(weight_BHST.mT @ dout, v_BGTE)
-    dq, dk, dv = (x.to(accumulation_dtype(saved.q_BHSD.dtype)) for x in (dscore_BHST @ k, dk, dv))
-    yield Gradients(slice(0, q.shape[2]), dq, slice(0, k.shape[2]), dk, dv)
+    dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (saved.q_BHSD, k_BGTD, v_BGTE))
+    for rows, keys, seen_ST in _parts(bands, k_BGTD.device):
+        q, dout, out, lse = (x[:, :, rows].double() for x in saved[:4])
+        k, v = (_per_query_head(x[:, :, keys], q) for x in (k_BGTD, v_BGTE))
+        weight_BHST = (q @ k.mT * scale - lse.unsqueeze(-1)).masked_fill(~seen_ST, -torch.inf).exp()
+        delta_BHS1 = (dout * out).sum(-1, keepdim=True)
+        if saved.dlse_BHS is not None:
+            delta_BHS1 -= saved.dlse_BHS[:, :, rows].unsqueeze(-1)
+        dscore_BHST = weight_BHST * (dout @ v.mT - delta_BHS1) * scale
+        dq[:, :, rows] = (dscore_BHST @ k).to(dq.dtype)
+        dk[:, :, keys] = _per_key_head(dscore_BHST.mT @ q, k_BGTD).to(dk.dtype)
+        dv[:, :, keys] = _per_key_head(weight_BHST.mT @ dout, v_BGTE).to(dv.dtype)
+    yield Gradients(slice(0, dq.shape[2]), dq, slice(0, dk.shape[2]), dk, dv)
 
 
-def _seen(bands: Sequence[Band], q: Tensor, k: Tensor) -> Tensor:
-    return torch.from_numpy(tables.dense(tables.table(*bands), q.shape[2], k.shape[2])).to(q.device)
+def _parts(bands: Sequence[Band], device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the queries, the keys and the visible pairs of each independent part.
 
-
-def _zeroed(used_S: Tensor, x_BHSD: Tensor) -> Tensor:
-    """Fill the rows that no band covers with zeros: they may be uninitialised memory, and 0 times NaN is NaN."""
-    return x_BHSD.masked_fill(~used_S[:, None], 0)
+    No query and no key is in two of them. Those that no band covers may be uninitialised memory, and are in none.
+    """
+    for part in independent_parts(tuple(bands)):
+        q0, q1, k0, k1, _, _ = zip(*part, strict=True)
+        shifted = tables.table(*(band.shifted(-min(q0), -min(k0)) for band in part))
+        seen_ST = torch.from_numpy(tables.dense(shifted, max(q1) - min(q0), max(k1) - min(k0))).to(device)
+        rows, keys = seen_ST.any(1).nonzero()[:, 0], seen_ST.any(0).nonzero()[:, 0]
+        yield rows + min(q0), keys + min(k0), seen_ST[rows][:, keys]
 
 
 def _per_query_head(x_BGTD: Tensor, q_BHSD: Tensor) -> Tensor:

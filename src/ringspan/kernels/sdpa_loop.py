@@ -5,14 +5,15 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.caching.by_stream import copy_to_device
+from ringspan.caching.by_stream import cache_by_stream, copy_to_device
+from ringspan.kernels.containment import Share, contained_shares
 from ringspan.kernels.kernel import Gradients, PartialRows, Saved, with_dlse_column
 from ringspan.kernels.partial import EMPTY_LSE, Partial, finite_lse
 from ringspan.kernels.sdpa_calls import RectangleCall, make_sdpa_calls
@@ -40,34 +41,38 @@ class SdpaKernel:
         self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
     ) -> Iterator[PartialRows]:
         dtype = self.compute_dtype(k_BGTD.dtype)
-        for call in make_sdpa_calls(tuple(bands)):
-            q, k, v = self._operands(q_BHSD, k_BGTD, v_BGTE, call, dtype)
-            mask = _mask(call, q) if call.bands else None
-            out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
-            if mask is not None:
-                # For a row without keys PyTorch returns NaN, or lse 0; here it is out 0 and lse -inf.
-                blind = (mask[:1, :1] == EMPTY_LSE).all(-1)  # the mask is the same for all batch members and heads
-                out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, EMPTY_LSE)
-            yield PartialRows(call.q0, call.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
+        for call in make_sdpa_calls(tuple(bands), k_BGTD.device.type == "cpu"):
+            operands = self._operands(q_BHSD, k_BGTD, v_BGTE, call, dtype)
+            for share in _shares(call, operands[:1], operands[1:]):
+                q, k, v = share.of_queries(operands[0]), share.of_keys(operands[1]), share.of_keys(operands[2])
+                mask, blind_S = _mask(call, share.bands, q)
+                out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
+                if blind_S is not None:
+                    # For a row without keys PyTorch returns NaN, or lse 0; here it is out 0 and lse -inf.
+                    out, lse = out.masked_fill(blind_S.unsqueeze(-1), 0.0), lse.masked_fill(blind_S, EMPTY_LSE)
+                yield PartialRows(call.q0, call.q1, Partial(out[..., : v_BGTE.shape[-1]], lse))
 
     def attend_backward(
         self, saved: Saved, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float
     ) -> Iterator[Gradients]:
         dtype = self.compute_dtype(k_BGTD.dtype)
-        for call in make_sdpa_calls(tuple(bands)):
+        for call in make_sdpa_calls(tuple(bands), k_BGTD.device.type == "cpu"):
             rows = saved.rows(call.q0, call.q1)
             dout, out, values = rows.dout_BHSE, rows.out_BHSE, v_BGTE
             if rows.dlse_BHS is not None:
                 dout, out, values = with_dlse_column(dout, out, v_BGTE, rows.dlse_BHS)
             q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, call, dtype)
-            lse = finite_lse(rows.lse_BHS)
             dout, out = dout.to(dtype), out.to(dtype)
             if dout.shape[-1] < q.shape[-1]:
                 dout, out = _padded(dout, q.shape[-1]), _padded(out, q.shape[-1])
-            mask = _mask(call, q) if call.bands else None
-            dq, dk, dv = self.backward(dout, q, k, v, out, lse, mask, call.is_causal, scale)
-            dq, dk, dv = dq[..., : saved.q_BHSD.shape[-1]], dk[..., : k_BGTD.shape[-1]], dv[..., : v_BGTE.shape[-1]]
-            yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
+            of_queries, of_keys = (dout, q, out, finite_lse(rows.lse_BHS)), (k, v)
+            for share in _shares(call, of_queries, of_keys):
+                (dout, q, out, lse), (k, v) = map(share.of_queries, of_queries), map(share.of_keys, of_keys)
+                mask, _ = _mask(call, share.bands, q)
+                dq, dk, dv = self.backward(dout, q, k, v, out, lse, mask, call.is_causal, scale)
+                dq, dk, dv = dq[..., : saved.q_BHSD.shape[-1]], dk[..., : k_BGTD.shape[-1]], dv[..., : v_BGTE.shape[-1]]
+                dq, dk, dv = share.of_queries(dq), share.of_keys(dk), share.of_keys(dv)
+                yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
 
     def _operands(
         self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: RectangleCall, dtype: torch.dtype
@@ -87,13 +92,35 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def _mask(call: RectangleCall, like: Tensor) -> Tensor:
-    """Return the bands of the call as an additive mask of its rectangle.
+def _shares(call: RectangleCall, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> Iterable[Share]:
+    if not call.has_other_parts:
+        return (Share(call.bands),)
+    return contained_shares(call.bands, corner=(call.q0, call.k0), of_queries=of_queries, of_keys=of_keys)
 
-    Rows are 16-byte aligned, as GPU kernels require.
-    """
-    shifted = tables.table(*(band.shifted(-call.q0, -call.k0) for band in call.bands))
-    seen = copy_to_device(tables.dense(shifted, call.q1 - call.q0, call.k1 - call.k0), like.device)
+
+def _mask(call: RectangleCall, bands: tuple[Band, ...], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return bands as an additive mask of the rectangle of the call, and its rows without keys. None: all is visible."""
+    if not call.bands:
+        return None, None
+    is_small = (call.q1 - call.q0) * (call.k1 - call.k0) <= MAX_CACHED_CELLS
+    # A CUDA graph cannot capture the copy of a mask, and must not depend on whether one is cached.
+    make = _small_mask if is_small and like.device.type == "cpu" else _make_mask
+    mask_ST, blind_S = make(call[:4], bands, like.dtype, like.device)
+    return mask_ST.expand(*like.shape[:2], -1, -1), blind_S
+
+
+def _make_mask(
+    rectangle: tuple[int, int, int, int], bands: tuple[Band, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the mask (S, T) and which rows have no key. Rows are 16-byte aligned, as GPU kernels require."""
+    q0, q1, k0, k1 = rectangle
+    shifted = tables.table(*(band.shifted(-q0, -k0) for band in bands))
+    seen = copy_to_device(tables.dense(shifted, q1 - q0, k1 - k0), device)
     rows, cols = seen.shape
-    mask_ST = like.new_zeros((rows, cols + -cols % 16))[:, :cols].masked_fill_(~seen, EMPTY_LSE)
-    return mask_ST.expand(*like.shape[:2], -1, -1)
+    mask_ST = torch.zeros((rows, cols + -cols % 16), dtype=dtype, device=device)[:, :cols].masked_fill_(~seen, EMPTY_LSE)
+    return mask_ST, ~seen.any(-1)
+
+
+# Making a small mask takes longer than the call. 256 masks of float64 need 32 MB at most.
+MAX_CACHED_CELLS = 2**14
+_small_mask = cache_by_stream(256)(_make_mask)
