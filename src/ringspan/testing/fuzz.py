@@ -165,8 +165,14 @@ def _window(d: _Choices, q: int, k: int) -> str:
     return f"window({', '.join(sides)})"
 
 
+def _document_lengths(d: _Choices, n: int, count: int) -> list[int]:
+    """Draw the lengths of documents. Those that begin with 0 and grow would be taken for cumulative lengths."""
+    lengths = d.parts(n, count)
+    return lengths[::-1] if lengths[0] == 0 else lengths
+
+
 def _documents(d: _Choices, n: int, _: int) -> str:
-    return f"documents({d.parts(n, d.between(1, 8))}{d.one_of(('', '', ', causal=False'))})"
+    return f"documents({_document_lengths(d, n, d.between(1, 8))}{d.one_of(('', '', ', causal=False'))})"
 
 
 def _ids(d: _Choices, n: int, _: int) -> str:
@@ -178,7 +184,7 @@ def _ids(d: _Choices, n: int, _: int) -> str:
 def _paired_documents(d: _Choices, q: int, k: int) -> str:
     count = d.between(1, 6)
     how = d.one_of(('align="start"', 'align="end"', "causal=False"))
-    return f"documents({d.parts(q, count)}, kv_lengths={d.parts(k, count)}, {how})"
+    return f"documents({_document_lengths(d, q, count)}, kv_lengths={d.parts(k, count)}, {how})"
 
 
 def _prefix(d: _Choices, n: int, _: int) -> str:
