@@ -48,6 +48,7 @@ from ringspan.frontends import (
     sdpa,
     shift_labels,
     softcap,
+    tiled,
     with_sinks,
 )
 from ringspan.kernels import Partial, merge
@@ -131,6 +132,7 @@ __all__ = [
     "shift_labels",
     "sliding_window",
     "softcap",
+    "tiled",
     "window",
     "with_sinks",
 ]

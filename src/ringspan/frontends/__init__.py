@@ -9,6 +9,7 @@ from ringspan.frontends.labels import shift_labels
 from ringspan.frontends.local_world import LocalWorld
 from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, softcap, with_sinks
 from ringspan.frontends.sdpa import activate, available, current, restore
+from ringspan.frontends.tiled import tiled
 
 __all__ = [
     "ContextParallel",
@@ -26,5 +27,6 @@ __all__ = [
     "sdpa",
     "shift_labels",
     "softcap",
+    "tiled",
     "with_sinks",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -19,11 +19,11 @@ from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
-from ringspan.frontends.groups import Group, groups_of
+from ringspan.frontends.groups import Group
 from ringspan.frontends.labels import positions_in
+from ringspan.frontends.losses import Losses
 from ringspan.frontends.reporting import report_error, reports_errors
-from ringspan.frontends.sums import Grads, all_sum, sum_gradients, sum_of_shares
-from ringspan.frontends.validate import check_documents, check_mask, check_parameters, check_weights
+from ringspan.frontends.validate import check_documents, check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
@@ -52,7 +52,7 @@ NO_ATTENTION = (
 )
 
 
-class ContextParallel(AttentionMode):
+class ContextParallel(AttentionMode, Losses):
     """A sequence split over the ranks of a group, and its attention mask.
 
     ::
@@ -352,48 +352,6 @@ class ContextParallel(AttentionMode):
         )
         return forward_context, _both(self, recompute_context)
 
-    # -- losses and gradients ------------------------------------------------------------------------------------------
-
-    @reports_errors("cp.mean or cp.sum")
-    def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
-        """Return the (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens
-        each has.
-
-        ``over`` is the group or mesh to reduce over; by default the group of this object. With data parallelism, give
-        the mesh of both (``over=mesh["dp", "cp"]``), so that every token has the same weight. The gradient on a rank is
-        that of the global mean with respect to *this rank's* values. A parameter that all ranks use gets a part of its
-        gradient on each: sum them (:meth:`sum_gradients`, or any all-reduce with SUM), or give ``grads="averaged"`` if
-        DDP or FSDP averages them over these ranks.
-
-        For gradient accumulation over several batches see :meth:`sum`.
-        """
-        x = _at_least_float32(x)
-        weights = torch.ones_like(x) if weights is None else check_weights(weights, x)
-        groups = self._ranks(over)
-        return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
-
-    @reports_errors("cp.mean or cp.sum")
-    def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
-        """Return the sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
-
-        The mean over several batches is not the mean of their means if they have different numbers of tokens.
-        Accumulate ``cp.sum(losses) / total`` instead, where ``total`` is the number of tokens with a label in all
-        batches.
-        """
-        return sum_of_shares(_at_least_float32(x).sum(), self._ranks(over), grads)
-
-    @reports_errors("cp.sum_gradients")
-    def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:
-        """Sum the gradients of parameters that all ranks share, in at least float32.
-
-        A gradient that is None on this rank counts as zero. One that is None on all ranks stays None, so that an
-        optimiser skips the parameter.
-        """
-        sum_gradients(check_parameters(parameters), self._ranks(over))
-
-    def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
-        return [self.group] if over is None else groups_of(over)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Return self: copies of a model share the ContextParallel object."""
         return self
@@ -422,16 +380,6 @@ class _Unshard(torch.autograd.Function):
             grad_output = ctx.group.all_reduce_sum(grad_output.contiguous())
         mine = torch.from_numpy(ctx.layout.positions(ctx.group.rank)).to(grad_output.device)
         return grad_output.index_select(ctx.dim, mine), None, None, None, None
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    """Validate x and cast it to at least float32: float16 and bfloat16 represent integers exactly only up to 2048 and
-    256."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"the values must be a tensor, of this rank's tokens; got {type(x).__name__}")
-    if is_dtensor(x):
-        raise InputError(f"the values are a DTensor with placements {tuple(x.placements)}: pass x.to_local()")
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @contextmanager
