@@ -1,7 +1,7 @@
 """The packages import each other in one direction only, and no modules import each other in a circle.
 
     masks → layouts → plans → costs → strategies → planner → engine → frontends → compat → testing → bench → cli
-                                           kernels ↗  ↖ transports
+                                           kernels ↗  ↖ transports              ↘ integrations
 
 Below all of them lie ``errors``, ``debugging``, ``caching``, ``torch_private`` and ``user_functions``. The imports are read
 from the source of every file (no code is run), those inside functions and under TYPE_CHECKING included.
@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": RUNNING,
     "frontends": {*RUNNING, "engine"},
     "compat": {*RUNNING, "engine", "frontends"},
+    "integrations": {*RUNNING, "engine", "frontends"},
     "testing": {*RUNNING, "engine", "frontends", "compat"},
     "bench": {*RUNNING, "engine", "frontends", "compat", "testing"},
     "cli": {*RUNNING, "engine", "frontends", "compat", "testing", "bench"},

@@ -125,20 +125,25 @@ class ContextParallel(AttentionMode, Losses):
     def world(self) -> int:
         return self.group.world
 
-    def with_mask(self, mask: Mask, *, strategy: str | Strategy | None = None) -> ContextParallel:
-        """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding
-        window)."""
-        if check_mask(mask).lengths != self.plan.mask.lengths:
+    def with_mask(
+        self, mask: Mask, *, strategy: str | Strategy | None = None, sides: tuple[Side, Side] = ("q", "kv")
+    ) -> ContextParallel:
+        """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding window).
+
+        In a cross-attention, ``sides=("q", "q")`` is the self-attention of its queries, ``("kv", "kv")`` of its keys.
+        """
+        layouts = [self._layout(side) for side in sides]
+        if check_mask(mask).lengths != tuple(layout.length for layout in layouts):
             raise InputError(
                 f"with_mask keeps the layout, so the mask must have the plan's lengths: {mask.name} has {mask.lengths[0]} "
-                f"queries × {mask.lengths[1]} keys, the plan {self.plan.mask.lengths[0]} × {self.plan.mask.lengths[1]}"
+                f"queries × {mask.lengths[1]} keys, the plan {layouts[0].length} × {layouts[1].length}"
             )
         return ContextParallel(
             self.group,
             mask,
             strategy=self._strategy if strategy is None else strategy,
-            layout=self.plan.q_layout,
-            kv_layout=self.plan.kv_layout,
+            layout=layouts[0],
+            kv_layout=layouts[1],
             hardware=self._hardware,
             shape=self._shape,
             backend=self.backend,

@@ -1,0 +1,31 @@
+"""Attention for Hugging Face ``transformers``, under the name ``ringspan``. Importing this package registers it.
+
+::
+
+    import ringspan as rs
+    import ringspan.integrations.transformers                   # registers "ringspan"
+
+    model.set_attn_implementation("ringspan")
+    cp = rs.ContextParallel(mesh["cp"], rs.causal(length))      # rs.documents(lengths) for a packed batch
+    ids, labels = cp.shard(ids, rs.shift_labels(ids), dim=1)
+    with cp:
+        logits = model(input_ids=ids, position_ids=cp.positions()[None], use_cache=False).logits
+
+The mask of a layer is the mask that the model makes for it (causal, sliding window, chunks, padding, image blocks),
+intersected with the mask of the block. Softcap, sinks and scale are those of the layer. What cannot be made exact
+raises :class:`ringspan.UnplannedAttention` and names the layer. Outside a block the name means PyTorch's SDPA.
+
+Tensors with one row per token (ids, embeddings, positions) are this rank's. Tensors that describe the sequence for the
+mask (``attention_mask``, ``token_type_ids``, ``cu_seq_lens_q``) are those of the whole sequence, on every rank.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ringspan.integrations.transformers.attention import NAME, ringspan_attention
+from ringspan.integrations.transformers.masks import ringspan_mask
+from ringspan.integrations.transformers.packing import packed_mask
+
+AttentionInterface.register(NAME, ringspan_attention)
+AttentionMaskInterface.register(NAME, ringspan_mask)
+
+__all__ = ["NAME", "packed_mask", "ringspan_attention", "ringspan_mask"]

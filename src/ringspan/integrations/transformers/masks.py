@@ -1,0 +1,227 @@
+"""The mask function that transformers calls for each kind of layer, once in each forward pass.
+
+It does not return a tensor: inside a block, no rank has all tokens of a mask. It returns a :class:`LayerMask`, which the
+model hands on to its layers, and which holds the block to attend in: the layout of the user's block, with the mask of
+the layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from ringspan.caching.registry import on_clear_caches
+from ringspan.errors import InputError, RingspanError, UnplannedAttention
+from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.current_block import current_block
+from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
+from ringspan.integrations.transformers.packing import check_positions, check_restarts, packed_ids
+from ringspan.integrations.transformers.refusals import refuse_config
+from ringspan.masks import Mask, documents, window
+from ringspan.plans.data import Side
+
+Sides = tuple[Side, Side]
+
+
+class LayerMask:
+    """The mask of a kind of layer, over the whole sequence, in place of a mask tensor.
+
+    Models make masks that no layer uses. So a mask that cannot be made exact raises when a layer uses it.
+    """
+
+    def __init__(
+        self, mask: Mask, outer: ContextParallel, sides: Sides, *, valid_BN: Tensor | None, packed_BS: Tensor | None
+    ) -> None:
+        self._mask, self._outer, self._sides, self._valid_BN, self._packed_BS = mask, outer, sides, valid_BN, packed_BS
+        self.tokens = _layout(outer, sides[0]).length
+        self._last: tuple[Any, Any, Any, ContextParallel] | None = None
+        self._block: ContextParallel | None = None
+        self._error: RingspanError | None = None
+        try:
+            self._block = self._made(outer.mask)
+        except RingspanError as error:
+            self._error = error
+
+    @property
+    def block(self) -> ContextParallel:
+        """The user's block with the mask of the layer."""
+        if self._block is None:
+            raise self._error or UnplannedAttention("this mask has no block")
+        return self._block
+
+    def block_of(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, window_size: int | None) -> ContextParallel:
+        """Return the block for a call: with its packed documents, if it has their boundaries.
+
+        Raises if its position ids are not those of this rank's tokens, or if its window is not in the mask. All layers of a
+        model have the same tensors, which are read once.
+        """
+        last = self._last
+        if last is not None and last[0] is position_ids and last[1] is cu_seq_lens and last[2] == window_size:
+            return last[3]
+        of_documents = self._outer.mask
+        block = self.block
+        if cu_seq_lens is not None:
+            of_documents = of_documents & _documents(cu_seq_lens, *of_documents.lengths)
+            block = self._made(of_documents)
+        self._check_positions(position_ids, of_documents)
+        if window_size is not None:
+            _check_window(block.mask, window_size)
+        self._last = (position_ids, cu_seq_lens, window_size, block)
+        return block
+
+    def _made(self, of_documents: Mask) -> ContextParallel:
+        mask = self._mask if self._sides != ("q", "kv") else _intersect(self._mask, of_documents)
+        return _block(self._outer, self._sides, mask)
+
+    def _check_positions(self, position_ids: Tensor | None, of_documents: Mask) -> None:
+        is_self_attention = self._sides == ("q", "kv") and of_documents.lengths[0] == of_documents.lengths[1]
+        tokens = _tokens(self._outer, self._sides[0])
+        if self._packed_BS is not None and is_self_attention:
+            check_restarts(self._packed_BS, tokens, of_documents)
+        if position_ids is not None:
+            check_positions(position_ids, tokens, of_documents if is_self_attention else None, self._valid_BN)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"this model reads {name!r} of its attention mask, but inside a ContextParallel block the mask is not a tensor"
+        )
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise UnplannedAttention(
+            "this model takes a part of its attention mask, but inside a ContextParallel block the mask is not a tensor: its "
+            "layers cannot run under context parallelism"
+        )
+
+    def __repr__(self) -> str:
+        return f"<LayerMask {self._mask!r}>"
+
+
+@torch.compiler.disable
+def ringspan_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> LayerMask | Tensor | None:
+    """Return the mask of a kind of layer: a LayerMask inside a block, outside of one what SDPA takes.
+
+    The arguments are those of ``AttentionMaskInterface``. ``attention_mask`` marks the keys that are no padding, for the
+    tokens of this rank or for the whole sequence.
+    """
+    outer = current_block()
+    if outer is None:
+        given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
+        return sdpa_mask(batch_size, q_length, kv_length, **given, config=config, **kwargs)
+    refuse_config(config)
+    if int(q_offset) or int(kv_offset):
+        raise UnplannedAttention(
+            f"this call continues a KV cache of {int(q_offset)} tokens, which is not split over ranks: pass no past_key_values"
+        )
+    sides = _sides(outer, q_length, kv_length)
+    sequence = Sequence(*(_layout(outer, side).length for side in sides))
+    if attention_mask is not None:
+        sequence = sequence._replace(padding_BN=_whole(attention_mask, outer, sides[1]))
+    mask = mask_of(mask_function, sequence)
+    if sequence.padding_BN is not None and not sequence.padding_BN.all():
+        mask = mask & padding_mask(sequence.padding_BN, sequence)
+    return LayerMask(mask, outer, sides, valid_BN=sequence.padding_BN, packed_BS=packed_ids(mask_function))
+
+
+def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:
+    """Return which sequences of the block the queries and the keys belong to: in a cross-attention block there are two.
+
+    The lengths are those of this rank's tensors; that of the keys can also be that of the whole sequence, if the call has a
+    padding mask.
+    """
+    possible: list[Sides] = [("q", "kv"), ("q", "q"), ("kv", "kv")]
+    if outer.plan.q_layout == outer.plan.kv_layout:
+        possible = possible[:1]
+
+    def agrees(length: int, side: Side, *, or_whole: bool) -> bool:
+        layout = _layout(outer, side)
+        return length == layout.counts[outer.rank] or (or_whole and length == layout.length)
+
+    found = [(q, k) for q, k in possible if agrees(q_length, q, or_whole=False) and agrees(kv_length, k, or_whole=True)]
+    counts = {side: _layout(outer, side).counts[outer.rank] for side in ("q", "kv")}
+    if not found:
+        raise InputError(
+            f"this layer has {q_length} queries and {kv_length} keys on rank {outer.rank}, but the block gives the rank "
+            f"{counts['q']} queries and {counts['kv']} keys: shard the inputs of the model with cp.shard, or wrap a layer that "
+            "is not part of the split sequence in `with rs.local_attention():`"
+        )
+    if len(found) > 1:
+        raise InputError(
+            f"rank {outer.rank} has {counts['q']} tokens of both sequences of this cross-attention, so that the layers of the "
+            "encoder and of the decoder cannot be told apart: use a layout with other numbers of tokens"
+        )
+    return found[0]
+
+
+def _whole(attention_mask: Tensor, outer: ContextParallel, side: Side) -> Tensor:
+    layout = _layout(outer, side)
+    if attention_mask.shape[-1] == layout.length:
+        return attention_mask
+    return outer.unshard(attention_mask.to(dtype=torch.uint8), dim=1, of=side).bool()
+
+
+def _intersect(of_layer: Mask, of_block: Mask) -> Mask:
+    if of_block.is_causal and not of_layer.is_causal:
+        raise UnplannedAttention(
+            f"this layer lets queries see later keys (its mask is {of_layer.name}), but the block's mask {of_block.name} does "
+            "not. Give ContextParallel rs.full(length), or rs.documents(lengths, causal=False): the model adds causality"
+        )
+    return of_layer & of_block
+
+
+def _documents(cu_seq_lens: Tensor, q_len: int, k_len: int) -> Mask:
+    ends = cu_seq_lens.cpu().numpy().astype(np.int64)
+    if q_len != k_len or ends[-1] != q_len:
+        raise InputError(
+            f"cu_seq_lens_q ends at {ends[-1]}, but the whole sequence has {q_len} tokens: it describes the whole sequence, on "
+            "every rank"
+        )
+    return documents(np.diff(ends), causal=False)
+
+
+def _check_window(mask: Mask, size: int) -> None:
+    allowed = window(left=size - 1) if mask.is_causal else window(left=size, right=size)
+    if (mask & allowed).area != mask.area:
+        raise UnplannedAttention(
+            f"this layer has a sliding window of {size} tokens, but the mask that the model made for it, {mask.name}, is wider"
+        )
+
+
+def _layout(outer: ContextParallel, side: Side) -> Any:
+    return outer.plan.q_layout if side == "q" else outer.plan.kv_layout
+
+
+def _tokens(outer: ContextParallel, side: Side) -> NDArray[np.int64]:
+    tokens: NDArray[np.int64] = _layout(outer, side).positions(outer.rank)
+    return tokens
+
+
+MAX_BLOCKS = 64  # cached for one block of the user; a padded batch has a mask of its own
+_blocks: WeakKeyDictionary[ContextParallel, dict[tuple[Sides, str], ContextParallel]] = WeakKeyDictionary()
+on_clear_caches(_blocks.clear)
+
+
+def _block(outer: ContextParallel, sides: Sides, mask: Mask) -> ContextParallel:
+    """Return the user's block with the mask of a layer, on the same layout. It is made once."""
+    known = _blocks.setdefault(outer, {})
+    key = (sides, mask.digest)
+    if key not in known:
+        if len(known) >= MAX_BLOCKS:
+            known.clear()
+        known[key] = outer.with_mask(mask, sides=sides)
+    return known[key]

@@ -1,0 +1,119 @@
+"""Packed documents and position ids.
+
+In one process, transformers finds packed documents by position ids that do not increase by one. Inside a block it sees
+the positions of this rank only, and takes every gap between two spans of the layout for a document::
+
+    2 ranks, zigzag, 8 tokens, one document       position ids of rank 0: 0 1 6 7      documents found: 0 0 1 1
+
+So the documents are those of the block's mask, and the position ids are checked against it.
+
+Legend: B batch, S tokens of this rank, N tokens of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ringspan.errors import InputError, UnplannedAttention
+from ringspan.integrations.transformers.mask_functions import closure_of, is_from_masking_utils
+from ringspan.masks import Mask, documents, mask_mod
+
+PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+
+
+def packed_mask(position_ids: Tensor, *, causal: bool = True) -> Mask:
+    """Return the mask of a packed batch, from the position ids (B, N) of the whole sequence.
+
+    As in transformers, a document starts wherever the position does not increase by one. If all rows of the batch have the
+    same documents, the result is that of :func:`ringspan.documents`.
+
+    >>> packed_mask(torch.tensor([[0, 1, 2, 0, 1]]))
+    <Mask documents(2 over 5 tokens): 5 × 5, area 9, 2 bands>
+    """
+    if position_ids.ndim != 2 or position_ids.is_floating_point():
+        raise InputError(f"position_ids must be (batch, tokens), not {position_ids.dtype} of shape {tuple(position_ids.shape)}")
+    steps_BN = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    ids_BN = (steps_BN != 1).cumsum(-1)
+    if (ids_BN == ids_BN[:1]).all():
+        return documents(torch.bincount(ids_BN[0]), causal=causal)
+    n = position_ids.shape[1]
+    if causal:
+        return mask_mod(lambda b, h, q, k: (ids_BN[b, q] == ids_BN[b, k]) & (k <= q), n, batch=len(ids_BN))
+    return mask_mod(lambda b, h, q, k: ids_BN[b, q] == ids_BN[b, k], n, batch=len(ids_BN))
+
+
+def packed_ids(function: Callable[..., Any]) -> Tensor | None:
+    """Return the document ids that transformers has found for this rank's tokens, in a mask function; None if none."""
+    if not is_from_masking_utils(function):
+        return None
+    closure = closure_of(function)
+    if function.__qualname__ == PACKED:
+        found: Tensor = closure["packed_sequence_mask"]
+        return found
+    for part in closure.get("mask_functions", ()):
+        ids = packed_ids(part)
+        if ids is not None:
+            return ids
+    return None
+
+
+def check_restarts(ids_BS: Tensor, tokens_S: NDArray[np.int64], mask: Mask) -> None:
+    """Raise if positions restart between two neighbouring tokens that are in one document of the block's mask."""
+    if mask.predicate is not None:  # its documents are not known
+        return
+    neighbours = np.flatnonzero(np.diff(tokens_S) == 1) + 1
+    changes = (torch.diff(ids_BS, dim=-1) != 0).any(dim=0).cpu().numpy()
+    inside = np.setdiff1d(tokens_S[neighbours[changes[neighbours - 1]]], mask.documents())
+    if len(inside):
+        raise _restarts(int(inside[0]), mask)
+
+
+def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mask | None, valid_BN: Tensor | None) -> None:
+    """Raise unless the position ids are those of this rank's tokens.
+
+    They may count from the start of the sequence, from the start of each document of ``mask``, or over the tokens that are no
+    padding. ``mask`` is None for a sequence without documents. The ids of padding are not checked.
+    """
+    if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
+        return  # several kinds of positions for each token; what they mean depends on the model
+    given_BS = position_ids.cpu().numpy()
+    allowed: list[NDArray[np.int64]] = [tokens_S]
+    is_padding: Any = np.zeros(len(tokens_S), dtype=bool)
+    if mask is not None and mask.predicate is None:
+        starts = mask.documents()
+        allowed.append(tokens_S - starts[np.searchsorted(starts, tokens_S, side="right") - 1])
+    elif mask is not None:
+        return  # its documents are not known
+    if valid_BN is not None:
+        allowed.append((valid_BN.cumsum(-1) - 1).cpu().numpy()[:, tokens_S])
+        is_padding = ~valid_BN.cpu().numpy()[:, tokens_S]
+    if any(((given_BS == wanted) | is_padding).all() for wanted in allowed):
+        return
+    if (given_BS == np.arange(len(tokens_S))).all():
+        raise UnplannedAttention(
+            "the position ids of this rank are 0, 1, 2, …, but its tokens are "
+            f"{_shown(tokens_S)}: pass position_ids=cp.positions()[None], or cp.shard(position_ids, dim=1), to the model"
+        )
+    raise UnplannedAttention(
+        f"the position ids of this rank are {_shown(given_BS[0])}, its tokens are {_shown(tokens_S)}. Positions must count "
+        "from the start of the sequence or of each document of the block's mask. For a "
+        "packed batch, make ContextParallel with packed_mask(position_ids) of the whole sequence, or rs.documents(lengths)"
+    )
+
+
+def _restarts(token: int, mask: Mask) -> UnplannedAttention:
+    return UnplannedAttention(
+        f"the position ids restart at token {token}, so this batch is packed, but the block's mask {mask.name} has no document "
+        "that starts there. Make ContextParallel with packed_mask(position_ids) of the whole sequence, or rs.documents(lengths)"
+    )
+
+
+def _shown(values: NDArray[np.int64]) -> str:
+    shown = ", ".join(str(x) for x in values[:6].tolist())
+    return shown if len(values) <= 6 else f"{shown}, …"

@@ -1,0 +1,75 @@
+"""Models and layers that cannot be made exact, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ringspan.errors import UnplannedAttention
+
+# Kinds of layers, as in ``config.layer_types``, that are softmax attention under a mask.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# Model types with operations between tokens outside attention, or with positions that the model counts itself.
+REFUSED_MODELS: dict[str, str] = {}
+
+
+def refuse_config(config: Any) -> None:
+    """Raise if a model of this config has layers that are not softmax attention under a mask."""
+    others: dict[str, list[int]] = {}
+    for n, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ATTENTION_LAYERS:
+            others.setdefault(kind, []).append(n)
+    model_type = getattr(config, "model_type", "")
+    if others:
+        layers = "; ".join(f"{kind}: layers {', '.join(map(str, at))}" for kind, at in others.items())
+        raise UnplannedAttention(
+            f"{model_type} has layers that are not softmax attention under a mask ({layers}). They would mix only the tokens "
+            "of this rank: this model cannot run under context parallelism"
+        )
+    if model_type in REFUSED_MODELS:
+        raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")
+
+
+# Tensors that an attention layer can pass to the attention function without changing what it computes there.
+HARMLESS = {
+    *("position_ids", "s_aux", "num_items_in_batch", "cache_position", "logits_to_keep", "position_embeddings"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+
+
+def refuse_layer(module: nn.Module, tokens: int, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise for a call of attention that cannot be made exact, in a sequence of a number of tokens."""
+    if dropout:
+        raise UnplannedAttention(
+            f"{layer_name(module)} has an attention dropout of {dropout}, but the ranks cannot drop the same pairs as one "
+            "process. Set config.attention_dropout to 0"
+        )
+    if kwargs.get("output_attentions"):
+        raise UnplannedAttention(f"{layer_name(module)} should return its weights, which no rank has: output_attentions=False")
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        _refuse_temperature(module, tokens)
+    unknown = [name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS]
+    if unknown:
+        raise UnplannedAttention(
+            f"{layer_name(module)} passes {', '.join(unknown)} to attention. This is not known to be the same for one process "
+            "and for ranks, so this layer cannot run under context parallelism"
+        )
+
+
+def _refuse_temperature(module: nn.Module, tokens: int) -> None:
+    """Llama 4 scales queries by their position, which the layer counts in the tokens it has. Up to ``floor_scale`` tokens the
+    scale is 1."""
+    limit = int(getattr(module, "floor_scale", 0))
+    if tokens >= limit:
+        raise UnplannedAttention(
+            f"{layer_name(module)} scales queries by their position (attn_temperature_tuning), and counts positions in the "
+            f"tokens of this rank. This is exact below {limit} tokens; the sequence has {tokens}"
+        )
+
+
+def layer_name(module: nn.Module) -> str:
+    """Return the class of a layer and its number."""
+    number = getattr(module, "layer_idx", None)
+    return type(module).__name__ if number is None else f"{type(module).__name__}, layer {number}"

@@ -1,0 +1,96 @@
+"""Tiny models of transformers with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MIXED = ["sliding_attention", "full_attention"] * 2
+DEEPSEEK: dict[str, Any] = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+
+
+def _gemma3_with_images(transformers: Any) -> Any:
+    text = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": MIXED}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    return transformers.Gemma3Config(text_config=text, vision_config=vision)
+
+
+def _t5gemma(transformers: Any) -> Any:
+    part = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": MIXED}
+    part.update(attention_dropout=0.0, dropout_rate=0.0)
+    return transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=VOCABULARY)
+
+
+# name -> the class of the model, and its config
+MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "llama": ("LlamaForCausalLM", lambda t: t.LlamaConfig(**SIZES)),
+    "qwen3": ("Qwen3ForCausalLM", lambda t: t.Qwen3Config(**SIZES, head_dim=8)),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", lambda t: t.Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),
+    "mistral": ("MistralForCausalLM", lambda t: t.MistralConfig(**SIZES, sliding_window=8)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        lambda t: t.Gemma2Config(
+            **SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, attn_logit_softcapping=2.0, layer_types=MIXED
+        ),
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        lambda t: t.Gemma3TextConfig(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, layer_types=MIXED),
+    ),
+    "olmo3": ("Olmo3ForCausalLM", lambda t: t.Olmo3Config(**SIZES, sliding_window=8, layer_types=MIXED)),
+    "llama4": (
+        "Llama4ForCausalLM",
+        lambda t: t.Llama4TextConfig(
+            **SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8, no_rope_layer_interval=2
+        ),
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        lambda t: t.GptOssConfig(
+            **SIZES, head_dim=8, sliding_window=8, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2
+        ),
+    ),
+    "phi3": ("Phi3ForCausalLM", lambda t: t.Phi3Config(**SIZES, sliding_window=8)),
+    "cohere2": ("Cohere2ForCausalLM", lambda t: t.Cohere2Config(**SIZES, sliding_window=8, layer_types=MIXED)),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        lambda t: t.DeepseekV3Config(**{**SIZES, **DEEPSEEK}, **MOE, **LATENT, first_k_dense_replace=1),
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", lambda t: t.SmolLM3Config(**SIZES, no_rope_layer_interval=2)),
+    "gemma3 with images": ("Gemma3ForConditionalGeneration", _gemma3_with_images),
+    "t5gemma": ("T5GemmaForConditionalGeneration", _t5gemma),
+    "qwen3_next": ("Qwen3NextForCausalLM", lambda t: t.Qwen3NextConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),
+}
+
+
+def small_model(name: str) -> nn.Module:
+    """Return a model in float64, the same on every rank. No parameter is zero, as sinks and biases are at first."""
+    import transformers
+
+    cls, config = MODELS[name]
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, cls)(config(transformers)).double().eval()
+    model.set_experts_implementation("eager")  # the others are not for float64
+    with torch.no_grad():
+        for n, x in enumerate(model.parameters()):
+            if not x.any():
+                x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(n)) / 2)
+    return model

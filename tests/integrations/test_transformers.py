@@ -1,0 +1,298 @@
+"""Models of transformers on two processes: logits and the gradients of all parameters against one process, in float64."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringspan as rs
+from ringspan.testing.float64 import Float64
+from tests.conftest import Pools
+from tests.integrations.small_models import VOCABULARY, small_model
+
+if find_spec("transformers") is None:
+    pytest.skip("needs transformers: pip install 'ringspan[hf]'", allow_module_level=True)
+
+N, B = 29, 2  # 15 and 14 tokens on the two ranks, longer than the windows and chunks of the models
+LENGTHS = [11, 3, 15]
+TOLERANCE = 1e-10
+
+DECODERS = [
+    *("llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "olmo3", "llama4", "gpt_oss", "phi3", "cohere2"),
+    *("deepseek_v3", "smollm3"),
+]
+ONLY_EAGER = {"gemma2", "gpt_oss", "t5gemma"}  # SDPA has no softcap and no sinks
+LAYOUTS = ["contiguous", "zigzag"]
+
+
+def results(model: nn.Module, inputs: dict[str, Any], weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    with Float64():
+        logits = model(**inputs, use_cache=False).logits
+        (logits * weights).sum().backward()
+    return logits.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest value; infinite for NaN."""
+    worst = ((found - wanted).abs().max() / wanted.abs().max()).item()
+    return worst if worst == worst else float("inf")
+
+
+def compare(
+    name: str, cp: rs.ContextParallel, whole: dict[str, Any], sharded: dict[str, Any], *, keep: Tensor | None = None
+) -> dict[str, float]:
+    """How much a model differs between one process with the inputs ``whole`` and this block with ``sharded``.
+
+    ``keep`` (B, N) says which tokens count: all but padding.
+    """
+    import ringspan.integrations.transformers  # noqa: F401
+
+    n = cp.plan.q_layout.length
+    weights = torch.randn(B, n, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
+    if keep is not None:
+        weights = weights * keep[..., None]
+    model = small_model(name)
+    model.set_attn_implementation("eager" if name in ONLY_EAGER else "sdpa")
+    logits, grads = results(model, whole, weights)
+    model.set_attn_implementation("ringspan")
+    with cp:
+        my_logits, my_grads = results(model, sharded, cp.shard(weights, dim=1))
+    cp.sum_gradients(model.parameters())
+    logits = cp.shard(logits, dim=1)
+    if keep is not None:
+        mine = cp.shard(keep, dim=1)
+        logits, my_logits = logits[mine], my_logits[mine]
+    assert grads.keys() == my_grads.keys()
+    return {"logits": difference(my_logits, logits)} | {x: difference(my_grads[x], grads[x]) for x in grads}
+
+
+def tokens(n: int = N) -> Tensor:
+    return torch.randint(3, VOCABULARY, (B, n), generator=torch.Generator().manual_seed(1))
+
+
+def positions(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths]).expand(B, -1)
+
+
+# -- jobs: each runs on every rank, and returns differences ------------------------------------------------------------
+
+
+def plain(rank: int, name: str, layout: str) -> dict[str, float]:
+    cp = rs.ContextParallel(None, rs.causal(N), layout=layout)
+    whole = {"input_ids": tokens()}
+    return compare(name, cp, whole, {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None]})
+
+
+def packed(rank: int, name: str, layout: str) -> dict[str, float]:
+    """The documents are in the block's mask."""
+    from ringspan.integrations.transformers import packed_mask
+
+    whole = {"input_ids": tokens(), "position_ids": positions(LENGTHS)}
+    cp = rs.ContextParallel(None, packed_mask(whole["position_ids"]), layout=layout)
+    return compare(name, cp, whole, cp.shard(whole, dim=1))
+
+
+def packed_by_cu_seq_lens(rank: int, name: str, layout: str) -> dict[str, float]:
+    """The documents are in the call, as DataCollatorWithFlattening gives them."""
+    whole = {"input_ids": tokens(), "position_ids": positions(LENGTHS)}
+    cp = rs.ContextParallel(None, rs.causal(N), layout=layout)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+    return compare(name, cp, whole, {**cp.shard(whole, dim=1), **given})
+
+
+def packed_by_rows(rank: int, name: str, layout: str) -> dict[str, float]:
+    """Every row of the batch has its own documents."""
+    from ringspan.integrations.transformers import packed_mask
+
+    rows = torch.cat([positions(LENGTHS)[:1], positions([20, 9])[:1]])
+    whole = {"input_ids": tokens(), "position_ids": rows}
+    cp = rs.ContextParallel(None, packed_mask(rows), layout=layout)
+    return compare(name, cp, whole, cp.shard(whole, dim=1))
+
+
+def padded(rank: int, name: str, layout: str, side: str, shared: bool) -> dict[str, float]:
+    """A batch with padding, marked on every rank for the whole sequence, or (``shared``) for its own tokens."""
+    keep = torch.ones(B, N, dtype=torch.bool)
+    keep[0, slice(0, 5) if side == "left" else slice(24, N)] = False
+    positions = (keep.cumsum(-1) - 1).clamp_min(0)
+    whole = {"input_ids": tokens(), "attention_mask": keep.long(), "position_ids": positions}
+    cp = rs.ContextParallel(None, rs.causal(N), layout=layout)
+    mine = cp.shard(whole, dim=1)
+    if shared:
+        mine["attention_mask"] = whole["attention_mask"]
+    return compare(name, cp, whole, mine, keep=keep)
+
+
+def with_images(rank: int, name: str, layout: str) -> dict[str, float]:
+    """Two images, whose tokens see each other in both directions. One of them lies on both ranks."""
+    types = torch.zeros(B, N, dtype=torch.long)
+    types[:, 4:10] = 1
+    types[:, 12:19] = 1
+    embeddings = torch.randn(B, N, 32, generator=torch.Generator().manual_seed(5)).double()
+    whole = {"inputs_embeds": embeddings, "token_type_ids": types}
+    cp = rs.ContextParallel(None, rs.full(N), layout=layout)
+    mine = {"inputs_embeds": cp.shard(embeddings, dim=1), "position_ids": cp.positions()[None], "token_type_ids": types}
+    return compare(name, cp, whole, mine)
+
+
+def encoder_and_decoder(rank: int, name: str, layout: str) -> dict[str, float]:
+    """Three kinds of attention in one block: of the encoder, of the decoder, and from the decoder to the encoder."""
+    source, target = tokens(37), tokens(N)
+    cp = rs.ContextParallel(None, rs.full(N, 37), layout=layout, kv_layout=layout)
+    mine = {
+        "input_ids": cp.shard(source, dim=1, of="kv"),
+        "position_ids": cp.positions("kv")[None],
+        "decoder_input_ids": cp.shard(target, dim=1),
+        "decoder_position_ids": cp.positions()[None],
+    }
+    return compare(name, cp, {"input_ids": source, "decoder_input_ids": target}, mine)
+
+
+def check(found: list[dict[str, float]]) -> None:
+    wrong = {what: x for differences in found for what, x in differences.items() if not x <= TOLERANCE}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_decoder_is_exact(name: str, layout: str, pools: Pools) -> None:
+    check(pools(2).run(plain, name, layout))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_documents_are_exact(name: str, layout: str, pools: Pools) -> None:
+    check(pools(2).run(packed, name, layout))
+
+
+@pytest.mark.parametrize("job", [packed_by_cu_seq_lens, packed_by_rows])
+def test_packed_documents_of_the_call_and_of_rows_are_exact(job: Any, pools: Pools) -> None:
+    check(pools(2).run(job, "gemma3", "zigzag"))
+
+
+@pytest.mark.parametrize(("side", "shared"), [("left", True), ("right", True), ("left", False)])
+@pytest.mark.parametrize("name", ["llama", "llama4", "gpt_oss"])
+def test_padding_is_exact(name: str, side: str, shared: bool, pools: Pools) -> None:
+    check(pools(2).run(padded, name, "zigzag", side, shared))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_image_blocks_are_exact(layout: str, pools: Pools) -> None:
+    check(pools(2).run(with_images, "gemma3 with images", layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_encoder_and_a_decoder_are_exact(layout: str, pools: Pools) -> None:
+    check(pools(2).run(encoder_and_decoder, "t5gemma", layout))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def message(name: str, cp: rs.ContextParallel, training: bool = False, **inputs: Any) -> str:
+    """The error of a forward pass in the block; empty if there is none."""
+    import ringspan.integrations.transformers  # noqa: F401
+
+    model = small_model(name).train(training)
+    model.set_attn_implementation("ringspan")
+    given = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None], **inputs}
+    try:
+        with cp:
+            model(**{key: x for key, x in given.items() if x is not None}, use_cache=False)
+    except rs.RingspanError as error:
+        return " ".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+def refused(rank: int) -> dict[str, str]:
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    types = torch.zeros(B, N, dtype=torch.long)
+    types[:, 4:10] = 1
+    images = {"inputs_embeds": torch.zeros(B, cp.plan.q_layout.counts[rank], 32).double(), "input_ids": None}
+    return {
+        "fine": message("llama", cp),
+        "linear layers": message("qwen3_next", cp),
+        "no positions": message("llama", cp, position_ids=None),
+        "documents only in the positions": message("llama", cp, position_ids=cp.shard(positions(LENGTHS), dim=1)),
+        "a mask tensor": message("llama", cp, attention_mask=torch.ones(B, 1, 15, 15, dtype=torch.bool)),
+        "images and a causal block": message("gemma3 with images", cp, token_type_ids=types, **images),
+        "whole inputs": message("llama", cp, input_ids=tokens(), position_ids=torch.arange(N)[None]),
+    }
+
+
+REFUSALS = {
+    "fine": "",
+    "linear layers": "qwen3_next has layers that are not softmax attention under a mask (linear_attention: layers 0, 1, 2)",
+    "no positions": "pass position_ids=cp.positions()[None]",
+    "documents only in the positions": "make ContextParallel with packed_mask(position_ids)",
+    "a mask tensor": "LlamaAttention, layer 0 has a mask of shape (2, 1, 15, 15)",
+    "images and a causal block": "this layer lets queries see later keys",
+    "whole inputs": "this layer has 29 queries and 29 keys",
+}
+
+
+def test_what_is_not_exact_is_refused(pools: Pools) -> None:
+    first, second = pools(2).run(refused)
+    for case, said in REFUSALS.items():
+        for found in (first[case], second[case]):
+            assert said.lower() in found.lower(), case
+            assert bool(said) == bool(found), case
+
+
+def outside_and_unregistered(rank: int) -> dict[str, Any]:
+    """Outside a block the name means SDPA. A name that the mask interface does not know gets no mask, in silence."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    import ringspan.integrations.transformers as ours
+
+    masks = []
+    AttentionInterface.register(
+        "without_mask", lambda module, q, k, v, mask, **_: (masks.append(mask), (q.transpose(1, 2), None))[1]
+    )
+    model = small_model("mistral")
+    model.set_attn_implementation("without_mask")
+    model(input_ids=tokens())
+    model.set_attn_implementation("sdpa")
+    wanted = model(input_ids=tokens()).logits
+    model.set_attn_implementation("ringspan")
+    return {
+        "unregistered masks": masks,
+        "registered": ALL_MASK_ATTENTION_FUNCTIONS["ringspan"] is ours.ringspan_mask,
+        "outside": difference(model(input_ids=tokens()).logits, wanted),
+    }
+
+
+def test_the_name_is_registered_for_masks_and_means_sdpa_outside_a_block(pools: Pools) -> None:
+    for found in pools(2).run(outside_and_unregistered):
+        assert found["unregistered masks"] == [None] * 4
+        assert found["registered"]
+        assert found["outside"] == 0
+
+
+def recomputed(rank: int) -> dict[str, float]:
+    """Gradient checkpointing: the layers run again after the block was left."""
+    import ringspan.integrations.transformers  # noqa: F401
+
+    cp = rs.ContextParallel(None, rs.causal(N))
+    found = []
+    for recompute in (False, True):
+        model = small_model("gemma3").train()
+        if recompute:
+            model.gradient_checkpointing_enable()
+        model.set_attn_implementation("ringspan")
+        with cp:
+            logits = model(input_ids=cp.shard(tokens(), dim=1), position_ids=cp.positions()[None], use_cache=False).logits
+        logits.square().sum().backward()
+        found.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    return {name: difference(found[1][name], x) for name, x in found[0].items()}
+
+
+def test_checkpointed_layers_are_exact(pools: Pools) -> None:
+    check(pools(2).run(recomputed))
