@@ -88,3 +88,9 @@ def test_machines_by_name() -> None:
     for wrong in ("h300", "h200x0", "nowhere.json", "h200x"):
         with pytest.raises(rs.PlanError, match=r"calibrate"):
             named_hardware(wrong)
+
+
+@pytest.mark.parametrize("text", ['{"name": ' + "1" * 5000 + "}", "[" * 20_000])
+def test_numbers_of_many_digits_and_deep_nesting_are_plan_errors(text: str) -> None:
+    with pytest.raises(rs.PlanError, match="not a hardware file"):
+        Hardware.from_json(text)

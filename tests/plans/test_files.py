@@ -186,3 +186,9 @@ def test_a_file_with_anything_in_it_is_a_plan_or_a_plan_error(data: st.DataObjec
         Plan.from_json(text, trust=True).verify()
     with contextlib.suppress(rs.PlanError):
         assert Plan.from_json(text).program == rs.plan(rs.causal(6), world=2, strategy="exchange", layout="zigzag").program
+
+
+@pytest.mark.parametrize("text", ['{"ringspan_plan": ' + "1" * 5000 + "}", "[" * 20_000])
+def test_numbers_of_many_digits_and_deep_nesting_are_plan_errors(text: str) -> None:
+    with pytest.raises(rs.PlanError, match="not a plan file: invalid JSON"):
+        Plan.from_json(text)

@@ -161,3 +161,8 @@ def test_a_strategy_without_a_program_is_abstract() -> None:
 
     with pytest.raises(TypeError, match="abstract"):
         Nothing()  # type: ignore[abstract]
+
+
+def test_deep_nesting_in_the_text_of_a_strategy_is_a_plan_error() -> None:
+    with pytest.raises(rs.PlanError, match="cannot read strategy"):
+        rs.plan(CAUSAL, world=4, strategy=f"ulysses(heads={'-' * 20_000}1)")

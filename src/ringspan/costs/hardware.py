@@ -119,7 +119,7 @@ class Hardware:
                 except (TypeError, PlanError) as error:
                     raise PlanError(f"{name}: {error}") from None
             return Hardware(**given)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(f"this is not a hardware file as `ringspan bench calibrate` writes it: {error}") from None
 
 

@@ -57,7 +57,7 @@ def from_json(text: str, kind: type[P]) -> P:
     """Read a plan as an instance of ``kind``. Every field is checked here; ``plan.verify()`` checks the program."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError that is no JSONDecodeError: a number of too many digits
         where = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise PlanError(f"not a plan file: invalid JSON{where}. A plan file is the output of plan.to_json()") from None
     top = _Field(data, "plan")

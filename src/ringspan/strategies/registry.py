@@ -67,7 +67,7 @@ def parse_strategy(text: str) -> Strategy:
         assert isinstance(call, ast.Call) and not call.args
         planner: Strategy = kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
         return planner
-    except (SyntaxError, AssertionError, TypeError, ValueError) as error:
+    except (SyntaxError, AssertionError, TypeError, ValueError, RecursionError, MemoryError) as error:  # deep nesting
         if isinstance(error, PlanError):
             raise
         options = ", ".join(f"{f.name}={f.default!r}" for f in fields(kind))
