@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from ringspan.transports import CallDescription
 from ringspan.transports.calls import Call, Failure, GroupCalls
 from ringspan.transports.diagnosis import diagnose
 from ringspan.transports.records import RankRecord, record_of
+from ringspan.transports.watchdog import WatchedGroup
 
 FORWARD = CallDescription("forward", "9f2c00000000001a", 0.125, "bfloat16", (1, 8, 64, 64))
 
@@ -40,6 +42,7 @@ def calls(*descriptions: CallDescription) -> GroupCalls:
                 ("scale", 0.25),
                 ("dtype", "float16"),
                 ("shape", (1, 8, 64, 32)),
+                ("values", "9f2c00000000001c"),
             ]
         ),
     ],
@@ -193,3 +196,29 @@ def test_a_destroyed_group_is_named(one_process: None) -> None:
     del kept
     with pytest.raises(rs.InputError, match="the process group was destroyed"):
         cp.unshard(torch.ones(1, 6), dim=1)
+
+
+class GroupWithRecords(WatchedGroup):
+    """A group whose records are given: those of the first read, of the second, …"""
+
+    def __init__(self, calls: GroupCalls, *records: dict[int, RankRecord]) -> None:
+        self.calls, self.rank, self._given = calls, 0, list(records)
+
+    def _read(self, peers: tuple[int, ...]) -> dict[int, RankRecord]:
+        return self._given.pop(0) if len(self._given) > 1 else self._given[0]
+
+
+def test_the_error_of_a_peer_that_closed_its_connections_is_awaited() -> None:
+    own, peer = calls(FORWARD), calls(FORWARD)
+    waits = record_of(peer)._replace(label="forward step 0", waits_for=(2,))
+    failed = waits._replace(waits_for=(), failure=Failure(1, "PeerTimeout", "rank 1: timed out waiting for rank 2", True))
+    for reads in (2, 3, 4):
+        error = GroupWithRecords(own, *[{1: waits}] * reads, {1: failed}).await_failure((1,))
+        assert isinstance(error, rs.PeerTimeout)
+        assert "rank 2" in str(error)
+
+
+def test_a_peer_that_wrote_no_record_is_not_awaited() -> None:
+    start = time.monotonic()
+    assert GroupWithRecords(calls(FORWARD), {}).await_failure((1,)) is None
+    assert time.monotonic() - start < 0.5

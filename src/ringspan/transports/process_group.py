@@ -291,6 +291,8 @@ class ProcessGroupTransport:
         found = state.calls.group_error
         if found is None and kind is not TransportError:
             found = state.diagnose(ranks)
+        if found is None and kind is PeerLost:
+            found = state.await_failure(ranks)
         if found is None:
             names = " or ".join(f"rank {peer} (global rank {self.global_ranks[peer]})" for peer in ranks)
             if kind is PeerTimeout:

@@ -33,6 +33,7 @@ PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
 NO_RECORD_LIMIT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
 
+RECORD_DELAY = 1.5  # seconds within which a rank whose wait has timed out writes its record
 COMPARISON_PERIOD = 0.002  # seconds between two reads of the store, while calls are compared
 
 CLOSING = 1  # the tag of a receive that is meant to time out
@@ -94,6 +95,20 @@ class WatchedGroup:
             log.debug("rank %d cannot read the store of the process group: %s", self.rank, error)
             return None
 
+    def await_failure(self, peers: tuple[int, ...]) -> TransportError | None:
+        """Return the error of a peer whose connection is lost, if it has closed the connection itself.
+
+        gloo closes the connections of a rank whose wait times out, and that rank writes its record afterwards. Such a rank has
+        written before that it waits. A rank that was killed has not: then there is nothing to wait for.
+        """
+        end = time.monotonic() + RECORD_DELAY
+        while any(record.waits_for for record in self._try_read(peers).values()):
+            error = self.diagnose(peers)
+            if error is not None or time.monotonic() > end:
+                return error
+            time.sleep(PERIOD / 8)
+        return self.diagnose(peers)
+
     # -- in either thread --------------------------------------------------------------------------------------------
 
     def fail_group(self, error: TransportError) -> None:
@@ -149,12 +164,15 @@ class WatchedGroup:
 
     def describe_failure(self, rank: int) -> str | None:
         """Describe the last error of another rank, if that rank has reported one."""
-        try:
-            record = self._read((rank,)).get(rank)
-        except (RuntimeError, OSError):
-            return None
+        record = self._try_read((rank,)).get(rank)
         failure = None if record is None else record.failure
         return None if failure is None else f"{failure.kind}: {failure.text}"
+
+    def _try_read(self, peers: tuple[int, ...]) -> dict[int, RankRecord]:
+        try:
+            return self._read(peers)
+        except (RuntimeError, OSError):
+            return {}
 
     def describe_peers(self, peers: tuple[int, ...]) -> str:
         """Describe where these ranks are, one line a rank."""
