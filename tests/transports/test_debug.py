@@ -21,6 +21,8 @@ from ringspan.debugging.settings import Settings, settings
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
+pytestmark = pytest.mark.alone
+
 WORLD, N = 3, 24
 LIMIT = 20.0
 SOON = 4.0

@@ -17,6 +17,8 @@ from ringspan.engine import autograd
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
+pytestmark = pytest.mark.alone
+
 WORLD, N = 3, 24
 LIMIT = 12.0  # seconds: the time limit of the group
 SOON = 4.0  # seconds in which all ranks must have raised, on a loaded machine; one second of them is the watchdog's patience

@@ -1,0 +1,238 @@
+"""One of four ranks makes another call than the others: 25 kinds × the first, a middle and the last rank × 7 strategies.
+
+    python -m benchmarks.reliability.mismatches [--trials N] [--pools N] [--json]
+
+Every kind is tried at the first use of a plan and after the ranks have agreed on it. ``--trials`` takes an evenly spread
+sample of all combinations. A trial uses a new process group of a pool of workers. It ends with a collective, so that a rank
+that needs nothing of the odd one learns of the error, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringspan as rs
+from benchmarks.reliability.harness import Report, Trial, log_bad, parser_of, print_rows, report_of, summarize
+from ringspan.testing.workers import Pool, WorkerFailed
+from ringspan.transports import ProcessGroupTransport
+
+WORLD, TOKENS, LIMIT = 4, 32, 15.0
+HYBRID, HIERARCHICAL = "hybrid(per_node=2)", "hierarchical(per_node=2)"
+STRATEGIES = ("ring", "gather", "exchange", "pass_q", "ulysses", HYBRID, HIERARCHICAL)
+ODD_RANKS = (0, 1, WORLD - 1)
+
+
+class Rank:
+    """The arguments of one rank. ``odd`` says whether it differs."""
+
+    def __init__(self, strategy: str, odd: bool) -> None:
+        self.process_group, self.odd = dist.new_group(), odd
+        self.group = ProcessGroupTransport(self.process_group, timeout=LIMIT)
+        self.strategy, self.mask, self.layout = strategy, rs.causal(TOKENS), "zigzag"
+        self.batch, self.heads, self.kv_heads, self.dim, self.v_dim, self.dtype = 1, 4, 4, 8, 8, torch.float32
+
+    def cp(self, mask: rs.Mask | None = None) -> rs.ContextParallel:
+        return rs.ContextParallel(self.group, self.mask if mask is None else mask, strategy=self.strategy, layout=self.layout)
+
+    def qkv(self) -> list[Tensor]:
+        rows = self.cp().plan.q_rows
+        shapes = ((self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, self.v_dim))
+        return [torch.randn(self.batch, h, rows, d, dtype=self.dtype, requires_grad=True) for h, d in shapes]
+
+    def attend(self, **options: Any) -> Tensor:
+        return rs.attention(*self.qkv(), plan=self.cp().plan, group=self.group, **options)
+
+    def agree(self) -> None:
+        """Use two plans, forward and backward, and the collectives, before the ranks differ."""
+        self.attend().sum().backward()
+        self.cp(rs.full(TOKENS)).attention(*self.qkv()).sum().backward()
+        self.cp().mean(torch.ones(2))
+
+
+def setting(name: str, value: Any) -> Callable[[Rank], None]:
+    """Return a kind in which the odd rank has another value of this attribute."""
+
+    def differ(rank: Rank) -> None:
+        if rank.odd:
+            setattr(rank, name, value)
+        rank.attend().sum().backward()
+
+    return differ
+
+
+def option(name: str, odd: Any, others: Any) -> Callable[[Rank], None]:
+    return lambda rank: rank.attend(**{name: odd if rank.odd else others}).sum().backward()
+
+
+def in_block(name: str, value: Any) -> Callable[[Rank], None]:
+    """Return a kind in which the odd rank passes an argument to SDPA that the block refuses."""
+
+    def differ(rank: Rank) -> None:
+        with rank.cp():
+            F.scaled_dot_product_attention(*rank.qkv(), **({name: value} if rank.odd else {}))
+
+    return differ
+
+
+def fewer_rows(rank: Rank) -> None:
+    q, k, v = rank.qkv()
+    rs.attention(q[:, :, 1:] if rank.odd else q, k, v, plan=rank.cp().plan, group=rank.group)
+
+
+def other_order(rank: Rank) -> None:
+    masks = [rs.causal(TOKENS), rs.full(TOKENS)]
+    for mask in masks[::-1] if rank.odd else masks:
+        rank.cp(mask).attention(*rank.qkv())
+
+
+def skipped_call(rank: Rank) -> None:
+    if not rank.odd:
+        rank.attend()
+    rank.cp(rs.full(TOKENS)).attention(*rank.qkv())
+
+
+def extra_call(rank: Rank) -> None:
+    for _ in range(2 if rank.odd else 1):
+        rank.attend()
+
+
+def no_backward(rank: Rank) -> None:
+    out = rank.attend()
+    if not rank.odd:
+        out.sum().backward()
+
+
+def no_mean(rank: Rank) -> None:
+    if not rank.odd:
+        rank.cp().mean(torch.ones(3))
+    rank.attend()
+
+
+def other_dtype_of_mean(rank: Rank) -> None:
+    rank.cp().mean(torch.ones(3, dtype=torch.float64 if rank.odd else torch.float32))
+
+
+def unshard(rank: Rank) -> None:
+    x = rank.qkv()[0].detach()
+    rank.cp().unshard(x.double() if rank.odd else x, dim=2)
+
+
+def unshard_width(rank: Rank) -> None:
+    x = rank.qkv()[0].detach()
+    rank.cp().unshard(x[..., :4] if rank.odd else x, dim=2)
+
+
+def fewer_gradients(rank: Rank) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5, 7)]
+    rank.cp().sum_gradients(parameters[:2] if rank.odd else parameters)
+
+
+def gradients_in_another_order(rank: Rank) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    for p in parameters[::-1] if rank.odd else parameters:
+        p.grad = torch.ones_like(p)
+        rank.cp().sum_gradients([p])
+
+
+KINDS: dict[str, Callable[[Rank], None]] = {
+    "mask": setting("mask", rs.causal(TOKENS) & rs.window(left=7)),
+    "documents": setting("mask", rs.documents([12, TOKENS - 12])),
+    "sequence length": setting("mask", rs.causal(2 * TOKENS)),
+    "layout": setting("layout", "contiguous"),
+    "strategy": lambda rank: setting("strategy", "gather" if rank.strategy == "ring" else "ring")(rank),
+    "dtype": setting("dtype", torch.float64),
+    "batch": setting("batch", 2),
+    "heads": setting("heads", 8),
+    "key heads": setting("kv_heads", 2),
+    "head dim and value dim": setting("dim", 16),
+    "value dim": setting("v_dim", 16),
+    "rows": fewer_rows,
+    "scale": option("scale", 0.25, 0.5),
+    "score_mod": option("score_mod", rs.softcap(2.0), rs.softcap(3.0)),
+    "score_mod on one rank": option("score_mod", rs.softcap(2.0), None),
+    "kernel refuses": option("backend", "fa4", "auto"),
+    "dropout refused": in_block("dropout_p", 0.5),
+    "attn_mask refused": in_block("attn_mask", torch.ones(1)),
+    "other order": other_order,
+    "skipped call": skipped_call,
+    "extra call": extra_call,
+    "no backward pass": no_backward,
+    "no mean, or of another dtype": lambda rank: (no_mean if rank.strategy < "h" else other_dtype_of_mean)(rank),
+    "unshard of another dtype or width": lambda rank: (unshard if rank.strategy < "h" else unshard_width)(rank),
+    "other gradients": lambda rank: (fewer_gradients if rank.strategy < "h" else gradients_in_another_order)(rank),
+}
+
+Case = tuple[str, int, str, bool]
+
+
+def differ(rank: int, kind: str, odd: int, strategy: str, is_first: bool) -> tuple[float, Report]:
+    """A job for all workers of a pool. Returns when the ranks began to differ, and how this one ended."""
+    state = Rank(strategy, rank == odd)
+    if not is_first:
+        state.agree()
+    start = time.time()
+
+    def run() -> None:
+        KINDS[kind](state)
+        state.odd = False
+        Rank.cp(state, rs.causal(TOKENS)).mean(torch.ones(2))
+
+    report = report_of(run)
+    dist.destroy_process_group(state.process_group)
+    return start, report
+
+
+def run_cases(cases: SimpleQueue[Case], found: dict[Case, Trial]) -> None:
+    """Run cases on a pool of its own until there are none left."""
+    pool = Pool(WORLD, timeout=10 * LIMIT)
+    while not cases.empty():
+        case = cases.get()
+        try:
+            results = pool.run(differ, *case)
+            starts, reports = zip(*results, strict=True)
+            found[case] = Trial(case[1], dict(enumerate(reports)), {}, (), max(starts))
+        except WorkerFailed as error:
+            is_hang = "did not finish" in str(error)
+            found[case] = Trial(case[1], {}, {} if is_hang else {0: 1}, (0,) if is_hang else (), 0.0)
+            print(f"{case}: {str(error)[-1500:]}", flush=True)
+            pool = Pool(WORLD, timeout=10 * LIMIT)
+        log_bad(found[case], f"{case}")
+        if len(found) % 100 == 0:
+            print(f"{len(found)} trials", file=sys.stderr, flush=True)
+    pool.close()
+
+
+def main() -> None:
+    everything = list(product(KINDS, ODD_RANKS, STRATEGIES, (True, False)))
+    parser = parser_of(__doc__, len(everything))
+    parser.add_argument("--pools", type=int, default=2, help="pools of workers that run trials at the same time (default 2)")
+    args = parser.parse_args()
+    count = min(args.trials, len(everything))
+    cases: SimpleQueue[Case] = SimpleQueue()
+    for n in range(count):
+        cases.put(everything[n * len(everything) // count])
+    found: dict[Case, Trial] = {}
+    with ThreadPoolExecutor(args.pools) as threads:
+        for running in [threads.submit(run_cases, cases, found) for _ in range(args.pools)]:
+            running.result()
+    rows = []
+    for kind, is_first in product(KINDS, (True, False)):
+        trials = [trial for case, trial in found.items() if (case[0], case[3]) == (kind, is_first)]
+        if trials:
+            rows.append(summarize(f"{kind}, {'first use' if is_first else 'later'}", trials))
+    print_rows(rows, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

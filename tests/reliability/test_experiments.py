@@ -1,0 +1,66 @@
+"""A sample of each experiment of benchmarks/reliability: no trial is silent, hangs or aborts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def run(name: str, *options: str) -> list[dict[str, Any]]:
+    """The rows that an experiment prints."""
+    command = [sys.executable, "-m", f"benchmarks.reliability.{name}", "--json", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("kills", ["--trials", "8"]),
+        ("kills", ["--stop", "--trials", "1"]),
+        ("mismatches", ["--trials", "20", "--pools", "1"]),
+    ],
+    ids=["kills", "stops", "mismatches"],
+)
+def test_every_fault_is_named_on_every_rank(name: str, options: list[str]) -> None:
+    rows = run(name, *options)
+    assert sum(row["trials"] for row in rows) == int(options[options.index("--trials") + 1])
+    assert all(row["silent"] == row["hang"] == row["abort"] == row["unnamed"] == 0 for row in rows), rows
+
+
+def test_mutated_files_raise_errors_of_ringspan() -> None:
+    for row in run("mutations", "--trials", "2000"):
+        assert row["other errors"] == row["over 200 MB"] == 0, row
+
+
+def test_memory_does_not_grow() -> None:
+    for row in run("leaks", "--trials", "500", "--cycles", "30"):
+        assert float(row["growth"]) < 20.0, row
+
+
+def test_calls_over_changing_masks_are_right() -> None:
+    (row,) = run("soak", "--trials", "200")
+    assert (row["calls"], row["wrong"]) == (200, 0)
+
+
+def test_programs_exit_cleanly() -> None:
+    for row in run("exits", "--trials", "1", "--load", "0"):
+        assert row["clean"] == row["trials"], row
+
+
+def test_a_restarted_training_ends_with_the_same_loss() -> None:
+    rows = run("restart", "--trials", "1")
+    assert [row["kills"] for row in rows] == ["0", "1"]
+    assert all(row["ends with the same loss"] == "yes" for row in rows), rows
