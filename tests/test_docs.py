@@ -31,7 +31,7 @@ def run_all(rank: int, blocks: list[str]) -> dict[str, Any]:
 
 def test_the_examples_of_training_md_run(pools: Pools) -> None:
     first, *others = pools(4).run(run_all, BLOCKS)
-    assert len(BLOCKS) == 11
+    assert len(BLOCKS) == 12
     assert first["out"] == (2, 4, 531, 8)
     assert first["gradients"]
     assert first["loss"] == pytest.approx(5.5, abs=1.5)  # an untrained model of 256 tokens: log(256)
