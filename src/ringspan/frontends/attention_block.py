@@ -1,7 +1,8 @@
 """The ``with`` block: PyTorch's own attention calls become context-parallel, by a torch function mode.
 
-A mode belongs to the thread that entered it, nests, and is removed however the block is left. PyTorch is not patched,
-except for ``flex_attention``, which no mode can intercept (:mod:`ringspan.torch_private.flex_interception`).
+A mode belongs to the thread that entered it, nests, and is removed however the block is left. It passes on the calls of
+other tasks of its thread: a block belongs to the task that entered it. PyTorch is not patched, except for
+``flex_attention``, which no mode can intercept (:mod:`ringspan.torch_private.flex_interception`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from ringspan.caching.registry import on_clear_caches
 from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.multihead import multi_head_attention
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, note_entry, note_exit
+from ringspan.frontends.recompute import (
+    check_no_other_task,
+    entered_blocks,
+    is_entered_here,
+    keep_blocks,
+    note_entry,
+    note_exit,
+)
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
 from ringspan.masks import Mask
@@ -39,9 +47,16 @@ from ringspan.torch_private.flex_interception import (
     flex_attention,
     flex_interception_unsupported_reason,
     install_flex_interception,
+    intercepted_flex_attention,
     replace_code_if_imported,
 )
-from ringspan.torch_private.function_modes import function_mode_stack, without_modes
+from ringspan.torch_private.function_modes import (
+    function_mode_at,
+    function_mode_depth,
+    function_mode_stack,
+    remove_mode,
+    without_modes,
+)
 from ringspan.torch_private.higher_order import HigherOrderOperator
 
 # Other attention functions, which would attend only to this rank's keys: name -> what to call instead.
@@ -139,6 +154,7 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
                 "local_attention() inside a compiled function: open it around the call of the compiled function, or compile "
                 "without this layer"
             )
+        check_no_other_task()
         removed = without_modes(of=AttentionCatcher)
         removed.__enter__()
         _mark_as_used()  # that this attention is local is intended
@@ -184,6 +200,9 @@ class AttentionCatcher(FlexInterceptor):
     def __exit__(self, *raised: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():
             note_exit(self)
+            if function_mode_at(function_mode_depth() - 1) is not self:
+                remove_mode(self)  # another task, or a generator, has entered a block since and is suspended inside it
+                return
         super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,6 +212,8 @@ class AttentionCatcher(FlexInterceptor):
         kwargs = kwargs or {}
         if treatment == "unflatten":
             return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
+        if not torch.compiler.is_dynamo_compiling() and not is_entered_here(self):
+            return func(*args, **kwargs)  # reaches the blocks of this task
         if treatment != "runs functions":
             self._note_call()
             try:
@@ -222,6 +243,8 @@ class AttentionCatcher(FlexInterceptor):
 
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_modes(down_to=self):
+            if not is_entered_here(self):
+                return intercepted_flex_attention(*args, **kwargs)  # by the blocks of this task, if any
             self._note_call()
             try:
                 return self.caught(flex_attention, args, kwargs)
@@ -261,6 +284,7 @@ def _mark_as_used() -> None:
 
 def _before_compiled_call() -> None:
     """Compiled code calls the operator without passing through a block, and without modes on the stack."""
+    check_no_other_task()
     _mark_as_used()
     keep_blocks(entered_blocks(), compiled=True)
 

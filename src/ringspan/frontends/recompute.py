@@ -15,11 +15,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 
 from ringspan.errors import UnplannedAttention
+from ringspan.frontends.generator_frames import is_running, suspendable_generator
 from ringspan.torch_private.checkpoints import Checkpoint, any_hooks, non_reentrant_checkpoints, reentrant_checkpoints
 
 Block = AbstractContextManager[Any]
@@ -38,11 +42,14 @@ class InBlocks:
             return self.function(*args, **kwargs)
 
 
-class _Entry(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
     block: Block
     checkpoints: frozenset[int]
     """The checkpoints around the entry, by their keys."""
     hides_others: bool
+    generator: FrameType | None
+    """The frame of the generator that entered the block, if it may be suspended inside."""
 
 
 class _Entries(threading.local):
@@ -53,26 +60,63 @@ class _Entries(threading.local):
 
 
 _entries = _Entries()
+# The entries that the current task has made, or a task that it was started by. A task is an asyncio task, for example.
+_of_task: ContextVar[tuple[_Entry, ...]] = ContextVar("ringspan_blocks", default=())
 
 
 def note_entry(block: Block, *, hides_others: bool = False) -> None:
     """Note that a block was entered. ``hides_others``: the blocks around it have no effect inside."""
     keys = frozenset([checkpoint.key for checkpoint in _surrounding_checkpoints()])
-    _entries.stack.append(_Entry(block, keys, hides_others))
+    entry = _Entry(block, keys, hides_others, suspendable_generator())
+    _entries.stack.append(entry)
+    _of_task.set((*_of_task.get(), entry))
 
 
 def note_exit(block: Block) -> None:
     """Note that a block was left. Does nothing for an entry by compiled code."""
-    for n in reversed(range(len(_entries.stack))):
-        if _entries.stack[n].block is block:
-            del _entries.stack[n]
-            return
+    of_block = [entry for entry in _entries.stack if entry.block is block]
+    if of_block:
+        left = next((entry for entry in reversed(_of_task.get()) if entry in of_block), of_block[-1])
+        _entries.stack.remove(left)
+        _of_task.set(tuple([entry for entry in _of_task.get() if entry is not left]))
+
+
+def is_entered_here(block: Block) -> bool:
+    """Return whether the current task is inside the block. Other tasks of the thread may be.
+
+    Raise if a generator has entered it, and is suspended: its caller is not inside the block.
+    """
+    if _entries.stack == [*_of_task.get()] and all(entry.generator is None for entry in _entries.stack):
+        return True  # the common case: one task, and no generator
+    here = [entry for entry in _entries.stack if entry.block is block and entry in _of_task.get()]
+    if not here:
+        # Entered by compiled code, which notes no entry; or by another task.
+        return not any(entry.block is block for entry in _entries.stack)
+    generator = here[-1].generator
+    if generator is not None and not is_running(generator):
+        raise UnplannedAttention(
+            f"attention was called while the generator {generator.f_code.co_qualname} is suspended inside a block "
+            "(`with cp:`): leave the block before the yield or, if the block is meant for the caller, make the generator a "
+            "context manager with contextlib.contextmanager"
+        )
+    return True
+
+
+def check_no_other_task() -> None:
+    """Raise if another task of this thread is inside a block, for code that depends on all blocks of the thread."""
+    if any(entry not in _of_task.get() for entry in _entries.stack):
+        raise UnplannedAttention(
+            "another task of this thread is suspended inside a block (`with cp:`): compiled attention and local_attention() "
+            "cannot tell their blocks apart. Do not await inside the block, or run the other task in a thread of its own"
+        )
 
 
 def entered_blocks() -> list[Block]:
     """The blocks that have an effect here, the innermost last."""
     blocks: list[Block] = []
     for entry in _entries.stack:
+        if entry not in _of_task.get():
+            continue
         if entry.hides_others:
             blocks.clear()
         else:

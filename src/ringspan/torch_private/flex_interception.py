@@ -64,6 +64,13 @@ def flex_attention(*args: Any, **kwargs: Any) -> Any:
     return original_flex_attention(*args, **kwargs)
 
 
+def intercepted_flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """Call ``flex_attention`` as a user would: the modes that are on the stack intercept it."""
+    from ringspan.torch_private.flex_original import flex_function
+
+    return flex_function(*args, **kwargs)
+
+
 def install_flex_interception() -> None:
     """Intercept ``flex_attention`` in contexts from now on. Imports torch._dynamo. Later calls do nothing."""
     global _install_attempted, _intercepted_eagerly  # noqa: PLW0603 (there is one flex_attention in a process)

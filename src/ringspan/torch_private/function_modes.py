@@ -51,6 +51,14 @@ def without_modes(*, down_to: TorchFunctionMode | None = None, of: type = TorchF
         _set_stack(restored)
 
 
+def remove_mode(mode: TorchFunctionMode) -> None:
+    """Remove the innermost entry of a mode, wherever it is on the stack of this thread."""
+    stack = function_mode_stack()
+    last = max((n for n, entered in enumerate(stack) if entered is mode), default=None)
+    if last is not None:
+        _set_stack([*stack[:last], *stack[last + 1 :]])
+
+
 def _set_stack(modes: Sequence[Any]) -> None:
     while function_mode_depth():
         _pop()
