@@ -50,10 +50,10 @@ def dense(x: Tensor, mask: rs.Mask) -> Tensor:
     return LINEAR(F.scaled_dot_product_attention(x, 2 * x, x.sin(), attn_mask=seen))
 
 
-def gradients(y: Tensor, x: Tensor) -> list[Tensor]:
+def gradients(y: Tensor, x: Tensor, backward: Callable[[Tensor], None] = Tensor.backward) -> list[Tensor]:
     """Of x and of the linear layer. By backward(), since a reentrant checkpoint refuses torch.autograd.grad."""
     x.grad = LINEAR.weight.grad = None
-    y.square().sum().backward()
+    backward(y.square().sum())
     assert x.grad is not None
     assert LINEAR.weight.grad is not None
     return [x.grad, LINEAR.weight.grad]
@@ -166,6 +166,53 @@ def test_local_attention_around_a_checkpoint_and_inside_one(reentrant: bool) -> 
     assert_close(y, want, atol=1e-12)
     for mine, theirs in zip(gradients(y, x), gradients(want, x), strict=True):
         assert_close(mine, theirs, atol=1e-12)
+
+
+# PyTorch disables a block while it handles one of the first two. Schedules of pipelines call the engine itself.
+BACKWARD: dict[str, Callable[[Tensor], None]] = {
+    "method": Tensor.backward,
+    "function": torch.autograd.backward,
+    "engine": lambda loss: torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    ),
+}
+LOCAL, LOCAL_TWICE = partial(dense, mask=rs.full(N)), lambda x: dense(dense(x, rs.full(N)), rs.full(N))
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("around", ["nothing", "local_attention", "another block"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("way", ["SDPA", "two calls", "nested", "mixed"])
+def test_checkpoints_that_were_made_outside_the_block_of_the_backward_pass(
+    way: str, reentrant: bool, around: str, backward: str
+) -> None:
+    make, exact = WAYS[way]
+    layer, cp, x = make(reentrant), rs.ContextParallel(None, OTHER), tokens()
+    if around == "nothing":
+        y = layer(x)
+    elif around == "local_attention":
+        with cp, rs.local_attention():
+            y = layer(x)
+    else:
+        with rs.ContextParallel(None, MASK):
+            y = layer(x)
+    if around != "another block":
+        exact = LOCAL if exact is ONCE else LOCAL_TWICE
+    want = gradients(exact(x), x)
+    assert_close(y, exact(x), atol=1e-12)
+    with cp:
+        got = gradients(y, x, BACKWARD[backward])
+    for mine, theirs in zip(got, want, strict=True):
+        assert_close(mine, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_compiled_function_of_a_checkpoint_outside_the_block_of_the_backward_pass_is_refused(reentrant: bool) -> None:
+    torch._dynamo.reset()
+    x = tokens()
+    y = checkpoint(torch.compile(attend, backend="aot_eager"), x, use_reentrant=reentrant)
+    with rs.ContextParallel(None, OTHER), pytest.raises(rs.UnplannedAttention, match=r"call backward\(\) outside of the block"):
+        gradients(y, x, BACKWARD["engine"])
 
 
 def test_hooks_of_the_user_stay_where_they_are() -> None:

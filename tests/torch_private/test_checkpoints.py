@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ringspan.torch_private.checkpoints import any_hooks, non_reentrant_checkpoints, reentrant_checkpoints
+from ringspan.torch_private.checkpoints import (
+    NO_BACKWARD,
+    any_hooks,
+    current_backward,
+    is_recomputing,
+    non_reentrant_checkpoints,
+    reentrant_checkpoints,
+)
 
 
 def test_the_checkpoints_around_a_call_are_found() -> None:
@@ -44,3 +51,19 @@ def test_the_function_that_runs_again_can_be_replaced(reentrant: bool) -> None:
     assert calls == ["square", "again", "square"]
     assert x.grad is not None
     assert x.grad.tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_is_told_from_the_first_call_and_from_other_backward_passes(reentrant: bool) -> None:
+    noted: list[tuple[bool, bool]] = []
+
+    def note(x: Tensor) -> Tensor:
+        noted.append((current_backward() != NO_BACKWARD, is_recomputing()))
+        return x * x
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint(note, x, use_reentrant=reentrant)
+    y.register_hook(lambda grad: noted.append((current_backward() != NO_BACKWARD, is_recomputing())))
+    y.sum().backward()
+    assert noted == [(False, False), (True, False), (True, True)]
+    assert current_backward() == NO_BACKWARD

@@ -28,8 +28,10 @@ from ringspan.frontends.recompute import (
     entered_blocks,
     is_entered_here,
     keep_blocks,
+    keep_entered_blocks,
     note_entry,
     note_exit,
+    was_absent_in_forward,
 )
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
@@ -215,6 +217,8 @@ class AttentionCatcher(FlexInterceptor):
         if not torch.compiler.is_dynamo_compiling() and not is_entered_here(self):
             return func(*args, **kwargs)  # reaches the blocks of this task
         if treatment != "runs functions":
+            if self._was_absent_in_forward():
+                return func(*args, **kwargs)
             self._note_call()
             try:
                 if treatment == "attention":
@@ -243,7 +247,7 @@ class AttentionCatcher(FlexInterceptor):
 
     def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_modes(down_to=self):
-            if not is_entered_here(self):
+            if not is_entered_here(self) or self._was_absent_in_forward():
                 return intercepted_flex_attention(*args, **kwargs)  # by the blocks of this task, if any
             self._note_call()
             try:
@@ -255,6 +259,11 @@ class AttentionCatcher(FlexInterceptor):
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks of a call that this rank has refused, if the block has a group. They would wait for its
         messages."""
+
+    def _was_absent_in_forward(self) -> bool:
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return False
+        return was_absent_in_forward(self)
 
     def _note_call(self) -> None:
         """Mark the blocks around an attention call as used, and let a checkpoint around it run again inside them."""
@@ -286,7 +295,7 @@ def _before_compiled_call() -> None:
     """Compiled code calls the operator without passing through a block, and without modes on the stack."""
     check_no_other_task()
     _mark_as_used()
-    keep_blocks(entered_blocks(), compiled=True)
+    keep_entered_blocks()
 
 
 before_operator(_before_compiled_call)

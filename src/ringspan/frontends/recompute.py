@@ -8,6 +8,9 @@ which the checkpoint will run by one that enters the block again::
         y = checkpoint(f, x)      f:  attention …
                                       with other: attention   # entered in f itself: f does so again
     y.backward()
+
+The opposite can happen as well: a backward pass in a block runs functions of checkpoints again that were made outside of
+it. The block leaves their attention alone.
 """
 
 from __future__ import annotations
@@ -24,20 +27,30 @@ import torch
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.generator_frames import is_running, suspendable_generator
-from ringspan.torch_private.checkpoints import Checkpoint, any_hooks, non_reentrant_checkpoints, reentrant_checkpoints
+from ringspan.torch_private.checkpoints import (
+    NO_BACKWARD,
+    Checkpoint,
+    any_hooks,
+    current_backward,
+    is_recomputing,
+    non_reentrant_checkpoints,
+    reentrant_checkpoints,
+)
 
 Block = AbstractContextManager[Any]
 
 
 class InBlocks:
-    """A function, called inside blocks; the innermost is the last."""
+    """A function, called inside blocks; the innermost is the last. ``contexts`` are entered before the blocks."""
 
-    def __init__(self, function: Callable[..., Any], blocks: list[Block]) -> None:
-        self.function, self.blocks = function, blocks
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.contexts: list[Block] = []
+        self.blocks: list[Block] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as entered:
-            for block in self.blocks:
+            for block in (*self.contexts, *self.blocks):
                 entered.enter_context(block)
             return self.function(*args, **kwargs)
 
@@ -50,6 +63,8 @@ class _Entry:
     hides_others: bool
     generator: FrameType | None
     """The frame of the generator that entered the block, if it may be suspended inside."""
+    backward: int
+    """The number of the backward pass around the entry."""
 
 
 class _Entries(threading.local):
@@ -67,7 +82,7 @@ _of_task: ContextVar[tuple[_Entry, ...]] = ContextVar("ringspan_blocks", default
 def note_entry(block: Block, *, hides_others: bool = False) -> None:
     """Note that a block was entered. ``hides_others``: the blocks around it have no effect inside."""
     keys = frozenset([checkpoint.key for checkpoint in _surrounding_checkpoints()])
-    entry = _Entry(block, keys, hides_others, suspendable_generator())
+    entry = _Entry(block, keys, hides_others, suspendable_generator(), current_backward())
     _entries.stack.append(entry)
     _of_task.set((*_of_task.get(), entry))
 
@@ -112,7 +127,7 @@ def check_no_other_task() -> None:
 
 
 def entered_blocks() -> list[Block]:
-    """The blocks that have an effect here, the innermost last."""
+    """Return the blocks that have an effect here, the innermost last."""
     blocks: list[Block] = []
     for entry in _entries.stack:
         if entry not in _of_task.get():
@@ -130,13 +145,14 @@ def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
     Raises for checkpoints of other libraries, unless the call is by ``compiled`` code, which itself runs in such a function.
     """
     for checkpoint in _surrounding_checkpoints() if blocks else []:
-        if isinstance(checkpoint.function, InBlocks):
+        function = checkpoint.function
+        if isinstance(function, InBlocks) and function.blocks:
             continue  # by an earlier call of attention in this checkpoint
         is_around = [not _is_inside(checkpoint, block, blocks[:n].count(block)) for n, block in enumerate(blocks)]
-        if checkpoint.function is not None:
+        if function is not None:
             around = [block for block, is_outside in zip(blocks, is_around, strict=True) if is_outside]
             if around:
-                checkpoint.replace_function(InBlocks(checkpoint.function, around))
+                _in_blocks(checkpoint, function).blocks = around
         elif is_around[-1] and not compiled:  # the innermost block, which has intercepted the call
             name = type(checkpoint.owner).__name__.removesuffix("Backward")
             raise UnplannedAttention(
@@ -145,8 +161,53 @@ def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
             )
 
 
+def keep_context(context: Block) -> None:
+    """Let the checkpoints around this call run their functions again in a context.
+
+    A context that equals one that a checkpoint has is not added to it.
+    """
+    for checkpoint in _surrounding_checkpoints():
+        function = checkpoint.function
+        if function is None:
+            continue
+        contexts = _in_blocks(checkpoint, function).contexts
+        if context not in contexts:
+            contexts.append(context)
+
+
+def _in_blocks(checkpoint: Checkpoint, function: Callable[..., Any]) -> InBlocks:
+    if isinstance(function, InBlocks):
+        return function
+    wrapped = InBlocks(function)
+    checkpoint.replace_function(wrapped)
+    return wrapped
+
+
+def was_absent_in_forward(block: Block) -> bool:
+    """Return whether this call is made again by a checkpoint, the first time of which was not in the block.
+
+    A checkpoint that was made in the block enters it again. So the block was then entered in the backward pass.
+    """
+    backward = current_backward()
+    if backward == NO_BACKWARD:
+        return False
+    entries = [entry.backward for entry in _entries.stack if entry.block is block]  # of this thread only
+    return entries[-1:] != [backward] and is_recomputing()
+
+
+def keep_entered_blocks() -> None:
+    """Let the checkpoints around a call by compiled code run their functions again in the blocks around them."""
+    blocks = entered_blocks()
+    if blocks and was_absent_in_forward(blocks[-1]):
+        raise UnplannedAttention(
+            "a backward pass inside the block runs a compiled function of a checkpoint again that was first called outside "
+            "of it, and attention would not be the same: call backward() outside of the block"
+        )
+    keep_blocks(blocks, compiled=True)
+
+
 def _is_inside(checkpoint: Checkpoint, block: Block, n: int) -> bool:
-    """Whether a block was entered inside a checkpoint, at the n-th of its entries."""
+    """Return whether a block was entered inside a checkpoint, at the n-th of its entries."""
     entries = [entry for entry in _entries.stack if entry.block is block]
     return n < len(entries) and checkpoint.key in entries[n].checkpoints
 

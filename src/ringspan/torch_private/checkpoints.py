@@ -20,9 +20,14 @@ from torch.utils.checkpoint import CheckpointFunction
 innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+# () -> the number of the backward pass that this thread is in, or NO_BACKWARD. A backward pass inside another has its own.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
 
-# The function by which a non-reentrant checkpoint packs saved tensors, and its variable that is the checkpoint.
+# The functions by which a non-reentrant checkpoint packs saved tensors and computes them again, and their variable that is
+# the checkpoint.
 PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
+UNPACK_HOOK = "_checkpoint_hook.__init__.<locals>.unpack_hook"
 FRAME = "frame"
 
 
@@ -46,12 +51,12 @@ class Checkpoint(NamedTuple):
 
 
 def any_hooks() -> bool:
-    """Whether this thread has hooks for saved tensors, as inside a non-reentrant checkpoint."""
+    """Return whether this thread has hooks for saved tensors, as inside a non-reentrant checkpoint."""
     return innermost_hooks(True) is not None
 
 
 def non_reentrant_checkpoints() -> list[Checkpoint]:
-    """The non-reentrant checkpoints around this call, the outermost first."""
+    """Return the non-reentrant checkpoints around this call, the outermost first."""
     hooks: list[Any] = []
     while (top := innermost_hooks(True)) is not None:
         hooks.insert(0, top)
@@ -63,7 +68,10 @@ def non_reentrant_checkpoints() -> list[Checkpoint]:
 
 
 def reentrant_checkpoints() -> list[Checkpoint]:
-    """The reentrant checkpoints around this call, and other autograd functions that need a gradient; the outermost first."""
+    """Return the reentrant checkpoints around this call, the outermost first.
+
+    Other autograd functions that need a gradient are among them.
+    """
     found: list[Checkpoint] = []
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -77,6 +85,17 @@ def reentrant_checkpoints() -> list[Checkpoint]:
         elif isinstance(ctx, FunctionCtx) and any(ctx.needs_input_grad):  # type: ignore[attr-defined]
             found.insert(0, Checkpoint(id(ctx), ctx, None))
     return found
+
+
+def is_recomputing() -> bool:
+    """Return whether a checkpoint around this call is running its function again. Only calls in a backward pass can be."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        if code is CheckpointFunction.backward.__code__ or code.co_qualname == UNPACK_HOOK:
+            return True
+    return False
 
 
 def _qualified_name(function: Any) -> str:
