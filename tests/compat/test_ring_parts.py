@@ -134,7 +134,7 @@ def block_mask_of_a_function(rank: int, name: str) -> None:
         "head-tail": lambda: _HeadTailLoadBalancer(512, mesh.size(), "cpu"),
     }
     balancer = balancers[name]()
-    blocks = ((128, 128),) if torch.__version__ >= "2.14" else ()
+    blocks = ((128, 128),) if torch.__version__ >= "2.15" else ()
     with options(balance=name == "switch on"):
         ours: Any = _create_cp_block_mask
         shard = ours(window, 1, 1, 512, 512, *blocks, mesh, balancer)

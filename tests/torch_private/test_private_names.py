@@ -60,6 +60,7 @@ USES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
     "torch._C._autograd._push_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
     "torch._C._autograd._pop_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
+    "torch._C._current_graph_task_id": Use("checkpoints", "tell attention that is recomputed in a block from a first call"),
     "torch.utils.checkpoint._checkpoint_hook": Use("checkpoints", "enter blocks again when attention is recomputed"),
     # attention
     f"{ATEN}._flash_attention_forward": Use("attention_operators", 'backend="flash"'),

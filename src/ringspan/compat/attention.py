@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from torch import Tensor
 from ringspan.compat.attention_calls import AttentionCall, FlexLengthError, parse_call
 from ringspan.compat.balancers import Layouts, same_order
 from ringspan.compat.block_masks import batch_row
+from ringspan.compat.call_settings import hold_settings, settings_of
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
-from ringspan.compat.meshes import innermost_block
-from ringspan.compat.options import _cp_options
+from ringspan.compat.meshes import BlockLayouts, close_block, innermost_block, open_block
 from ringspan.engine import PlanHandle
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
@@ -38,10 +38,12 @@ class MaskFromCallMode(AttentionCatcher):
     one that was set when this mode was made. ``traced`` handles calls of compiled functions inside a module.
     """
 
-    def __init__(self, contexts: ContextCache, traced: AttentionCatcher | None = None) -> None:
+    def __init__(
+        self, contexts: ContextCache, traced: AttentionCatcher | None = None, block: BlockLayouts | None = None
+    ) -> None:
         super().__init__()
-        self._contexts, self._strategy, self._traced = contexts, _cp_options.strategy, traced
-        block = innermost_block(contexts.mesh)
+        self._contexts, self._strategy, self._traced = contexts, settings_of(contexts.shardings).strategy, traced
+        block = innermost_block(contexts.mesh) if block is None else block
         self._block, self._is_in_block = block or {}, block is not None
         # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
         self._ready: dict[bool, ContextParallel] = {}
@@ -83,6 +85,9 @@ class MaskFromCallMode(AttentionCatcher):
             if call.has_block_mask and not self._lengths_fit(call, layouts[0], kv_layouts[0]):
                 raise FlexLengthError(str(error)) from error
             raise
+
+    def keep_settings(self) -> None:
+        hold_settings(self._contexts.shardings)
 
     def handles_of(self, call: Any) -> list[PlanHandle]:
         """Return registered handles for the plans of a call: one, or one for each row of the batch.
@@ -137,7 +142,7 @@ class MaskFromCallMode(AttentionCatcher):
         return self._by_switch(q_counts), self._by_switch(kv_counts)
 
     def _by_switch(self, counts: tuple[int, ...]) -> Layouts:
-        return default_layouts(counts, self._contexts.shardings.of_inputs(sum(counts)), remedy=NAME_THE_LAYOUT)
+        return default_layouts(counts, settings_of(self._contexts.shardings).orders_of(sum(counts)), remedy=NAME_THE_LAYOUT)
 
     def _counts(self, call: AttentionCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many queries and how many keys each rank has."""
@@ -165,6 +170,23 @@ class MaskFromCallMode(AttentionCatcher):
                 "make this sequence a buffer too, or put attention that is not split in `with rs.local_attention():`"
             )
         return own
+
+
+class BlockMode(MaskFromCallMode):
+    """The mode of a ``context_parallel`` block, which is open while the mode is entered: also in a recomputation."""
+
+    def __init__(self, contexts: ContextCache, layouts: BlockLayouts) -> None:
+        super().__init__(contexts, block={**(innermost_block(contexts.mesh) or {}), **layouts})
+
+    def __enter__(self) -> Self:
+        if not torch.compiler.is_dynamo_compiling():
+            open_block(self._contexts.mesh, self._block)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if not torch.compiler.is_dynamo_compiling():
+            close_block()
 
 
 def _local_tokens(x: Tensor) -> int:

@@ -8,11 +8,10 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.compat.attention import MaskFromCallMode
+from ringspan.compat.attention import BlockMode
 from ringspan.compat.buffers import check_buffer, restore_buffer, shard_in_place
+from ringspan.compat.call_settings import settings_of
 from ringspan.compat.context_cache import ContextCache
-from ringspan.compat.meshes import opened
-from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import normalize_dim
 from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL
 from ringspan.errors import InputError
@@ -39,9 +38,10 @@ def context_parallel(
     kept = {id(buffer) for buffer in no_restore_buffers or ()}
     if not kept <= dims.keys():
         raise InputError("no_restore_buffers has a tensor that is not among the buffers: give the same objects in both")
-    make, order = (zigzag, HEAD_TAIL) if _cp_options.enable_load_balance else (contiguous, CONTIGUOUS)
-    layouts = {length: (make(full(length), mesh.size()),) for length in {x.shape[dim] for x, dim in dims.values()}}
     contexts, rank = ContextCache(mesh), mesh.get_local_rank()
+    is_balanced = settings_of(contexts.shardings).is_balanced
+    make, order = (zigzag, HEAD_TAIL) if is_balanced else (contiguous, CONTIGUOUS)
+    layouts = {length: (make(full(length), mesh.size()),) for length in {x.shape[dim] for x, dim in dims.values()}}
     with ExitStack() as on_exit:
         for buffer, dim in dims.values():
             sharded = shard_in_place(buffer, dim, layouts[buffer.shape[dim]][0], rank)
@@ -49,7 +49,7 @@ def context_parallel(
                 on_exit.callback(restore_buffer, sharded, rank)
         for length, (layout,) in layouts.items():  # the results of the block live on, in its order
             on_exit.callback(contexts.shardings.record_block, order, length, is_even=len(set(layout.counts)) == 1)
-        with opened(mesh, layouts), MaskFromCallMode(contexts):
+        with BlockMode(contexts, layouts):
             yield
 
 

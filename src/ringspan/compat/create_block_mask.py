@@ -7,8 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ringspan.compat.balancers import _HeadTailLoadBalancer, _LoadBalancer
+from ringspan.compat.call_settings import settings_of
 from ringspan.compat.options import _cp_options
 from ringspan.compat.sharding import shard_mask
+from ringspan.compat.shardings import shardings_of
 from ringspan.masks.predicate import MaskMod
 
 BLOCK = 128  # torch's default
@@ -29,7 +31,9 @@ def _with_block_size(
     Without a balancer the tokens are in head-tail order if ``_cp_options.enable_load_balance`` is on, else contiguous.
     ``mask_mod`` is evaluated for the whole sequence, once on every rank.
     """
-    balancer = load_balancer or _create_default_load_balancer(Q_LEN, device_mesh.size(), device_mesh.device_type)
+    balancer, is_balanced = load_balancer, settings_of(shardings_of(device_mesh.get_group())).is_balanced
+    if balancer is None and is_balanced:
+        balancer = _HeadTailLoadBalancer(Q_LEN, device_mesh.size(), device_mesh.device_type)
     whole = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device_mesh.device_type, BLOCK_SIZE=BLOCK_SIZE)
     return shard_mask(device_mesh, whole, balancer)
 
@@ -43,11 +47,11 @@ def _with_default_block_size(
     device_mesh: DeviceMesh,
     load_balancer: _LoadBalancer | None = None,
 ) -> BlockMask:
-    """Do the same with blocks of 128 × 128, with the arguments that torch has before 2.14."""
+    """Do the same with blocks of 128 × 128, with the arguments that torch has before 2.15."""
     return _with_block_size(mask_mod, B, H, Q_LEN, KV_LEN, (BLOCK, BLOCK), device_mesh, load_balancer)
 
 
-_create_cp_block_mask = _with_block_size if torch.__version__ >= "2.14" else _with_default_block_size
+_create_cp_block_mask = _with_block_size if torch.__version__ >= "2.15" else _with_default_block_size
 
 
 def _create_default_load_balancer(seq_length: int, world_size: int, device: str | torch.device) -> _LoadBalancer | None:

@@ -16,7 +16,7 @@ import numpy as np
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.compat.balancers import Layouts, _HeadTailLoadBalancer, _LoadBalancer
 from ringspan.compat.options import _cp_options
-from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, Shardings
+from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, STATES, Shardings
 from ringspan.errors import InputError
 from ringspan.layouts import Layout, zigzag
 from ringspan.masks import full
@@ -28,6 +28,7 @@ def record_sharding(shardings: Shardings, balancer: _LoadBalancer | None, layout
     for of_tensor in layouts:
         order, counts = _order(balancer, of_tensor), of_tensor[0].counts
         shardings.record(order, sum(counts), is_even=len(set(counts)) == 1)
+    STATES.note(balancer is not None)
 
 
 def _order(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
@@ -42,10 +43,10 @@ def _order(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
     return type(balancer).__name__
 
 
-def default_layouts(counts: tuple[int, ...], orders: list[str], *, remedy: str) -> Layouts:
+def default_layouts(counts: tuple[int, ...], orders: tuple[str, ...], *, remedy: str) -> Layouts:
     """Return the layouts of tensors of which the ranks hold ``counts`` tokens, and which are in one of these orders.
 
-    All of the orders must give the same layout. If there are none, the switch decides. ``remedy`` ends the error messages.
+    All of the orders must give the same layout. ``remedy`` ends the error messages.
     """
     others = [order for order in orders if order not in (HEAD_TAIL, CONTIGUOUS)]
     if others:
@@ -53,8 +54,6 @@ def default_layouts(counts: tuple[int, ...], orders: list[str], *, remedy: str) 
             f"tensors of {sum(counts)} tokens were sharded by {' and '.join(others)}, and this one may be in its order: "
             f"{remedy}; if it is in head-tail or sequence order, set _cp_options.enable_load_balance to say which"
         )
-    if not orders:
-        orders = [HEAD_TAIL if _cp_options.enable_load_balance else CONTIGUOUS]
     layouts = tuple({_layout(order, counts) for order in orders})
     if len(layouts) > 1:
         names = " and ".join(sorted(layout.name for layout in layouts))

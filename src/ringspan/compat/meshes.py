@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,14 +39,14 @@ def innermost_block(mesh: DeviceMesh) -> BlockLayouts | None:
     return next((layouts for other, layouts in reversed(_blocks.stack) if other == key), None)
 
 
-@contextmanager
-def opened(mesh: DeviceMesh, layouts: BlockLayouts) -> Iterator[None]:
-    """Open a block with these layouts, in addition to those of the enclosing block over the mesh."""
-    _blocks.stack.append((_key(mesh), {**(innermost_block(mesh) or {}), **layouts}))
-    try:
-        yield
-    finally:
-        _blocks.stack.pop()
+def open_block(mesh: DeviceMesh, layouts: BlockLayouts) -> None:
+    """Open a block in this thread, with these layouts."""
+    _blocks.stack.append((_key(mesh), layouts))
+
+
+def close_block() -> None:
+    """Close the block that this thread has opened last."""
+    _blocks.stack.pop()
 
 
 def _key(mesh: DeviceMesh) -> tuple[Any, ...]:

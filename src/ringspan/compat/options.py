@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, declare_order
+from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, STATES, declare_order
 
 
 class _RotateMethod(Enum):
@@ -45,6 +45,7 @@ class _ProcessOptions(_ContextParallelOptions):
         super().__setattr__(name, value)
         if name == "enable_load_balance":
             declare_order(HEAD_TAIL if value else CONTIGUOUS)
+            STATES.note(bool(value))
         elif name == "convert_to_f32" and not value:
             warnings.warn(
                 "_cp_options.convert_to_f32=False does not change attention: ringspan always merges partial results in at "

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringspan.compat.call_settings import hold_settings, settings_of
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
-from ringspan.compat.options import _cp_options
 from ringspan.compat.shardings import shardings_of
 from ringspan.engine import PlanHandle, attend
 from ringspan.errors import UnplannedAttention
@@ -78,19 +78,21 @@ def _handle(group: dist.ProcessGroup, query: Tensor, key: Tensor, is_causal: boo
         raise UnplannedAttention(
             f"dropout_p={kwargs['dropout_p']!r} is not supported in context-parallel attention: set it to 0"
         )
-    ranks = ProcessGroupTransport(group)
+    shardings, ranks = shardings_of(group), ProcessGroupTransport(group)
+    hold_settings(shardings)
+    settings = settings_of(shardings)
     q_counts, kv_counts = (query.shape[2],) * ranks.world, (key.shape[2],) * ranks.world
     if is_causal and q_counts != kv_counts:
         raise NotImplementedError(
             f"causal attention of {query.shape[2]} queries and {key.shape[2]} keys: lengths must be equal"
         )
     if is_causal:
-        (layout,) = default_layouts(q_counts, shardings_of(group).of_inputs(sum(q_counts)), remedy=REMEDY)
+        (layout,) = default_layouts(q_counts, settings.orders_of(sum(q_counts)), remedy=REMEDY)
         mask, kv_layout = causal(sum(q_counts)), layout
     else:
         layout, kv_layout = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)
         mask = full(sum(q_counts), sum(kv_counts))
-    found = plan(mask, world=ranks.world, rank=ranks.rank, strategy=_cp_options.strategy, layout=layout, kv_layout=kv_layout)
+    found = plan(mask, world=ranks.world, rank=ranks.rank, strategy=settings.strategy, layout=layout, kv_layout=kv_layout)
     return PlanHandle(plan=found, group=ranks, backend="auto")
 
 

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of, same_order
 from ringspan.compat.block_masks import shard_block_mask
+from ringspan.compat.call_settings import settings_of
 from ringspan.compat.default_layouts import default_layouts, record_sharding
 from ringspan.compat.meshes import check_mesh, innermost_block
 from ringspan.compat.shardings import shardings_of
@@ -104,7 +105,8 @@ def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
     own = (innermost_block(mesh) or {}).get(sum(counts))
     if own is not None:
         return own
-    orders = shardings_of(mesh.get_group()).of_results(sum(counts))
+    shardings = shardings_of(mesh.get_group())
+    orders = shardings.of_results(sum(counts)) or settings_of(shardings).orders_of(sum(counts))
     return default_layouts(counts, orders, remedy="give load_balancer=")
 
 

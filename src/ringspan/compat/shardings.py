@@ -9,12 +9,19 @@ tensors are alive.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+
+from ringspan.errors import InputError
 
 CONTIGUOUS = "contiguous"
 HEAD_TAIL = "head-tail"
+
+# The orders of tensors by their length.
+Orders = Mapping[int, tuple[str, ...]]
 
 
 class Shardings:
@@ -25,40 +32,36 @@ class Shardings:
 
     def __init__(self) -> None:
         self.has_uneven = False  # whether any sharding has given the ranks different numbers of tokens
-        self._of_functions: dict[int, tuple[str, ...]] = {}
-        self._of_blocks: dict[int, tuple[str, ...]] = {}
+        # The orders that inputs of attention outside of blocks can have, by length. Replaced and never changed.
+        self.of_inputs: Orders = {}
+        self._of_blocks: Orders = {}
 
     def record(self, order: str, length: int, *, is_even: bool) -> None:
         """Record tensors that were sharded by a function."""
         self.has_uneven |= not is_even
-        _add(self._of_functions, length, order)
+        self.of_inputs = _with(self.of_inputs, length, order)
 
     def record_block(self, order: str, length: int, *, is_even: bool) -> None:
         """Record a block that was left. Its results can be unsharded, but attention over its tensors belongs inside it."""
         self.has_uneven |= not is_even
-        _add(self._of_blocks, length, order)
+        self._of_blocks = _with(self._of_blocks, length, order)
 
-    def of_inputs(self, length: int) -> list[str]:
-        """Return the orders that inputs of attention outside of blocks can have."""
-        return list(self._of_functions.get(length, ()))
-
-    def of_results(self, length: int) -> list[str]:
+    def of_results(self, length: int) -> tuple[str, ...]:
         """Return the orders that tensors can have which are to be unsharded: those of inputs and of blocks that were left."""
-        return list(dict.fromkeys((*self._of_functions.get(length, ()), *self._of_blocks.get(length, ()))))
+        return tuple(dict.fromkeys((*self.of_inputs.get(length, ()), *self._of_blocks.get(length, ()))))
 
     def declare(self, order: str) -> None:
         """Take all tensors that were sharded until now to be in this order."""
-        for orders in (self._of_functions, self._of_blocks):
-            orders.update(dict.fromkeys(orders, (order,)))
+        self.of_inputs = dict.fromkeys(self.of_inputs, (order,))
+        self._of_blocks = dict.fromkeys(self._of_blocks, (order,))
 
     def clear(self) -> None:
-        self._of_functions.clear()
-        self._of_blocks.clear()
+        self.of_inputs, self._of_blocks = {}, {}
 
 
-def _add(orders: dict[int, tuple[str, ...]], length: int, order: str) -> None:
-    if order not in orders.get(length, ()):
-        orders[length] = (*orders.get(length, ()), order)
+def _with(orders: Orders, length: int, order: str) -> Orders:
+    known = orders.get(length, ())
+    return orders if order in known else {**orders, length: (*known, order)}
 
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, Shardings] = WeakKeyDictionary()
@@ -67,6 +70,45 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, Shardings] = WeakKeyDictionary(
 def shardings_of(group: dist.ProcessGroup) -> Shardings:
     """Return the shardings over a group. Those over other groups may be unknown to some of its ranks."""
     return _of_groups.setdefault(group, Shardings())
+
+
+class States:
+    """The latest states of the switch and of all shardings, by number.
+
+    Compiled code passes ``number`` on as an input of its graph. If a graph computes a checkpoint again in its backward pass,
+    the input is still that of the forward pass.
+    """
+
+    LIMIT = 64
+
+    def __init__(self) -> None:
+        self.number = torch.tensor(0)
+        self._states: dict[int, tuple[bool, dict[Shardings, Orders]]] = {}
+
+    def note(self, is_balanced: bool) -> None:
+        """Give the present state a new number, if it differs from the latest."""
+        state = is_balanced, {shardings: shardings.of_inputs for shardings in _of_groups.values()}
+        number = int(self.number)
+        if self._states.get(number) == state:
+            return
+        self.number = torch.tensor(number + 1)
+        self._states[number + 1] = state
+        self._states.pop(number + 1 - self.LIMIT, None)
+
+    def find(self, number: int, shardings: Shardings) -> tuple[bool, Orders] | None:
+        """Return the switch and the orders of inputs in an earlier state, or None for the present state."""
+        if number == int(self.number):
+            return None
+        if number not in self._states:
+            raise InputError(
+                f"the order of tensors changed {self.LIMIT} times between the forward pass of a compiled checkpoint and its "
+                "backward pass, which attends again: call backward() earlier"
+            )
+        is_balanced, orders = self._states[number]
+        return is_balanced, orders.get(shardings, {})
+
+
+STATES = States()
 
 
 def declare_order(order: str) -> None:

@@ -3,12 +3,13 @@
 The layouts of a call are not known while it is traced: they depend on the BlockMask, on open blocks and on options. So the
 program has an operator that finds the plan of each row of the batch when it runs, as eager code does, and returns their ids::
 
-    plan_ids = ringspan::plans_of_call(q, k, the number of the BlockMask, the number of the style, is_causal)
+    plan_ids = ringspan::plans_of_call(q, k, the numbers of the BlockMask, the style and the state of options, is_causal)
     out, lse = ringspan::attend_rows(q, k, v, plan_ids, scale)
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,8 +21,10 @@ from torch import Tensor
 from ringspan.compat.attention import MaskFromCallMode
 from ringspan.compat.attention_calls import FlexCall, SdpaCall
 from ringspan.compat.block_masks import MaskOrigin, number_of, origin_of_number
+from ringspan.compat.call_settings import hold_settings, settings_at
 from ringspan.compat.context_cache import ContextCache
 from ringspan.compat.row_operator import attend_rows, ids_of
+from ringspan.compat.shardings import STATES
 from ringspan.errors import InputError
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.flex import check_arguments
@@ -61,6 +64,9 @@ class TracedStyleMode(AttentionMode):
     def refuse(self, error: Exception) -> None:
         report_error(self._contexts.group, "forward", error)
 
+    def keep_settings(self) -> None:
+        hold_settings(self._contexts.shardings)
+
     def trace_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = FlexCall(*args, **kwargs)
         number = None if call.block_mask is None else number_of(call.block_mask)
@@ -71,7 +77,8 @@ class TracedStyleMode(AttentionMode):
         return request.select(self._attend(q, k, v, number, False, call.scale))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Any:
-        plan_ids = torch.ops.ringspan.plans_of_call(q, k, mask, self._number, is_causal)
+        state = None if torch.compiler.is_exporting() else STATES.number
+        plan_ids = torch.ops.ringspan.plans_of_call(q, k, mask, self._number, state, is_causal)
         return attend_rows(q, k, v, plan_ids, check_scale(scale, q.shape[-1]))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -102,21 +109,28 @@ class TracedCall(NamedTuple):
 
 
 torch.library.define(
-    "ringspan::plans_of_call", "(Tensor q, Tensor k, Tensor? mask_number, Tensor style_number, bool is_causal) -> Tensor"
+    "ringspan::plans_of_call",
+    "(Tensor q, Tensor k, Tensor? mask_number, Tensor style_number, Tensor? state_number, bool is_causal) -> Tensor",
 )
 
 
 @torch.library.impl("ringspan::plans_of_call", "CompositeExplicitAutograd")
-def _plans_of_call(q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, is_causal: bool) -> Tensor:
+def _plans_of_call(
+    q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, state_number: Tensor | None, is_causal: bool
+) -> Tensor:
     contexts = _contexts.get(int(style_number))
     if contexts is None:
         raise InputError("the module that this program was compiled from was deleted: keep it")
     origin = None if mask_number is None else origin_of_number(mask_number)
+    settings = nullcontext() if state_number is None else settings_at(int(state_number), contexts.shardings)
+    hold_settings(contexts.shardings)
     # Planning evaluates the user's mask_mod by torch.vmap, which the dispatcher has turned off inside an operator.
-    with disable_torch_function(), default_dispatch_keys(), torch.inference_mode(torch.is_inference_mode_enabled()):
+    with settings, disable_torch_function(), default_dispatch_keys(), torch.inference_mode(torch.is_inference_mode_enabled()):
         return ids_of(MaskFromCallMode(contexts).handles_of(TracedCall(q, k, is_causal, origin)), q.shape[0])
 
 
 @torch.library.register_fake("ringspan::plans_of_call")
-def _(q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, is_causal: bool) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, mask_number: Tensor | None, style_number: Tensor, state_number: Tensor | None, is_causal: bool
+) -> Tensor:
     return style_number.new_empty((q.shape[0],))

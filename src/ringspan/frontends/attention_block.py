@@ -277,6 +277,10 @@ class AttentionCatcher(FlexInterceptor):
             return
         # A mode is off the stack while it handles a call.
         keep_blocks([*(mode for mode in function_mode_stack() if isinstance(mode, AttentionCatcher)), self])
+        self.keep_settings()
+
+    def keep_settings(self) -> None:
+        """Store settings of the process that :meth:`caught` reads, for the recomputation of a checkpoint around the call."""
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

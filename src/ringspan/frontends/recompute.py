@@ -161,18 +161,10 @@ def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
             )
 
 
-def keep_context(context: Block) -> None:
-    """Let the checkpoints around this call run their functions again in a context.
-
-    A context that equals one that a checkpoint has is not added to it.
-    """
-    for checkpoint in _surrounding_checkpoints():
-        function = checkpoint.function
-        if function is None:
-            continue
-        contexts = _in_blocks(checkpoint, function).contexts
-        if context not in contexts:
-            contexts.append(context)
+def contexts_of_recomputation() -> list[list[Block]]:
+    """Return, for each checkpoint around this call, the contexts in which its function will run again. More can be added."""
+    found = [(checkpoint, checkpoint.function) for checkpoint in _surrounding_checkpoints()]
+    return [_in_blocks(checkpoint, function).contexts for checkpoint, function in found if function is not None]
 
 
 def _in_blocks(checkpoint: Checkpoint, function: Callable[..., Any]) -> InBlocks:
