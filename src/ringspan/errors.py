@@ -30,6 +30,10 @@ class UnplannedAttention(RingspanError, RuntimeError):
     """An attention call, inside a ``with cp:`` block, that the plan cannot make exact."""
 
 
+class ParityError(RingspanError, AssertionError):
+    """A model over several ranks differs from one process: raised by ``check_parity(..., check=True)``."""
+
+
 class KernelError(RingspanError, RuntimeError):
     """No kernel supports these tensors, or the requested kernel does not."""
 

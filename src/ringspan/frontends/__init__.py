@@ -7,6 +7,7 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.flex import flex_attention
 from ringspan.frontends.labels import shift_labels
 from ringspan.frontends.local_world import LocalWorld
+from ringspan.frontends.parity import Parity, check_parity
 from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, softcap, with_sinks
 from ringspan.frontends.sdpa import activate, available, current, restore
 from ringspan.frontends.tiled import tiled
@@ -14,11 +15,13 @@ from ringspan.frontends.tiled import tiled
 __all__ = [
     "ContextParallel",
     "LocalWorld",
+    "Parity",
     "activate",
     "alibi",
     "alibi_slopes",
     "attention",
     "available",
+    "check_parity",
     "current",
     "flex_attention",
     "local_attention",

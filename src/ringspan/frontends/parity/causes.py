@@ -1,0 +1,89 @@
+"""Probable causes of a difference between several ranks and one process, and what to do about each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Cause = Literal[
+    "ranks_differ",
+    "inputs",
+    "positions",
+    "mask",
+    "mixing",
+    "attention",
+    "labels",
+    "loss_per_rank",
+    "not_summed",
+    "summed_again",
+    "summed_per_micro_batch",
+    "averaged",
+    "partial_unshard",
+    "unknown",
+]
+
+# cause -> (what is wrong, what to do)
+CAUSES: dict[Cause, tuple[str, str]] = {
+    "ranks_differ": (
+        "parameters or inputs differ between ranks",
+        "use the same seed on all ranks of a sequence, or broadcast; give every rank the whole batch: the step shards it",
+    ),
+    "inputs": (
+        "the inputs of the model are not this rank's tokens",
+        "shard all inputs with cp.shard(..., dim=sequence dim): a layout may give a rank several pieces of the sequence",
+    ),
+    "positions": (
+        "positions are not sharded: a value depends on the place of a token in the shard",
+        "give the model cp.positions() (cp.positions(documents=lengths) for packed documents), or shard its tables with "
+        "cp.shard; torch.arange(tokens of this rank) and tables cut at [:n] are positions in the shard",
+    ),
+    "mask": (
+        "the mask is dropped: attention was not intercepted, so each rank attends to its own keys only",
+        "call F.scaled_dot_product_attention, flex_attention or varlen_attn inside `with cp:` (in transformers "
+        'attn_implementation="sdpa" or "ringspan", not "eager")',
+    ),
+    "mixing": (
+        "a layer mixes tokens outside attention, so it needs tokens of other ranks (a convolution, a norm over the sequence)",
+        "gather the sequence around the layer: cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1)",
+    ),
+    "attention": (
+        "q, k and v of an attention call are equal, but its result is not",
+        "compare the mask of the call (block_mask, cu_seq, window_size), which must be that of the whole sequence; if it is "
+        "the same, please report this",
+    ),
+    "labels": (
+        "labels were shifted after sharding: the label of a rank's last token is on another rank",
+        "call rs.shift_labels on the whole sequence, then cp.shard; do not let the model shift (in transformers, do not pass "
+        "labels=)",
+    ),
+    "loss_per_rank": (
+        "the loss is averaged per rank, but ranks have different numbers of labels",
+        'compute losses with reduction="none", then cp.mean(losses, labels >= 0)',
+    ),
+    "not_summed": (
+        "gradients are not summed over ranks: each rank has its part",
+        "call cp.sum_gradients(model.parameters()) once, after the last backward pass and before the optimizer",
+    ),
+    "summed_again": (
+        "gradients that are whole on every rank were summed over ranks",
+        'sum once. If the loss has grads="averaged", DDP or FSDP is to average, so do not sum. Parameters that are used after '
+        "cp.unshard have the whole gradient on every rank: leave them out of cp.sum_gradients, or unshard with "
+        "grad='partial' and compute a part of the loss on each rank",
+    ),
+    "summed_per_micro_batch": (
+        "cp.sum_gradients was called several times, so gradients of earlier micro-batches were summed again",
+        "call it once, after the backward pass of the last micro-batch",
+    ),
+    "averaged": (
+        "gradients are averaged over ranks (by DDP or FSDP), but the loss is made for a sum",
+        'give cp.mean or cp.sum grads="averaged", and do not call cp.sum_gradients',
+    ),
+    "partial_unshard": (
+        "the gradient of cp.unshard is a part on each rank, but was taken for the whole",
+        "call cp.unshard(..., grad='partial') if the ranks compute different functions of the whole sequence",
+    ),
+    "unknown": (
+        "none that is known",
+        "compare the first difference of the table by hand; a random operation, an in-place change or a custom backward pass "
+        "are possible",
+    ),
+}

@@ -1,0 +1,102 @@
+"""check_parity names the cause of each mistake, and finds nothing in models that are right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import ringspan as rs
+from tests.conftest import Pools
+from tests.frontends.parity import broken
+from tests.frontends.parity.broken import BROKEN, LENGTHS, VOCABULARY, Layer, N, WindowedLayer, intact
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (2, N), generator=torch.Generator().manual_seed(3))
+
+
+def context(layout: str, mask: rs.Mask | None = None) -> rs.ContextParallel:
+    return rs.ContextParallel(None, rs.documents(LENGTHS) if mask is None else mask, layout=layout, strategy="ring")
+
+
+def run_broken(rank: int, name: str) -> tuple[Any, str, str]:
+    make, step, _ = BROKEN[name]
+    torch.manual_seed(0)
+    parity = rs.check_parity(make(), tokens(), context("zigzag"), step=step)
+    return parity.cause, str(parity), parity.to_json()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_is_named(name: str, pools: Pools) -> None:
+    (cause, text, data), *others = pools(2).run(run_broken, name)
+    assert cause == BROKEN[name][2], text
+    assert all(other[:2] == (cause, text) for other in others)
+    assert "NOT equal to one process" in text
+    assert "probable cause: " in text
+    assert json.loads(data)["cause"] == cause
+
+
+def run_intact(rank: int) -> dict[str, tuple[bool, str]]:
+    torch.manual_seed(0)
+    cp = context("zigzag")
+    found = {
+        "plain": rs.check_parity(intact(), tokens(), context("contiguous", rs.causal(N)), step=broken.one_document),
+        "documents": rs.check_parity(intact(), tokens(), cp, step=broken.right),
+        "striped": rs.check_parity(intact(), tokens(), context("striped"), step=broken.right),
+        "float32": rs.check_parity(intact(), tokens(), cp, step=broken.right, dtype=None),
+        "without backward": rs.check_parity(intact(), tokens(), cp, step=broken.without_backward),
+        "a layer with its own mask": rs.check_parity(
+            broken.Model(Layer(broken.Attention()), WindowedLayer(cp)), tokens(), cp, step=broken.right
+        ),
+        "no step": rs.check_parity(intact(), {"tokens": tokens(), "positions": torch.arange(N)}, cp, dim=-1),
+    }
+    return {name: (bool(parity), str(parity)) for name, parity in found.items()}
+
+
+def test_right_models_have_no_difference(pools: Pools) -> None:
+    for of_rank in pools(2).run(run_intact):
+        assert {name: text for name, (ok, text) in of_rank.items() if not ok} == {}
+        assert "equal to one process: compared in float64" in of_rank["plain"][1]
+
+
+def run_unequal(rank: int) -> list[tuple[Any, str]]:
+    torch.manual_seed(rank)
+    parameters = rs.check_parity(intact(), tokens(), context("zigzag"), step=broken.right)
+    torch.manual_seed(0)
+    inputs = rs.check_parity(intact(), tokens().roll(rank), context("zigzag"), step=broken.right)
+    return [(parity.cause, parity.rows[0].name) for parity in (parameters, inputs)]
+
+
+def test_parameters_or_inputs_that_differ_between_ranks_are_named(pools: Pools) -> None:
+    for of_rank in pools(2).run(run_unequal):
+        assert of_rank == [("ranks_differ", "embed.weight"), ("ranks_differ", "batch")]
+
+
+def run_details(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, cp = broken.Model(Layer(broken.Attention(), broken.Convolution())), context("zigzag")
+    parity = rs.check_parity(model, tokens(), cp, step=broken.right)
+    try:
+        rs.check_parity(model, tokens(), cp, step=broken.right, check=True)
+        raised = ""
+    except rs.ParityError as error:
+        raised = str(error)
+    return {
+        "first": (parity.rows[0].name, parity.rows[0].tensor),
+        "raised": raised == str(parity),
+        "untouched": next(model.parameters()).dtype == torch.float32 and all(p.grad is None for p in model.parameters()),
+        "methods": rs.ContextParallel.attention.__qualname__,
+    }
+
+
+def test_the_first_module_is_named_and_the_model_is_left_as_it_was(pools: Pools) -> None:
+    for of_rank in pools(2).run(run_details):
+        assert of_rank == {
+            "first": ("layers.0.mixer", "output"),
+            "raised": True,
+            "untouched": True,
+            "methods": "ContextParallel.attention",
+        }
