@@ -341,9 +341,9 @@ def test_a_killed_rank_is_an_error_on_every_survivor(when: str, monkeypatch: pyt
     monkeypatch.setattr(workers, "GRACE_SECONDS", 90.0)  # survivors wait for the time limit, and start a new group
     reports: dict[int, tuple[str, float, Figures]] = {}
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    with new_pool(3) as pool, pytest.raises(WorkerFailed, match="worker 1: ended"):
+    with new_pool(3) as pool, pytest.raises(WorkerFailed, match="worker 1: ended") as failed:
         pool.run(survive, when, port, on_message=lambda rank, message: reports.__setitem__(rank, message))
-    assert set(reports) == {0, 2}
+    assert set(reports) == {0, 2}, failed.value
     for report, seconds, found in reports.values():
         assert report.startswith(("PeerLost: rank", "PeerTimeout: rank"))
         assert "rank 1" in report
