@@ -88,7 +88,7 @@ def run_details(rank: int) -> dict[str, Any]:
         "first": (parity.rows[0].name, parity.rows[0].tensor),
         "raised": raised == str(parity),
         "untouched": next(model.parameters()).dtype == torch.float32 and all(p.grad is None for p in model.parameters()),
-        "methods": rs.ContextParallel.attention.__qualname__,
+        "methods": (rs.ContextParallel.attention.__qualname__, "sum_gradients" in vars(rs.ContextParallel)),
     }
 
 
@@ -98,5 +98,5 @@ def test_the_first_module_is_named_and_the_model_is_left_as_it_was(pools: Pools)
             "first": ("layers.0.mixer", "output"),
             "raised": True,
             "untouched": True,
-            "methods": "ContextParallel.attention",
+            "methods": ("ContextParallel.attention", False),
         }

@@ -214,11 +214,14 @@ def leaves(tree: Any, label: str) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _replaced(owner: type, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace methods of a class while the context is open."""
-    before = {name: vars(owner)[name] for name in methods}
+    before = {name: vars(owner).get(name) for name in methods}  # None: the method of a base class
     for name, method in methods.items():
         setattr(owner, name, method)
     try:
         yield
     finally:
-        for name, method in before.items():
-            setattr(owner, name, method)
+        for name, original in before.items():
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
