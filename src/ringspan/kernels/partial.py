@@ -52,7 +52,7 @@ def triton_kernels() -> ModuleType | None:
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     """Merge ``other`` into ``into`` in place.
 
-    Either out may be narrower than lse; the computation has the dtype of lse.
+    Either out may be narrower than lse. ``into.lse`` may be wider than ``other.lse``, in whose dtype outputs are merged.
 
     ``old`` is read in place of ``into.out``, which is then only written.
     """
@@ -63,6 +63,6 @@ def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     # The weight of b is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are empty, b -
     # a is NaN, and the weight is set to 0. lerp is exact at both ends.
     share = torch.sigmoid(other.lse - into.lse).masked_fill_(other.lse == EMPTY_LSE, 0.0)
-    dtype = into.lse.dtype
-    into.out.copy_(torch.lerp(old.to(dtype), other.out.to(dtype), share.unsqueeze(-1)))
+    dtype = other.lse.dtype
+    into.out.copy_(torch.lerp(old.to(dtype), other.out.to(dtype), share.to(dtype).unsqueeze(-1)))
     into.lse.copy_(torch.logaddexp(into.lse, other.lse))
