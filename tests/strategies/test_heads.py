@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -40,6 +41,19 @@ def test_no_other_assignment_is_better(heads: int, kv_heads: int, ranks: int) ->
     shares = share_heads(heads, kv_heads, ranks)
     work = max(sum(size(run)[0] for run in share) for share in shares)
     assert (work, sum(size(run)[1] for share in shares for run in share)) == min(map(cost, ways))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(40964, 2), (65535, 65535), (65536, 1), (65534, 2)])
+def test_many_heads_are_shared_within_a_second(heads: int, kv_heads: int) -> None:
+    start = time.process_time()
+    shares = share_heads(heads, kv_heads, 7)
+    assert time.process_time() - start < 1.0
+    assert sum(size(run)[0] for share in shares for run in share) == heads
+
+
+def test_too_many_heads_are_refused() -> None:
+    with pytest.raises(rs.PlanError, match="at most 65536 query heads can be split over ranks, not 4294967296"):
+        rs.plan(rs.causal(64), world=4, strategy="ulysses(heads=4294967296, kv_heads=2)")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, 1), (4, 0), (6, 4), (4, 8), (4.0, 2), ("4", 2), (None, 1)])

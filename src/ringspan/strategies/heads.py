@@ -20,6 +20,8 @@ from typing import NamedTuple
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import PlanError
 
+MAX_HEADS = 2**16
+
 
 class Run(NamedTuple):
     """A range of query heads and the key heads that they share, with equally many query heads for each key head. One
@@ -48,10 +50,11 @@ def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
     """
     most = -(-heads // ranks)
     best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), (0,))}
-    for _ in range(ranks):
+    for after in reversed(range(ranks)):  # how many parts come after this one
+        first = heads - after * most  # an earlier end would leave too many heads for them
         longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
         for start, ((split, uneven), cuts) in best.items():
-            for stop in range(start, min(start + most, heads) + 1):
+            for stop in range(max(start, first), min(start + most, heads) + 1):
                 found = (split + (stop % group > 0 and stop > start), uneven + (stop - start) ** 2), (*cuts, stop)
                 longer[stop] = min(found, longer.get(stop, found))
         best = longer
@@ -78,3 +81,5 @@ def check_heads(heads: object, kv_heads: object) -> None:
         raise PlanError(
             f"heads must be a multiple of kv_heads, both integers of at least 1; got heads={heads!r}, kv_heads={kv_heads!r}"
         )
+    if heads > MAX_HEADS:
+        raise PlanError(f"at most {MAX_HEADS} query heads can be split over ranks, not {str(heads)[:40]}")
