@@ -36,9 +36,9 @@ dist.destroy_process_group()
 
 
 def programs() -> dict[str, str]:
-    blocks = re.findall(r"```python\\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     readme = next(block for block in blocks if "init_process_group" in block)
-    forgetful = EIGHT_LINES.replace("dist.destroy_process_group()\\n", "")
+    forgetful = EIGHT_LINES.replace("dist.destroy_process_group()\n", "")
     examples = {f"examples/{p.name}": p.read_text(encoding="utf-8") for p in sorted((ROOT / "examples").glob("*.py"))}
     return {"README": readme, "eight lines": EIGHT_LINES, "eight lines, no destroy": forgetful, **examples}
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.flex_attention  # else the first block would import it, which takes seconds
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -217,7 +218,9 @@ def main() -> None:
     everything = list(product(KINDS, ODD_RANKS, STRATEGIES, (True, False)))
     parser = parser_of(__doc__, len(everything))
     parser.add_argument("--pools", type=int, default=2, help="pools of workers that run trials at the same time (default 2)")
+    parser.add_argument("--kind", default="", help="only the kinds whose names contain this")
     args = parser.parse_args()
+    everything = [case for case in everything if args.kind in case[0]]
     count = min(args.trials, len(everything))
     cases: SimpleQueue[Case] = SimpleQueue()
     for n in range(count):

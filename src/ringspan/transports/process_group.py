@@ -14,7 +14,7 @@ from copy import copy
 from datetime import timedelta
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -30,6 +30,7 @@ from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, Gro
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.flight_record import record_failure
+from ringspan.transports.pending import PendingExchange
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 from ringspan.transports.watchdog import WatchedGroup, watchdog
 
@@ -40,19 +41,6 @@ log = logging.getLogger("ringspan.transports")
 GROUP_TIME_LIMIT = timedelta(minutes=30)  # for comparing calls, if there is no other limit
 
 DESTROYED = "the process group was destroyed: make a ContextParallel, or a transport, for a new group"
-
-
-class PendingExchange(NamedTuple):
-    """A posted exchange.
-
-    ``works`` has pairs of (peers, work handle of the backend). ``staged`` has pairs of (receive buffer on a GPU, host
-    tensor into which the backend receives).
-    """
-
-    request: PostExchange
-    works: list[tuple[list[int], Any]]
-    staged: list[tuple[Tensor, Tensor]]
-    record: ExchangeRecord | None
 
 
 class ProcessGroupTransport:
@@ -255,7 +243,10 @@ class ProcessGroupTransport:
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
-                self._raise(error, pending.request.label, peers)
+                try:
+                    self._raise(error, pending.request.label, peers)
+                finally:
+                    pending.end()
         call.waiting_since = None
         if pending.record is not None:
             pending.record.done = time.time()
