@@ -18,12 +18,14 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 from ringspan.errors import PeerMismatch, PeerTimeout, TransportError
+from ringspan.transports.bounded import BoundedCalls
 from ringspan.transports.calls import Call, GroupCalls, waiting_seconds
 from ringspan.transports.diagnosis import describe_difference, describe_ranks, diagnose
 from ringspan.transports.records import CallRecord, RankRecord, Records, record_of
@@ -33,6 +35,7 @@ PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
 NO_RECORD_LIMIT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
 
+STORE_LIMIT = 4.0  # seconds to wait for the store
 RECORD_DELAY = 1.5  # seconds within which a rank whose wait has timed out writes its record
 COMPARISON_PERIOD = 0.002  # seconds between two reads of the store, while calls are compared
 
@@ -49,7 +52,8 @@ class WatchedGroup:
         self._group = ref(group)
         self._has_tags = all(entry.endswith("gloo") for entry in dist.get_backend_config(group).split(","))
         self._records: Records | None = Records.of(group, global_ranks, rank)
-        self._lock = threading.Lock()  # the store is used by the watchdog, and by a rank that fails
+        # The store is used by the watchdog, and by a rank that fails. It waits without a limit if the network is down.
+        self._store = BoundedCalls("the store of the process group", STORE_LIMIT)
         self._failing = threading.Lock()
         self._position: tuple[object, ...] = ()
         self._position_since = 0.0
@@ -135,14 +139,12 @@ class WatchedGroup:
         if records is None:
             return
         own = CallRecord(call.description, call.thread)
-        with self._lock:
-            records.write_call(call)
+        self._store.run(partial(records.write_call, call))
         found = {self.rank: own}
         while len(found) < len(self.global_ranks):
             for peer in call.peers:
                 if peer not in found:
-                    with self._lock:
-                        theirs = records.read_call(call.number, peer)
+                    theirs = self._store.run(partial(records.read_call, call.number, peer))
                     if theirs is not None:
                         found[peer] = theirs
             if self.calls.group_error is not None:
@@ -207,14 +209,13 @@ class WatchedGroup:
 
     def _write(self) -> None:
         if self._records is not None:
-            with self._lock, suppress(RuntimeError, OSError):
-                self._records.write(self.calls)
+            with suppress(RuntimeError, OSError):
+                self._store.run(partial(self._records.write, self.calls))
 
     def _read(self, peers: tuple[int, ...]) -> dict[int, RankRecord]:
         if self._records is None:
             return {}
-        with self._lock:
-            found = self._records.read(peers)
+        found = self._store.run(partial(self._records.read, peers))
         now = time.monotonic()
         for peer, record in found.items():
             if self._last_records.get(peer, (None, 0.0))[0] != record.written:
