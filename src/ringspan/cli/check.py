@@ -6,6 +6,7 @@
     ringspan check --cases 200 --seed 7 --world 4     all of them on 4
     ringspan check --world 4 --processes              4 processes over gloo
     ringspan check --seed 7 --only 31                 case 31 again, and nothing else
+    ringspan check --model config.json                a model of transformers on 2 processes, against one process
 
 The exit code is 1 if anything failed. With ``--json`` the last line is the summary as JSON; ``worst_error`` in it is
 that of the float64 cases, which separates a correct algorithm from a wrong one.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from ringspan import __version__
+from ringspan.cli import check_model
 from ringspan.cli.progress import Progress
 from ringspan.errors import InputError
 from ringspan.testing.check import CaseResult, run_in_processes, run_in_this_process
@@ -36,9 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=int, metavar="I", help="run case I of the seed only, and print it as JSON")
     parser.add_argument("--case", metavar="JSON", help="run a case given as JSON, as --only prints it")
     parser.add_argument("--json", action="store_true", help="print the summary as one last line of JSON")
+    check_model.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        return check_model.run(args)
     cases = _cases(args)
     if args.only is not None or args.case is not None:
         print(f"{cases[0]}\n{cases[0].to_json()}")

@@ -16,7 +16,7 @@ from ringspan.errors import RingspanError
 COMMANDS = {
     "demo": ("ringspan.cli.demo", "train a small language model with its sequence split over 4 processes, and in one"),
     "plan": ("ringspan.cli.plan", "choose layout and strategy for a mask on a machine, with costs and a report"),
-    "check": ("ringspan.cli.check", "compare random masks, layouts and strategies with dense float64 attention"),
+    "check": ("ringspan.cli.check", "compare random masks and strategies with dense attention, or --model with one process"),
     "doctor": ("ringspan.cli.doctor", "show what this machine has, and which kernel is used for which tensors"),
     "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `plan`, `rank`, `layouts`, `calibrate`, `cost`"),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ringspan as rs
 from tests.conftest import Pools
@@ -73,6 +74,32 @@ def run_unequal(rank: int) -> list[tuple[Any, str]]:
 def test_parameters_or_inputs_that_differ_between_ranks_are_named(pools: Pools) -> None:
     for of_rank in pools(2).run(run_unequal):
         assert of_rank == [("ranks_differ", "embed.weight"), ("ranks_differ", "batch")]
+
+
+def without_cp(model: broken.Model, batch: torch.Tensor) -> torch.Tensor:
+    """The loss of one document under a causal mask, in plain PyTorch."""
+    own = broken.Attention.attend
+    broken.Attention.attend = lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # type: ignore[method-assign]
+    try:
+        logits = model(batch, torch.arange(N))
+    finally:
+        broken.Attention.attend = own  # type: ignore[method-assign]
+    return F.cross_entropy(logits[:, :-1].mT, batch[:, 1:])
+
+
+def run_without_cp(rank: int) -> list[tuple[Any, str, str]]:
+    torch.manual_seed(0)
+    found = []
+    for mask in (rs.causal(N), rs.causal(N) & rs.window(left=4)):
+        cp = context("zigzag", mask)
+        parity = rs.check_parity(intact(), tokens(), cp, step=broken.one_document, without_cp=without_cp)
+        found.append((parity.cause, parity.rows[0].stage, parity.rows[0].name))
+    return found
+
+
+def test_another_mask_than_that_of_the_model_is_named(pools: Pools) -> None:
+    for of_rank in pools(2).run(run_without_cp):
+        assert of_rank == [(None, "without cp", ""), ("other_mask", "without cp", "layers.0.attention.out")]
 
 
 def run_details(rank: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Cause = Literal[
     "inputs",
     "positions",
     "mask",
+    "other_mask",
     "mixing",
     "attention",
     "labels",
@@ -40,6 +41,11 @@ CAUSES: dict[Cause, tuple[str, str]] = {
         "the mask is dropped: attention was not intercepted, so each rank attends to its own keys only",
         "call F.scaled_dot_product_attention, flex_attention or varlen_attn inside `with cp:` (in transformers "
         'attn_implementation="sdpa" or "ringspan", not "eager")',
+    ),
+    "other_mask": (
+        "the mask of cp is not the one that the model has without ringspan",
+        "give ContextParallel the mask of the model (causal or not, window, documents); layers that differ open their own "
+        "block, cp.with_mask(...)",
     ),
     "mixing": (
         "a layer mixes tokens outside attention, so it needs tokens of other ranks (a convolution, a norm over the sequence)",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.parity.diagnosis import Comparison, Diagnosis, diagnose, rows_of
+from ringspan.frontends.parity.diagnosis import Comparison, Diagnosis, compare_without_cp, diagnose, rows_of
 from ringspan.frontends.parity.findings import (
     GroupTensor,
     RankFindings,
@@ -43,6 +43,7 @@ def check_parity(
     cp: ContextParallel,
     *,
     step: Step | None = None,
+    without_cp: Callable[[Any, Any], Tensor] | None = None,
     dim: int = 1,
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
@@ -72,6 +73,9 @@ def check_parity(
     Without ``step``, the tensors of the batch (a tensor, tuple or dict) are sharded along ``dim`` and passed to the model.
     The loss is that of the result, if it has one (``result.loss``), else the mean square of its first tensor.
 
+    With ``without_cp(model, batch)``, which computes the same loss without ringspan, the step in one process is compared
+    with that first. So a mask that is not the model's own is found, too.
+
     The copies compute in ``dtype`` (None: the dtypes of the model), without dropout. ``tolerance`` is relative to the
     largest value of a tensor. A difference is returned, not raised, unless ``check=True``.
     """
@@ -79,7 +83,7 @@ def check_parity(
     batch = _cast(batch, dtype)
     computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
     limit = TOLERANCES.get(computed, 1e-4) if tolerance is None else tolerance
-    job = _Job(copies[0], copies[1], batch, cp, step or _default_step(dim), computed, limit)
+    job = _Job(copies[0], copies[1], batch, cp, step or _default_step(dim), without_cp, computed, limit)
     parity = _differing_ranks(job)
     if parity is None:
         parity = _compare(job)
@@ -94,6 +98,7 @@ class _Job(NamedTuple):
     batch: Any
     cp: ContextParallel
     step: Step
+    without_cp: Callable[[Any, Any], Tensor] | None
     dtype: torch.dtype
     tolerance: float
 
@@ -137,6 +142,12 @@ def _compare(job: _Job) -> Parity:
         whole = _run(job, job.whole_model, alone, recorder)
     except UnplannedAttention as error:
         return _not_intercepted(job, recorder.trace, error)
+    rows: list[ParityRow] = []
+    if job.without_cp is not None:
+        row, other_mask = compare_without_cp(whole, _run_without_cp(job, job.without_cp), job.tolerance)
+        rows.append(row)
+        if other_mask is not None:
+            return job.result(rows, other_mask)
     counts = (cp.plan.q_layout.counts[cp.rank], cp.plan.kv_layout.counts[cp.rank])
     recorder = Recorder(job.model, counts, widen=job.widen)
     try:
@@ -170,7 +181,7 @@ def _compare(job: _Job) -> Parity:
             cuts=cuts,
         )
 
-    return job.result(rows_of(comparison), diagnose(comparison, mixes))
+    return job.result(rows + rows_of(comparison), diagnose(comparison, mixes))
 
 
 def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | Probe) -> Run:
@@ -187,6 +198,13 @@ def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | 
             loss.backward()
             cp.sum_gradients(model.parameters())
     return Run(recorder.trace, loss.item(), gradients_of(model))
+
+
+def _run_without_cp(job: _Job, without_cp: Callable[[Any, Any], Tensor]) -> Run:
+    recorder = Recorder(job.whole_model, job.cp.mask.lengths, widen=job.widen)
+    with recorder, torch.no_grad():
+        loss = without_cp(job.whole_model, job.batch)
+    return Run(recorder.trace, loss.item(), {})
 
 
 def _not_intercepted(job: _Job, trace: Trace, error: UnplannedAttention) -> Parity:

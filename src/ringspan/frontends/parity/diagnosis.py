@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ringspan.frontends.parity.causes import Cause
-from ringspan.frontends.parity.findings import GroupTensor, RankFindings
+from ringspan.frontends.parity.comparison import difference
+from ringspan.frontends.parity.findings import GroupTensor, RankFindings, Run
 from ringspan.frontends.parity.result import ParityRow
 from ringspan.frontends.parity.trace import Place
 
@@ -103,6 +105,22 @@ def _gradient_row(c: Comparison) -> ParityRow:
 def _ratio_text(ratios: Sequence[float]) -> str:
     texts = [f"×{ratio:.3g}" for ratio in ratios]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+def compare_without_cp(whole: Run, plain: Run, tolerance: float) -> tuple[ParityRow, Diagnosis | None]:
+    """Compare a step in one process, under the mask of cp, with the step without ringspan."""
+    errors: list[tuple[str, str, float]] = []
+    for (key, label), expected in plain.trace.tensors.items():
+        actual = whole.trace.tensors.get((key, label))
+        if key.kind == "module" and actual is not None and expected.is_floating_point() and actual.shape == expected.shape:
+            errors.append((str(key), label, difference(actual, expected, None).error))
+    errors.append(("loss", "value", abs(whole.loss - plain.loss) / max(abs(plain.loss), 1e-12)))
+    wrong = [x for x in errors if not x[2] <= tolerance]
+    row = ParityRow(stage="without cp", compared=len(errors), differ=len(wrong))
+    if not wrong:
+        return row, None
+    name, label, error = wrong[0]
+    return replace(row, name=name, tensor=label, error=error), Diagnosis("other_mask", f"first seen in {name}, {label}")
 
 
 # -- causes ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class ParityRow:
     """One stage of the comparison and its first difference. All fields after ``differ`` are empty if there is none."""
 
     stage: str
-    """inputs, modules, loss or gradients"""
+    """inputs, without cp, modules, loss or gradients"""
     compared: int
     differ: int
     name: str = ""

@@ -1,0 +1,144 @@
+"""``ringspan check --model config.json``: a model of transformers over processes of this machine, against one process.
+
+The model is made from its config with random weights, in float64, by default with a few small layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.errors import InputError
+from ringspan.testing.workers import Pool
+
+INTEGRATION = "ringspan.integrations.transformers"
+LAYERS, HEADS, HEAD_DIM, WINDOW = 2, 4, 8, 8
+# key of a config -> the largest value of a small model
+SMALL = {
+    "vocab_size": 128,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a model of transformers (needs transformers)")
+    group.add_argument("--model", metavar="CONFIG", help="compare the model of this config.json with one process, no cases")
+    group.add_argument("--tokens", type=int, default=32, help="length of the sequence (default: %(default)s)")
+    group.add_argument("--layout", help="layout of the tokens (default: zigzag, or contiguous if transformers needs it)")
+    group.add_argument("--full-size", action="store_true", help="do not make the model of the config smaller")
+
+
+def run(args: argparse.Namespace) -> int:
+    if find_spec("transformers") is None:
+        raise InputError("--model needs transformers: pip install transformers")
+    world = 2 if args.world is None else args.world
+    if args.tokens < world or world < 1:
+        raise InputError(f"--tokens {args.tokens} on --world {world}: give each rank at least one token")
+    config = read_config(args.model)
+    config = config if args.full_size else smaller(config)
+    with Pool(world) as pool:
+        parity = pool.run(compare, config, args.tokens, args.layout)[0]
+    print(parity)
+    if args.json:
+        print(parity.to_json())
+    return 0 if parity.ok else 1
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the config in a file, or in the config.json of a directory."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--model {path} cannot be read as a config.json: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise InputError(f"--model {path} has no model_type: give the config.json of a model of transformers")
+    return config
+
+
+def smaller(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a model of the same kind with two layers and small dims.
+
+    The number of query heads for each key head stays, up to four.
+
+    >>> smaller({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    ...     "num_key_value_heads": 8, "vocab_size": 128256})
+    {'model_type': 'llama', 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4,
+     'num_key_value_heads': 1, 'vocab_size': 128}
+    """
+    small = {key: min(value, SMALL[key]) if key in SMALL and value else value for key, value in config.items()}
+    heads = config.get("num_attention_heads")
+    if heads:
+        small["num_attention_heads"] = min(heads, HEADS)
+        if config.get("num_key_value_heads"):
+            small["num_key_value_heads"] = max(1, small["num_attention_heads"] * config["num_key_value_heads"] // heads)
+        small["hidden_size"] = small["num_attention_heads"] * HEAD_DIM
+        if config.get("head_dim"):
+            small["head_dim"] = HEAD_DIM
+    if config.get("num_hidden_layers"):
+        small["num_hidden_layers"] = min(config["num_hidden_layers"], LAYERS)
+    kinds = config.get("layer_types")
+    if kinds:  # one layer of each kind, as far as there are layers
+        distinct = list(dict.fromkeys(kinds))
+        small["layer_types"] = [distinct[i % len(distinct)] for i in range(small["num_hidden_layers"])]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in small:
+            small[key] = None
+    return small
+
+
+def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str | None) -> rs.Parity:
+    """Compare the model on this rank. A job for all workers of a pool."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    attention = "sdpa"
+    if find_spec("ringspan.integrations") is not None and find_spec(INTEGRATION) is not None:
+        __import__(INTEGRATION)
+        attention = "ringspan"
+    torch.manual_seed(0)
+    options = {
+        key: value for key, value in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")
+    }
+    made = AutoConfig.for_model(config["model_type"], **options)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation=attention)
+    # SDPA in transformers takes the positions of other layouts for packed documents.
+    chosen = layout or ("zigzag" if attention == "ringspan" else "contiguous")
+    cp = rs.ContextParallel(None, rs.causal(tokens), layout=chosen)
+    ids = torch.randint(made.vocab_size, (1, tokens))
+    return rs.check_parity(model, ids, cp, step=step, without_cp=loss_of_transformers)
+
+
+def step(model: Any, ids: Tensor, cp: rs.ContextParallel) -> Tensor:
+    mine, labels = cp.shard(ids, rs.shift_labels(ids), dim=1)
+    with cp:
+        logits = model(input_ids=mine, position_ids=cp.positions()[None], use_cache=False).logits
+    return cp.mean(F.cross_entropy(logits.mT, labels, reduction="none"), labels >= 0)
+
+
+def loss_of_transformers(model: Any, ids: Tensor) -> Tensor:
+    """Compute the same loss without ringspan, by the attention that transformers has for every model."""
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        model.set_attn_implementation(attention)
+    return F.cross_entropy(logits[:, :-1].mT, ids[:, 1:])

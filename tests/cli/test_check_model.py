@@ -1,0 +1,60 @@
+"""``ringspan check --model``: configs that are read, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringspan.cli.check_model import smaller
+from ringspan.cli.main import main
+
+QWEN = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151_936,
+    "eos_token_id": 151_645,
+    "layer_types": ["full_attention"] * 14 + ["sliding_attention"] * 14,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+}
+
+
+def test_a_smaller_model_has_layers_of_each_kind() -> None:
+    small = smaller(QWEN)
+    assert small["layer_types"] == ["full_attention", "sliding_attention"]
+    assert (small["num_attention_heads"], small["num_key_value_heads"], small["sliding_window"]) == (4, 2, 8)
+    assert small["eos_token_id"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(None, "cannot be read"), ("no JSON", "cannot be read"), ("{}", "has no model_type")]
+)
+def test_what_is_no_config_is_refused(
+    content: str | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert main(["check", "--model", str(tmp_path)]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_equal_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    assert main(["check", "--model", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 ranks are equal to one process" in printed
+    result = json.loads(printed.splitlines()[-1])
+    assert [row["stage"] for row in result["rows"]] == ["without cp", "modules", "loss", "gradients"]
+    assert result["rows"][1]["compared"] > 50
