@@ -37,6 +37,7 @@ from ringspan.testing.workers import Pool, WorkerFailed
 TOKENS, BATCH = 29, 2  # 15 and 14 tokens on the two ranks; longer than the windows and chunks below
 VOCABULARY = 96
 TOLERANCE = 1e-10
+MAX_PARAMETERS = 5_000_000
 
 # The size of every option that makes a model large, by its name in the config.
 WIDTH, HEADS = 32, 4
@@ -105,9 +106,10 @@ def small_config(cls: Any, model_type: str, *, is_part: bool = False) -> Any:
 
 
 def _default(cls: Any, option: str) -> Any:
+    """The default of an option; None for a config that has none or cannot be made without arguments."""
     try:
         return getattr(cls(), option, None)
-    except Exception:  # a config without defaults
+    except Exception:
         return None
 
 
@@ -118,6 +120,11 @@ def small_model(model_type: str) -> nn.Module:
     accepted = cls.config_class
     if accepted is not None and not isinstance(config, accepted):
         config = config.get_text_config()
+    with torch.device("meta"):
+        size = sum(x.numel() for x in cls(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"the tiny config has {size:,} parameters: give it smaller parts in SPECIAL")
+    torch.manual_seed(0)
     model: nn.Module = cls(config).double().eval()
     model.set_experts_implementation("eager")  # others are not for float64
     with torch.no_grad():

@@ -30,3 +30,12 @@ def test_flex_cp() -> None:
         assert list(apart) == ["out", "dq", "dk", "dv", "dbias"]
         assert apart["out"] <= 2e-6
         assert max(apart.values()) <= 1e-5
+
+
+def test_finetune_hf() -> None:
+    pytest.importorskip("transformers")
+    printed = torchrun(EXAMPLES / "finetune_hf.py", 2, "--check")
+    losses = [float(x) for x in re.findall(r"^step \d: loss ([\d.]+)$", printed, flags=re.MULTILINE)]
+    assert len(losses) == 4
+    apart = re.findall(r"^largest difference from one process: (.*)$", printed, flags=re.MULTILINE)
+    assert float(apart[0]) <= 1e-5

@@ -160,12 +160,12 @@ def check(found: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=pytest.mark.slow)])
 def test_a_decoder_is_exact(name: str, layout: str, pools: Pools) -> None:
     check(pools(2).run(plain, name, layout))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_documents_are_exact(name: str, layout: str, pools: Pools) -> None:
     check(pools(2).run(packed, name, layout))
@@ -219,7 +219,7 @@ def refused(rank: int) -> dict[str, str]:
         "fine": message("llama", cp),
         "linear layers": message("qwen3_next", cp),
         "no positions": message("llama", cp, position_ids=None),
-        "documents only in the positions": message("llama", cp, position_ids=cp.shard(positions(LENGTHS), dim=1)),
+        "documents only in the positions": message("llama", cp, position_ids=cp.shard(positions([20, 9]), dim=1)),
         "a mask tensor": message("llama", cp, attention_mask=torch.ones(B, 1, 15, 15, dtype=torch.bool)),
         "images and a causal block": message("gemma3 with images", cp, token_type_ids=types, **images),
         "whole inputs": message("llama", cp, input_ids=tokens(), position_ids=torch.arange(N)[None]),

@@ -48,6 +48,7 @@ def ringspan_attention(
         out_BHSE = _attend(attention_mask, query, key, value, scaling, kwargs)
     except RingspanError as error:
         error.add_note(f"in {layer_name(module)}")
+        attention_mask.refuse(error)
         raise
     return out_BHSE.transpose(1, 2).contiguous(), None
 

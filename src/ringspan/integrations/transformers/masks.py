@@ -51,6 +51,7 @@ class LayerMask:
     @property
     def block(self) -> ContextParallel:
         """The user's block with the mask of the layer."""
+        self._outer.was_used = True  # a layer attends: the block need not intercept a call
         if self._block is None:
             raise self._error or UnplannedAttention("this mask has no block")
         return self._block
@@ -74,6 +75,10 @@ class LayerMask:
             _check_window(block.mask, window_size)
         self._last = (position_ids, cu_seq_lens, window_size, block)
         return block
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this rank has refused a call. They would wait for its messages."""
+        self._outer.refuse(error)
 
     def _made(self, of_documents: Mask) -> ContextParallel:
         mask = self._mask if self._sides != ("q", "kv") else _intersect(self._mask, of_documents)

@@ -11,8 +11,15 @@ from ringspan.errors import UnplannedAttention
 # Kinds of layers, as in ``config.layer_types``, that are softmax attention under a mask.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Model types with operations between tokens outside attention, or with positions that the model counts itself.
-REFUSED_MODELS: dict[str, str] = {}
+_COUNTS = "it counts the positions of the tokens that it gets, which are this rank's, and takes no position_ids"
+_TENSOR = "it computes with its attention mask as a tensor"
+
+# Model types that cannot be made exact, and are not recognised by their layers -> why.
+REFUSED_MODELS: dict[str, str] = {
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus"), _COUNTS),
+    **dict.fromkeys(("plbart", "musicgen_decoder", "musicgen_melody_decoder", "whisper"), _COUNTS),
+    "doge": _TENSOR,
+}
 
 
 def refuse_config(config: Any) -> None:
@@ -34,7 +41,16 @@ def refuse_config(config: Any) -> None:
 
 # Tensors that an attention layer can pass to the attention function without changing what it computes there.
 HARMLESS = {
-    *("position_ids", "s_aux", "num_items_in_batch", "cache_position", "logits_to_keep", "position_embeddings"),
+    *(
+        "labels",
+        "shift_labels",
+        "num_items_in_batch",
+        "position_ids",
+        "s_aux",
+        "cache_position",
+        "logits_to_keep",
+        "position_embeddings",
+    ),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 }
 

@@ -1,0 +1,105 @@
+"""Context parallelism of ``accelerate``, and of the ``Trainer`` of transformers, on ringspan.
+
+With ``ParallelismConfig(cp_size=…)``, accelerate splits the batch in ``maybe_context_parallel`` and lets PyTorch compute
+attention, for full causal attention only. Here the same hooks shard by a ringspan layout and attend under the masks of the
+model::
+
+    trainer = Trainer(...)                              # or SFTTrainer
+    use_ringspan(trainer.accelerator)                   # before trainer.train()
+
+    accelerator = Accelerator(parallelism_config=...)   # of this module, in a loop of your own
+
+Sliding windows, chunks, softcap, sinks, packed documents, padding and lengths that the ranks do not divide are exact. The
+documents of a packed batch are found by its position ids, as transformers does in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import accelerate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.errors import InputError
+from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.integrations.transformers import NAME, packed_mask
+from ringspan.masks import Mask, causal
+
+
+class Accelerator(accelerate.Accelerator):
+    """An ``accelerate.Accelerator`` whose context parallelism is ringspan's."""
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        return prepare(self, *args)
+
+
+def use_ringspan(accelerator: accelerate.Accelerator) -> None:
+    """Let an accelerator that another library has made, such as ``trainer.accelerator``, use ringspan.
+
+    Call it before ``accelerator.prepare``, which ``trainer.train`` calls.
+    """
+    accelerator._prepare_cp = MethodType(prepare, accelerator)
+
+
+def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
+    """Set the context that ``maybe_context_parallel`` enters in each step. Called by ``Accelerator.prepare``."""
+    models = [x for x in prepared if isinstance(x, nn.Module)]
+    accelerator._cp_context = partial(sharded, mesh=accelerator.torch_device_mesh["cp"], models=models)
+    return prepared
+
+
+@contextmanager
+def sharded(
+    *,
+    mesh: DeviceMesh,
+    models: Sequence[nn.Module],
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+) -> Iterator[ContextParallel]:
+    """Replace the contents of the buffers by this rank's tokens, and attend over all ranks, while the context is open.
+
+    The arguments after ``models`` are those of ``maybe_context_parallel``. Buffers are restored on exit, except those in
+    ``no_restore_buffers``.
+    """
+    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    if not given or len(given) != len(dims):
+        raise InputError(f"context parallelism needs buffers and a sequence dim for each; got {len(given)} and {len(dims)}")
+    cp = ContextParallel(mesh, _mask(given, dims))
+    kept = {id(x) for x in no_restore_buffers or ()}
+    whole = [x.detach().clone() for x in given]
+    for buffer, dim in zip(given, dims, strict=True):
+        buffer.set_(cp.shard(buffer.detach(), dim=dim))
+    before = [model.config._attn_implementation for model in models]
+    try:
+        for model in models:
+            model.set_attn_implementation(NAME)
+        with cp:
+            yield cp
+    finally:
+        for model, name in zip(models, before, strict=True):
+            model.set_attn_implementation(name)
+        for buffer, original in zip(given, whole, strict=True):
+            if id(buffer) not in kept:
+                buffer.set_(original)
+
+
+def _mask(buffers: Sequence[Tensor], dims: Sequence[int]) -> Mask:
+    """Return the mask of the documents that the position ids have, if there are position ids among the buffers."""
+    for x, dim in reversed(list(zip(buffers, dims, strict=True))):  # Trainer gives the position ids last
+        if x.ndim == 2 and dim in (1, -1) and x.shape[1] and _are_positions(x):
+            return packed_mask(x)
+    return causal(buffers[0].shape[dims[0]])
+
+
+def _are_positions(x: Tensor) -> bool:
+    """Return whether every row counts 0, 1, 2, … and starts again at 0 only."""
+    if x.is_floating_point() or x.dtype.itemsize < 4 or bool((x[:, 0] != 0).any()):
+        return False
+    step = x[:, 1:] - x[:, :-1]
+    return bool(((step == 1) | (x[:, 1:] == 0)).all())
