@@ -57,7 +57,7 @@ def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
 def sharded(
     *,
     mesh: DeviceMesh,
-    models: Sequence[nn.Module],
+    models: Sequence[Any],
     buffers: Sequence[Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
@@ -74,7 +74,7 @@ def sharded(
     kept = {id(x) for x in no_restore_buffers or ()}
     whole = [x.detach().clone() for x in given]
     for buffer, dim in zip(given, dims, strict=True):
-        buffer.set_(cp.shard(buffer.detach(), dim=dim))
+        _replace(buffer, cp.shard(buffer.detach(), dim=dim))
     before = [model.config._attn_implementation for model in models]
     try:
         for model in models:
@@ -86,7 +86,12 @@ def sharded(
             model.set_attn_implementation(name)
         for buffer, original in zip(given, whole, strict=True):
             if id(buffer) not in kept:
-                buffer.set_(original)
+                _replace(buffer, original)
+
+
+def _replace(buffer: Any, contents: Tensor) -> None:
+    """Let a tensor have other contents, of another shape."""
+    buffer.set_(contents)
 
 
 def _mask(buffers: Sequence[Tensor], dims: Sequence[int]) -> Mask:
