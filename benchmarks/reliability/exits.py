@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.reliability.harness import parser_of, print_table
@@ -68,29 +69,32 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=2 * (os.cpu_count() or 1), help="busy processes (default 2 a core)")
     args = parser.parse_args()
     load = [subprocess.Popen(["nice", "-n", "5", sys.executable, "-c", BUSY]) for _ in range(args.load)]
-    lines = []
+    header = ["", "trials", "clean", "abort", "other", "seconds each"]
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, text in programs().items():
-                path = Path(folder) / f"{name.replace('/', '_').replace(' ', '_')}.py"
-                count, start = Counter[str](), time.monotonic()
-                path.write_text(text, encoding="utf-8")
-                for _ in range(args.trials):
-                    codes = run(path, 2)
-                    aborted = any(code == -signal.SIGABRT for code in codes)
-                    count["clean" if not any(codes) else "abort" if aborted else "other"] += 1
-                cells = [name, args.trials, count["clean"], count["abort"], count["other"]]
-                lines.append([str(x) for x in cells] + [f"{(time.monotonic() - start) / max(1, args.trials):.1f}"])
+        if args.json:
+            for line in run_all(args.trials):
+                print(json.dumps(dict(zip(header, line, strict=True))))
+        else:
+            print_table(header, run_all(args.trials))
     finally:
         for process in load:
             process.kill()
             process.wait()
-    header = ["", "trials", "clean", "abort", "other", "seconds each"]
-    if args.json:
-        for line in lines:
-            print(json.dumps(dict(zip(header, line, strict=True))))
-    else:
-        print_table(header, lines)
+
+
+def run_all(trials: int) -> Iterator[list[str]]:
+    """Yield a line of the table for each program."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in programs().items():
+            path = Path(folder) / f"{name.replace('/', '_').replace(' ', '_')}.py"
+            count, start = Counter[str](), time.monotonic()
+            path.write_text(text, encoding="utf-8")
+            for _ in range(trials):
+                codes = run(path, 2)
+                aborted = any(code == -signal.SIGABRT for code in codes)
+                count["clean" if not any(codes) else "abort" if aborted else "other"] += 1
+            cells = [name, trials, count["clean"], count["abort"], count["other"]]
+            yield [str(x) for x in cells] + [f"{(time.monotonic() - start) / max(1, trials):.1f}"]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def train(kill_at: int | None) -> tuple[str, bool, float]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
         loss, was_killed = Path(folder) / "loss", (Path(folder) / "killed").exists()
         if done.returncode:
-            print(done.stderr[-2000:], file=sys.stderr)
+            print(done.stderr[-8000:], file=sys.stderr)
         return loss.read_text() if done.returncode == 0 else "", was_killed, time.monotonic() - start
 
 
