@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {*RUNNING, "engine", "frontends"},
     "testing": {*RUNNING, "engine", "frontends", "compat"},
     "bench": {*RUNNING, "engine", "frontends", "compat", "testing"},
-    "cli": {*RUNNING, "engine", "frontends", "compat", "testing", "bench"},
+    "cli": {*RUNNING, "engine", "frontends", "compat", "testing", "bench", "integrations"},
 }
 
 # The only modules that lie beside the packages.

@@ -6,6 +6,7 @@ The model is made from its config with random weights, in float64, by default wi
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ import ringspan as rs
 from ringspan.errors import InputError
 from ringspan.testing.workers import Pool
 
-INTEGRATION = "ringspan.integrations.transformers"
+ATTENTION = "ringspan"
 LAYERS, HEADS, HEAD_DIM, WINDOW = 2, 4, 8, 8
 # key of a config -> the largest value of a small model
 SMALL = {
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a model of transformers (needs transformers)")
     group.add_argument("--model", metavar="CONFIG", help="compare the model of this config.json with one process, no cases")
     group.add_argument("--tokens", type=int, default=32, help="length of the sequence (default: %(default)s)")
-    group.add_argument("--layout", help="layout of the tokens (default: zigzag, or contiguous if transformers needs it)")
+    group.add_argument("--layout", default="zigzag", help="layout of the tokens (default: %(default)s)")
     group.add_argument("--full-size", action="store_true", help="do not make the model of the config smaller")
 
 
@@ -105,23 +106,18 @@ def smaller(config: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str | None) -> rs.Parity:
+def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> rs.Parity:
     """Compare the model on this rank. A job for all workers of a pool."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    attention = "sdpa"
-    if find_spec("ringspan.integrations") is not None and find_spec(INTEGRATION) is not None:
-        __import__(INTEGRATION)
-        attention = "ringspan"
+    importlib.import_module("ringspan.integrations.transformers")  # registers ATTENTION
     torch.manual_seed(0)
     options = {
         key: value for key, value in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")
     }
     made = AutoConfig.for_model(config["model_type"], **options)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation=attention)
-    # SDPA in transformers takes the positions of other layouts for packed documents.
-    chosen = layout or ("zigzag" if attention == "ringspan" else "contiguous")
-    cp = rs.ContextParallel(None, rs.causal(tokens), layout=chosen)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation=ATTENTION)
+    cp = rs.ContextParallel(None, rs.causal(tokens), layout=layout)
     ids = torch.randint(made.vocab_size, (1, tokens))
     return rs.check_parity(model, ids, cp, step=step, without_cp=loss_of_transformers)
 
@@ -135,10 +131,9 @@ def step(model: Any, ids: Tensor, cp: rs.ContextParallel) -> Tensor:
 
 def loss_of_transformers(model: Any, ids: Tensor) -> Tensor:
     """Compute the same loss without ringspan, by the attention that transformers has for every model."""
-    attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(ATTENTION)
     return F.cross_entropy(logits[:, :-1].mT, ids[:, 1:])

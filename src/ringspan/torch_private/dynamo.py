@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
+
+import torch
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -30,6 +32,12 @@ def dynamo_disable(function: F) -> F:
         return (function if compiler is None else compiler.disable(function))(*args, **kwargs)
 
     return cast(F, call)
+
+
+def without_compilation() -> AbstractContextManager[Any]:
+    """Run compiled functions eagerly while the context is open. Does not import torch._dynamo."""
+    compiler = sys.modules.get("torch._dynamo")  # while it is not imported, nothing is compiled
+    return nullcontext() if compiler is None else torch.compiler.set_stance("force_eager")
 
 
 def dynamo_config(**options: Any) -> AbstractContextManager[Any]:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.parity.diagnosis import Comparison, Diagnosis, compare_without_cp, diagnose, rows_of
+from ringspan.frontends.parity.diagnosis import Diagnosis, GroupFindings, compare_without_cp, diagnose, rows_of
 from ringspan.frontends.parity.findings import (
     GroupTensor,
     RankFindings,
-    Run,
+    StepRun,
     compare_gradients,
     compare_output_gradients,
     compare_tensors,
@@ -166,7 +166,7 @@ def _compare(job: _Job) -> Parity:
         not_intercepted(mine.trace, whole.trace),
     )
     ranks = [RankFindings.from_json(data) for data in gather(own, cp.group, job.device)]
-    comparison = Comparison(
+    comparison = GroupFindings(
         ranks, merge_tensors(ranks), list(whole.trace.tensors), list(whole.gradients), whole.loss, job.tolerance
     )
 
@@ -184,7 +184,7 @@ def _compare(job: _Job) -> Parity:
     return job.result(rows + rows_of(comparison), diagnose(comparison, mixes))
 
 
-def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | Probe) -> Run:
+def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | Probe) -> StepRun:
     model.zero_grad(set_to_none=True)
     with recorder:
         loss = job.step(model, job.batch, cp)
@@ -197,14 +197,14 @@ def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | 
         if loss.requires_grad and all(g is None for g in gradients_of(model).values()):
             loss.backward()
             cp.sum_gradients(model.parameters())
-    return Run(recorder.trace, loss.item(), gradients_of(model))
+    return StepRun(recorder.trace, loss.item(), gradients_of(model))
 
 
-def _run_without_cp(job: _Job, without_cp: Callable[[Any, Any], Tensor]) -> Run:
+def _run_without_cp(job: _Job, without_cp: Callable[[Any, Any], Tensor]) -> StepRun:
     recorder = Recorder(job.whole_model, job.cp.mask.lengths, widen=job.widen)
     with recorder, torch.no_grad():
         loss = without_cp(job.whole_model, job.batch)
-    return Run(recorder.trace, loss.item(), {})
+    return StepRun(recorder.trace, loss.item(), {})
 
 
 def _not_intercepted(job: _Job, trace: Trace, error: UnplannedAttention) -> Parity:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ringspan.frontends.parity.causes import Cause
 from ringspan.frontends.parity.comparison import difference
-from ringspan.frontends.parity.findings import GroupTensor, RankFindings, Run
+from ringspan.frontends.parity.findings import GroupTensor, RankFindings, StepRun
 from ringspan.frontends.parity.result import ParityRow
 from ringspan.frontends.parity.trace import Place
 
@@ -20,7 +20,7 @@ class Diagnosis(NamedTuple):
     detail: str
 
 
-class Comparison(NamedTuple):
+class GroupFindings(NamedTuple):
     """What all ranks have found together."""
 
     ranks: list[RankFindings]
@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
         ]
 
 
-def rows_of(c: Comparison) -> list[ParityRow]:
+def rows_of(c: GroupFindings) -> list[ParityRow]:
     """Return the rows for modules, loss and gradients."""
     compared = [x for x in c.tensors if x.cut and x.is_float]
     wrong = c.wrong_tensors()
@@ -68,7 +68,7 @@ def rows_of(c: Comparison) -> list[ParityRow]:
     return rows
 
 
-def _module_row(c: Comparison, compared: Sequence[GroupTensor], wrong: Sequence[GroupTensor]) -> ParityRow:
+def _module_row(c: GroupFindings, compared: Sequence[GroupTensor], wrong: Sequence[GroupTensor]) -> ParityRow:
     if not wrong:
         return ParityRow(stage="modules", compared=len(compared), differ=0)
     first = wrong[0]
@@ -84,7 +84,7 @@ def _module_row(c: Comparison, compared: Sequence[GroupTensor], wrong: Sequence[
     )
 
 
-def _gradient_row(c: Comparison) -> ParityRow:
+def _gradient_row(c: GroupFindings) -> ParityRow:
     wrong = c.wrong_parameters()
     if not wrong:
         return ParityRow(stage="gradients", compared=len(c.parameters), differ=0)
@@ -107,7 +107,7 @@ def _ratio_text(ratios: Sequence[float]) -> str:
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
-def compare_without_cp(whole: Run, plain: Run, tolerance: float) -> tuple[ParityRow, Diagnosis | None]:
+def compare_without_cp(whole: StepRun, plain: StepRun, tolerance: float) -> tuple[ParityRow, Diagnosis | None]:
     """Compare a step in one process, under the mask of cp, with the step without ringspan."""
     errors: list[tuple[str, str, float]] = []
     for (key, label), expected in plain.trace.tensors.items():
@@ -126,7 +126,7 @@ def compare_without_cp(whole: Run, plain: Run, tolerance: float) -> tuple[Parity
 # -- causes ------------------------------------------------------------------------------------------------------------
 
 
-def diagnose(c: Comparison, mixes_tokens: Callable[[GroupTensor], bool | None]) -> Diagnosis | None:
+def diagnose(c: GroupFindings, mixes_tokens: Callable[[GroupTensor], bool | None]) -> Diagnosis | None:
     """Return the probable cause; None if all is equal. ``mixes_tokens`` answers for a tensor whether it mixes tokens."""
     wrong = c.wrong_tensors()
     if wrong:
@@ -136,7 +136,7 @@ def diagnose(c: Comparison, mixes_tokens: Callable[[GroupTensor], bool | None]) 
     return _of_loss(c) or _of_gradients(c)
 
 
-def _of_forward(c: Comparison, first: GroupTensor, mixes_tokens: Callable[[GroupTensor], bool | None]) -> Diagnosis:
+def _of_forward(c: GroupFindings, first: GroupTensor, mixes_tokens: Callable[[GroupTensor], bool | None]) -> Diagnosis:
     key, label = c.places[first.place]
     where = f"first seen in {key}, {label}, at token {first.token}"
     if label == "out":
@@ -156,7 +156,7 @@ def _of_forward(c: Comparison, first: GroupTensor, mixes_tokens: Callable[[Group
     return Diagnosis("mixing", where)
 
 
-def _of_loss(c: Comparison) -> Diagnosis | None:
+def _of_loss(c: GroupFindings) -> Diagnosis | None:
     """Judge by the gradients of the loss with respect to the outputs of the model, token by token."""
     outputs = [rank.outputs for rank in c.ranks if rank.outputs is not None]
     turned = sorted(token for x in outputs for token in x.turned)
@@ -171,7 +171,7 @@ def _of_loss(c: Comparison) -> Diagnosis | None:
     return Diagnosis("loss_per_rank", f"{factors}the losses of the ranks are {losses} instead of {c.loss:.4g}")
 
 
-def _of_gradients(c: Comparison) -> Diagnosis:
+def _of_gradients(c: GroupFindings) -> Diagnosis:
     wrong = c.wrong_parameters()
     several = max(rank.calls.get("sum_gradients", 0) for rank in c.ranks) > 1
     uses_unshard = any(rank.calls.get("unshard", 0) for rank in c.ranks)

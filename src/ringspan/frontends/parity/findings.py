@@ -25,7 +25,7 @@ from ringspan.frontends.parity.trace import NOT_INTERCEPTED, Place, Trace
 SMALL_GRADIENT = 1e-2
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """A step that was run: what was recorded, the loss, and the gradients of the parameters."""
 
     trace: Trace

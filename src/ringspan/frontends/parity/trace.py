@@ -8,7 +8,6 @@ Tensors are in the order of time, so that the code which makes the first wrong o
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.varlen import VarlenCall
+from ringspan.torch_private.dynamo import without_compilation
 
 Kind = Literal["module", "attention", "local attention", "softmax"]
 NOT_INTERCEPTED = ("local attention", "softmax")
@@ -100,8 +100,7 @@ class Recorder(TorchFunctionMode):
             self._stack.callback(before.remove)
             self._stack.callback(after.remove)
         self._stack.enter_context(_replaced(ContextParallel, self._methods()))
-        if "torch._dynamo" in sys.modules:  # compiled code does not call hooks that were added later
-            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(without_compilation())  # compiled code does not call hooks that were added later
         super().__enter__()
         return self
 
