@@ -7,6 +7,7 @@ between calls. While calls follow each other within a second the store is not us
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import ref
@@ -109,6 +110,7 @@ class Records:
         self._prefix = f"{PREFIX}/{'-'.join(map(str, global_ranks))}"
         self._generation = int(self._store().add(f"{self._prefix}/{rank}/generation", 1))
         self._written = 0
+        self._written_calls: deque[int] = deque()  # the numbers of those that are still in the store
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> Records | None:
@@ -134,10 +136,16 @@ class Records:
         return found
 
     def write_call(self, call: Call) -> None:
-        """Write the description of a call, and delete that of the call before: all ranks have read it."""
+        """Write the description of a call, and delete the one that was written before the last.
+
+        The last may still be needed: this rank has read those of all ranks, but another rank may not have read this rank's.
+        It has read the one before, because it wrote the last after that.
+        """
         store, record = self._store(), CallRecord(call.description, call.thread)
         store.set(self._call_key(call.number, self._rank), json.dumps(record))
-        store.delete_key(self._call_key(call.number - 1, self._rank))
+        self._written_calls.append(call.number)
+        if len(self._written_calls) > 2:
+            store.delete_key(self._call_key(self._written_calls.popleft(), self._rank))
 
     def read_call(self, number: int, rank: int) -> CallRecord | None:
         """Read the description of a call of another rank, or None if that rank has not begun it."""
