@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +56,34 @@ def test_containers_are_looked_into(given: Any, wanted: Any) -> None:
     assert repr(found) == repr(given if wanted is None else wanted)
 
 
-def test_the_container_itself_is_not_changed() -> None:
-    given = UserDict({"ids": X})
-    assert halves(given) is not given
+class Columns(MutableMapping[str, Any]):
+    """A mapping whose copies by ``copy.copy`` share its dict."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._columns[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+@pytest.mark.parametrize("kind", [UserDict, Columns])
+def test_the_container_itself_is_not_changed(kind: Callable[..., Any]) -> None:
+    given = kind({"ids": X})
+    found = halves(given)
+    assert found is not given
+    assert torch.equal(found["ids"], HALF)
     assert torch.equal(given["ids"], X)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -23,8 +24,8 @@ PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, np.generic, type(N
 def map_sequences(take: Callable[[Tensor], Tensor], tree: Any, length: int) -> Any:
     """Return a copy of nested containers with every tensor and array ``x`` replaced by ``take(x)``.
 
-    ``length`` is the number of tokens of the whole sequence: a list of that many numbers is refused, because it looks like
-    tokens.
+    A mapping that is neither a dict nor a UserDict becomes a dict. ``length`` is the number of tokens of the whole
+    sequence: a list of that many numbers is refused, because it looks like tokens.
     """
 
     def is_token_list(x: Any) -> bool:
@@ -44,8 +45,8 @@ def map_sequences(take: Callable[[Tensor], Tensor], tree: Any, length: int) -> A
             return x
         if is_token_list(x):
             raise InputError(f"a list of {length} numbers looks like tokens: make it a tensor, with torch.tensor(...)")
-        if isinstance(x, MutableMapping):  # UserDict, and BatchEncoding of transformers
-            sharded = copy.copy(x)
+        if isinstance(x, UserDict):  # BatchEncoding of transformers is one
+            sharded = copy.copy(x)  # with a dict of its own, which copies of other mappings may share with the original
             for key in x:
                 sharded[key] = inside(x[key])
             return sharded
