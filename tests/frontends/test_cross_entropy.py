@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import ringspan as rs
 from ringspan.frontends.cross_entropy import check_cross_entropy, summed_cross_entropy
@@ -67,6 +68,13 @@ def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
     if any(needs):
         found.backward()
     assert [x.grad is not None for x in (hidden, weight)] == list(needs)
+
+
+def test_no_gradient_is_computed_without_grad_mode() -> None:
+    hidden, weight, targets = given()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        summed_cross_entropy(hidden, weight, targets, -100, 8)
+    assert counter.get_total_flops() == 2 * targets.numel() * WIDTH * VOCABULARY  # of the logits
 
 
 def over_ranks(rank: int, grads: str, total: int | None) -> tuple[Tensor, Tensor, Tensor]:

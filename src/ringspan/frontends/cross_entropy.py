@@ -39,6 +39,8 @@ def check_cross_entropy(hidden: Any, weight: Any, targets: Any, tokens: Any) -> 
 
 def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, tokens: int) -> Tensor:
     """Return the sum of the losses of this rank's tokens, in at least float32."""
+    if not torch.is_grad_enabled():  # ctx.needs_input_grad does not depend on it
+        hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _SummedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), ignore_index, tokens)
     return loss
 
