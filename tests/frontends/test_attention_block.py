@@ -354,6 +354,14 @@ def test_a_block_without_attention_raises(attend: Callable[..., Any]) -> None:
         attend(*qkv(1))
 
 
+def test_functions_without_attention_may_run_before_attention() -> None:
+    q, k, v = (x.detach() for x in qkv(1))
+    with rs.ContextParallel(None, MASK):
+        q = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (q,))
+        found = F.scaled_dot_product_attention(q, k, v)
+    assert close(found, dense(q, k, v))
+
+
 def test_a_block_with_local_attention_only_is_intended() -> None:
     with rs.ContextParallel(None, MASK), rs.local_attention():
         F.scaled_dot_product_attention(*qkv(1))

@@ -22,6 +22,7 @@ from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.groups import Group
 from ringspan.frontends.labels import positions_in
 from ringspan.frontends.losses import Losses
+from ringspan.frontends.recompute import entered_blocks
 from ringspan.frontends.reporting import report_error, reports_errors
 from ringspan.frontends.validate import check_documents, check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
@@ -185,7 +186,8 @@ class ContextParallel(AttentionMode, Losses):
         super().__exit__(*raised)
         if torch.compiler.is_dynamo_compiling():
             return
-        if raised[0] is None and self._expect_attention and not self.was_used:
+        # Functions of torch.cond run in an entry of their own, inside the user's.
+        if raised[0] is None and self._expect_attention and not self.was_used and self not in entered_blocks():
             raise UnplannedAttention(NO_ATTENTION)
 
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
