@@ -116,7 +116,7 @@ def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> r
         key: value for key, value in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")
     }
     made = AutoConfig.for_model(config["model_type"], **options)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation=ATTENTION)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation=ATTENTION, experts_implementation="eager")
     cp = rs.ContextParallel(None, rs.causal(tokens), layout=layout)
     ids = torch.randint(made.vocab_size, (1, tokens))
     return rs.check_parity(model, ids, cp, step=step, without_cp=loss_of_transformers)

@@ -41,6 +41,11 @@ class Outside(Attention):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+class Masked(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(q.shape[-2], k.shape[-2]).bool())
+
+
 class Layer(nn.Module):
     """``mixer`` is a layer between attention and the MLP."""
 
@@ -236,6 +241,7 @@ BROKEN: dict[str, tuple[Callable[[], Model], Callable[..., Tensor], str]] = {
     "attention by hand in one layer": (lambda: Model(Layer(Attention()), Layer(ByHand())), right, "mask"),
     "attention by hand": (lambda: Model(Layer(ByHand())), right, "mask"),
     "attention outside the block": (lambda: Model(Layer(Attention()), Layer(Outside())), right, "mask"),
+    "a mask of the call": (lambda: Model(Layer(Masked())), right, "refused"),
     "no block": (intact, without_block, "mask"),
     "gradients not summed": (intact, without_sum, "not_summed"),
     "gradients averaged": (intact, averaged, "averaged"),

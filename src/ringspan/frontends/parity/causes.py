@@ -9,6 +9,7 @@ Cause = Literal[
     "inputs",
     "positions",
     "mask",
+    "refused",
     "other_mask",
     "mixing",
     "attention",
@@ -41,6 +42,10 @@ CAUSES: dict[Cause, tuple[str, str]] = {
         "the mask is dropped: attention was not intercepted, so each rank attends to its own keys only",
         "call F.scaled_dot_product_attention, flex_attention or varlen_attn inside `with cp:` (in transformers "
         'attn_implementation="sdpa" or "ringspan", not "eager")',
+    ),
+    "refused": (
+        "the model cannot run in the block: its attention, or a layer that mixes tokens, was refused",
+        "the error is in the note",
     ),
     "other_mask": (
         "the mask of cp is not the one that the model has without ringspan",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.context_parallel import NO_ATTENTION, ContextParallel
+from ringspan.frontends.parity.causes import Cause
 from ringspan.frontends.parity.diagnosis import Diagnosis, GroupFindings, compare_without_cp, diagnose, rows_of
 from ringspan.frontends.parity.findings import (
     GroupTensor,
@@ -142,6 +143,9 @@ def _compare(job: _Job) -> Parity:
         whole = _run(job, job.whole_model, alone, recorder)
     except UnplannedAttention as error:
         return _not_intercepted(job, recorder.trace, error)
+    except Exception as error:
+        error.add_note(f"raised in check_parity, in one process and in {job.dtype} (dtype=None keeps that of the model)")
+        raise
     rows: list[ParityRow] = []
     if job.without_cp is not None:
         row, other_mask = compare_without_cp(whole, _run_without_cp(job, job.without_cp), job.tolerance)
@@ -208,11 +212,12 @@ def _run_without_cp(job: _Job, without_cp: Callable[[Any, Any], Tensor]) -> Step
 
 
 def _not_intercepted(job: _Job, trace: Trace, error: UnplannedAttention) -> Parity:
-    """Return the result if a block has refused the attention of the model, or has seen none, in one process already."""
+    """Return the result if a block has seen no attention, or has refused it, in one process already."""
     unseen = [key for key, _ in trace.tensors if key.kind in NOT_INTERCEPTED]
     name = str(unseen[0]) if unseen else "with cp:"
     row = ParityRow(stage="modules", compared=0, differ=1, name=name, tensor="out")
-    return job.result([row], Diagnosis("mask", f"first seen in {name}"), (str(error),))
+    cause: Cause = "mask" if str(error) == NO_ATTENTION else "refused"
+    return job.result([row], Diagnosis(cause, f"first seen in {name}"), (str(error),))
 
 
 def single(cp: ContextParallel) -> ContextParallel:
