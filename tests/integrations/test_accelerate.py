@@ -126,3 +126,21 @@ def test_positions_are_found_among_the_buffers() -> None:
     assert _mask([ids, positions], [1, 1]) == rs.documents([3, 2, 1])
     assert _mask([ids, ids], [1, 1]) == rs.causal(6)
     assert _mask([ids, positions[:, :1].repeat(1, 6) + 1], [1, 1]) == rs.causal(6)  # an attention mask of ones
+    token_types = torch.zeros_like(ids)
+    assert _mask([ids, token_types], [1, 1]) == rs.causal(6)
+    token_types[:, -1] = 1
+    assert _mask([ids, token_types], [1, 1]) == rs.causal(6)
+
+
+def buffer_after_an_error(rank: int) -> list[int]:
+    from ringspan.integrations.accelerate import sharded
+
+    mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.arange(7).reshape(1, 7)
+    context = sharded(mesh=mesh, models=[nn.Linear(1, 1)], buffers=[ids], buffer_seq_dims=[1])
+    with pytest.raises(AttributeError, match="config"), context:  # no model of transformers
+        pass
+    return ids.flatten().tolist()
+
+
+def test_buffers_are_whole_after_an_error(pools: Pools) -> None:
+    assert pools(2).run(buffer_after_an_error) == [list(range(7))] * 2

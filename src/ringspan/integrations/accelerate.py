@@ -72,11 +72,12 @@ def sharded(
         raise InputError(f"context parallelism needs buffers and a sequence dim for each; got {len(given)} and {len(dims)}")
     cp = ContextParallel(mesh, _mask(given, dims))
     kept = {id(x) for x in no_restore_buffers or ()}
-    whole = [x.detach().clone() for x in given]
-    for buffer, dim in zip(given, dims, strict=True):
-        _replace(buffer, cp.shard(buffer.detach(), dim=dim))
+    shards = [cp.shard(x.detach(), dim=dim) for x, dim in zip(given, dims, strict=True)]
+    whole = [x.detach() for x in given]  # with the memory of the buffers, which get other memory now
     before = [model.config._attn_implementation for model in models]
     try:
+        for buffer, shard in zip(given, shards, strict=True):
+            _replace(buffer, shard)
         for model in models:
             model.set_attn_implementation(NAME)
         with cp:
@@ -103,8 +104,11 @@ def _mask(buffers: Sequence[Tensor], dims: Sequence[int]) -> Mask:
 
 
 def _are_positions(x: Tensor) -> bool:
-    """Return whether every row counts 0, 1, 2, … and starts again at 0 only."""
-    if x.is_floating_point() or x.dtype.itemsize < 4 or bool((x[:, 0] != 0).any()):
+    """Return whether every row counts 0, 1, 2, … and starts again at 0 only.
+
+    Tensors of zeros and ones do not count: they can be token types or a padding mask.
+    """
+    if x.is_floating_point() or x.dtype.itemsize < 4 or bool((x[:, 0] != 0).any()) or int(x.max()) < min(2, x.shape[1] - 1):
         return False
     step = x[:, 1:] - x[:, :-1]
     return bool(((step == 1) | (x[:, 1:] == 0)).all())
