@@ -1,5 +1,5 @@
-"""``ringspan doctor``: what is used on this machine and what is missing, then versions, an exchange between two processes, and
-why kernels are not chosen."""
+"""``ringspan doctor``: what is used on this machine and what is missing, then versions, an exchange between two
+processes, and why kernels are not chosen."""
 
 from __future__ import annotations
 
