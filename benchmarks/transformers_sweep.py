@@ -5,9 +5,9 @@
     python benchmarks/transformers_sweep.py --only llama gemma2
 
 Random weights. The logits and the gradients of all parameters are compared with those of one process, with ``sdpa`` as
-the reference where the model has it and ``eager`` where not. Differences are relative to the largest value. All is computed
-in float64: where a model asks for float32 (norms, the softmax of eager attention, routers) it gets float64, in one process
-and in two, since the rounding of float32 would hide errors.
+the reference where the model has it and ``eager`` where not. Differences are relative to the largest value. All is
+computed in float64: where a model asks for float32 (norms, the softmax of eager attention, routers) it gets float64, in
+one process and in two, since the rounding of float32 would hide errors.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     masks → layouts → plans → costs → strategies → planner → engine → frontends → compat → testing → bench → cli
                                            kernels ↗  ↖ transports              ↘ integrations
 
-Below all of them lie ``errors``, ``debugging``, ``caching``, ``torch_private`` and ``user_functions``. The imports are read
-from the source of every file (no code is run), those inside functions and under TYPE_CHECKING included.
+Below all of them lie ``errors``, ``debugging``, ``caching``, ``torch_private`` and ``user_functions``. The imports are
+read from the source of every file (no code is run), those inside functions and under TYPE_CHECKING included.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.reliability.exits [--trials N] [--load N] [--json]
 
-The programs: the distributed example of the README, the examples, eight lines of shard, unshard and destroy, and the same
-without destroy. ``--load`` processes compute in the background.
+The programs: the distributed example of the README, the examples, eight lines of shard, unshard and destroy, and the
+same without destroy. ``--load`` processes compute in the background.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shared by the experiments: start ranks, collect what each of them reports, classify the trials, print a table.
 
-A trial starts one process for each rank. The processes are forked from a server that has imported torch already, so a trial
-takes about a second. The parent hosts the store: it survives the death of any rank.
+A trial starts one process for each rank. The processes are forked from a server that has imported torch already, so a
+trial takes about a second. The parent hosts the store: it survives the death of any rank.
 
 The columns of a table:
 

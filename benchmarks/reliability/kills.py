@@ -3,8 +3,9 @@
     python -m benchmarks.reliability.kills [--trials N] [--json]         SIGKILL
     python -m benchmarks.reliability.kills --stop [--trials N] [--json]  SIGSTOP: the others wait until the time limit
 
-The places: the handshake, every step of the forward and of the backward pass, before its messages are posted and while they are
-in flight, and the collectives mean, sum_gradients and unshard. The survivors stay alive, or exit as soon as they raise.
+The places: the handshake, every step of the forward and of the backward pass, before its messages are posted and while
+they are in flight, and the collectives mean, sum_gradients and unshard. The survivors stay alive, or exit as soon as
+they raise.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.reliability.leaks [--trials N] [--cycles N] [--json]
 
-``--trials`` new masks of 40 random documents are planned and attended to, forward and backward, by two ranks in one process.
-Two processes make a process group, attend and destroy it, ``--cycles`` times. The growth is from the end of the warm-up, which
-is a fifth of all, to the end.
+``--trials`` new masks of 40 random documents are planned and attended to, forward and backward, by two ranks in one
+process. Two processes make a process group, attend and destroy it, ``--cycles`` times. The growth is from the end of
+the warm-up, which is a fifth of all, to the end.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.reliability.link_down [--trials N] [--json]
 
-Needs Linux, ``ip`` and the right to make user namespaces (``unshare -rn``). One rank runs in each namespace, and the store with
-rank 0. Both attend in a loop. A link that is down for good is an error on both ranks at the time limit of 8 s. One that comes
-back after 4 s is none.
+Needs Linux, ``ip`` and the right to make user namespaces (``unshare -rn``). One rank runs in each namespace, and the
+store with rank 0. Both attend in a loop. A link that is down for good is an error on both ranks at the time limit of 8
+s. One that comes back after 4 s is none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""One of four ranks makes another call than the others: 25 kinds × the first, a middle and the last rank × 7 strategies.
+"""One of four ranks makes another call than the others: 25 kinds × the first, a middle and the last rank × 7
+strategies.
 
     python -m benchmarks.reliability.mismatches [--trials N] [--pools N] [--json]
 
-Every kind is tried at the first use of a plan and after the ranks have agreed on it. ``--trials`` takes an evenly spread
-sample of all combinations. A trial uses a new process group of a pool of workers. It ends with a collective, so that a rank
-that needs nothing of the odd one learns of the error, too.
+Every kind is tried at the first use of a plan and after the ranks have agreed on it. ``--trials`` takes an evenly
+spread sample of all combinations. A trial uses a new process group of a pool of workers. It ends with a collective, so
+that a rank that needs nothing of the odd one learns of the error, too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.reliability.mutations [--trials N] [--seed N] [--json]
 
-A text is changed in one to four places: a piece is deleted, repeated, moved or replaced, a number becomes an extreme one,
-brackets are nested deeply. It is then read as a user's text would be. A text that is still valid is accepted.
+A text is changed in one to four places: a piece is deleted, repeated, moved or replaced, a number becomes an extreme
+one, brackets are nested deeply. It is then read as a user's text would be. A text that is still valid is accepted.
 Seconds are of processor time.
 """
 

@@ -3,9 +3,9 @@
     python benchmarks/reliability/numerics.py
     python benchmarks/reliability/numerics.py --worlds 1 8 64 --strategies ring --dtypes bfloat16 --json
 
-All ranks run in this process (``LocalWorld``). An error is the root mean square of the difference from dense attention in
-float64 of the same inputs, divided by the root mean square of the expected values. Out and the gradients of q, k and v
-are measured on their own. The last table has queries scaled by 30, in float32, and compares with the error of
+All ranks run in this process (``LocalWorld``). An error is the root mean square of the difference from dense attention
+in float64 of the same inputs, divided by the root mean square of the expected values. Out and the gradients of q, k and
+v are measured on their own. The last table has queries scaled by 30, in float32, and compares with the error of
 ``F.scaled_dot_product_attention`` in one process.
 """
 

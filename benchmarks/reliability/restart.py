@@ -1,4 +1,5 @@
-"""Kill a rank of a training under ``torchrun --max-restarts``: it goes on from its checkpoint and ends with the same loss.
+"""Kill a rank of a training under ``torchrun --max-restarts``: it goes on from its checkpoint and ends with the same
+loss.
 
     python -m benchmarks.reliability.restart [--trials N] [--json]
 

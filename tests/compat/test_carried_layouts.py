@@ -173,7 +173,8 @@ def several_live_shardings(rank: int) -> None:
 
 
 def earlier_shardings(rank: int, names: tuple[str, str]) -> None:
-    """A length that was sharded in two orders. No call may take one order for the other, before or after an unsharding."""
+    """A length that was sharded in two orders. No call may take one order for the other, before or after an
+    unsharding."""
     mesh, whole = mesh_of_all(), qkv(N)
     balancers = [None if name == "none" else head_tail(mesh) for name in names]
     first = clones(mesh, whole, balancers[0])

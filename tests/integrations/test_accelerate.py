@@ -1,7 +1,7 @@
 """The hooks of accelerate and of Trainer on two processes, against one process.
 
-accelerate 1.15 refuses ``cp_size > 1`` on CPUs (``ParallelismConfig`` wants several GPUs, FSDP2 or DeepSpeed). So the functions
-of Trainer and Accelerator that do the work are called here on a gloo mesh, without their constructors.
+accelerate 1.15 refuses ``cp_size > 1`` on CPUs (``ParallelismConfig`` wants several GPUs, FSDP2 or DeepSpeed). So the
+functions of Trainer and Accelerator that do the work are called here on a gloo mesh, without their constructors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def batch(kind: str, step: int) -> dict[str, Tensor]:
 
 
 def train(rank: int, name: str, kind: str) -> list[tuple[float, float]]:
-    """The losses of some steps of one process and of this group. The functions of Trainer and Accelerator are upstream's."""
+    """The losses of some steps of one process and of this group. The functions of Trainer and Accelerator are
+    upstream's."""
     from transformers import Trainer
 
     from ringspan.integrations.accelerate import Accelerator

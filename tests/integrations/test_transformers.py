@@ -1,4 +1,5 @@
-"""Models of transformers on two processes: logits and the gradients of all parameters against one process, in float64."""
+"""Models of transformers on two processes: logits and the gradients of all parameters against one process, in
+float64."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def tensors(q_len: int, k_len: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def documents_of(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document of each query and key: the connected components of the visible pairs, found by brute force."""
+    """Return the document of each query and key: the connected components of the visible pairs, found by brute
+    force."""
     q_len, k_len = truth.shape
     of_q, of_k = np.arange(q_len), np.arange(q_len, q_len + k_len)
     for _ in range(q_len + k_len):

@@ -145,7 +145,8 @@ def test_settings_are_off_unless_set() -> None:
 
 
 def calls_without_tags(rank: int) -> list[str]:
-    """As with NCCL: no rank waits in a call, and the messages of other calls match. The watchdog compares past calls."""
+    """As with NCCL: no rank waits in a call, and the messages of other calls match. The watchdog compares past
+    calls."""
     group = ProcessGroupTransport(dist.new_group(), timeout=LIMIT)
     group._state._has_tags = False
     cp = rs.ContextParallel(group, rs.documents([8] * 3), strategy="exchange", layout="contiguous")

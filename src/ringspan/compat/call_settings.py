@@ -1,7 +1,7 @@
 """What attention reads from the state of the process, and the same again when a checkpoint makes a call a second time.
 
-``_cp_options`` and the shardings can change between the forward pass and the recomputation of a checkpoint in the backward
-pass. So a call in a checkpoint stores what it has read there, and the recomputation reads that.
+``_cp_options`` and the shardings can change between the forward pass and the recomputation of a checkpoint in the
+backward pass. So a call in a checkpoint stores what it has read there, and the recomputation reads that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class CallSettings(NamedTuple):
     orders: Mapping[int, tuple[str, ...]]
 
     def orders_of(self, length: int) -> tuple[str, ...]:
-        """Return the orders that tensors of a length can have: those of shardings or, if there are none, that of the switch."""
+        """Return the orders that tensors of a length can have: those of shardings or, if there are none, that of the
+        switch."""
         return self.orders.get(length) or (HEAD_TAIL if self.is_balanced else CONTIGUOUS,)
 
     def agrees_with(self, later: CallSettings) -> bool:
@@ -56,7 +57,8 @@ _held = _Held()
 
 
 def settings_of(shardings: Shardings) -> CallSettings:
-    """Return the settings for calls over a process group, given by its shardings: those held here, or those of the process."""
+    """Return the settings for calls over a process group, given by its shardings: those held here, or those of the
+    process."""
     for held in reversed(_held.stack):
         if held.shardings is shardings:
             return held.settings

@@ -25,8 +25,8 @@ class _ContextParallelOptions:
     """``enable_load_balance`` says that tensors are in head-tail order (zigzag) and not contiguous.
 
     It is read when a ``context_parallel`` block is opened, and by calls whose tensors carry no layout.
-    ``convert_to_f32=False`` is obeyed by :class:`_SDPAMerger` of the user only: attention always merges partial results in
-    at least float32.
+    ``convert_to_f32=False`` is obeyed by :class:`_SDPAMerger` of the user only: attention always merges partial results
+    in at least float32.
     """
 
     convert_to_f32: bool = True

@@ -80,8 +80,8 @@ def context_parallel_unshard(
 
     Without a balancer the order of the shards is that of the open ``context_parallel`` block, for sequences of the
     length of one of its buffers. Else it is the order of all shardings and blocks of this length. If there were several
-    orders, an error asks for the balancer. If there were none, ``_cp_options.enable_load_balance`` decides: head-tail, or
-    contiguous.
+    orders, an error asks for the balancer. If there were none, ``_cp_options.enable_load_balance`` decides: head-tail,
+    or contiguous.
     """
     check_mesh(mesh)
     if len(buffers) != len(seq_dims):

@@ -42,12 +42,14 @@ class Shardings:
         self.of_inputs = _with(self.of_inputs, length, order)
 
     def record_block(self, order: str, length: int, *, is_even: bool) -> None:
-        """Record a block that was left. Its results can be unsharded, but attention over its tensors belongs inside it."""
+        """Record a block that was left. Its results can be unsharded, but attention over its tensors belongs inside
+        it."""
         self.has_uneven |= not is_even
         self._of_blocks = _with(self._of_blocks, length, order)
 
     def of_results(self, length: int) -> tuple[str, ...]:
-        """Return the orders that tensors can have which are to be unsharded: those of inputs and of blocks that were left."""
+        """Return the orders that tensors can have which are to be unsharded: those of inputs and of blocks that were
+        left."""
         return tuple(dict.fromkeys((*self.of_inputs.get(length, ()), *self._of_blocks.get(length, ()))))
 
     def declare(self, order: str) -> None:
@@ -75,8 +77,8 @@ def shardings_of(group: dist.ProcessGroup) -> Shardings:
 class States:
     """The latest states of the switch and of all shardings, by number.
 
-    Compiled code passes ``number`` on as an input of its graph. If a graph computes a checkpoint again in its backward pass,
-    the input is still that of the forward pass.
+    Compiled code passes ``number`` on as an input of its graph. If a graph computes a checkpoint again in its backward
+    pass, the input is still that of the forward pass.
     """
 
     LIMIT = 64

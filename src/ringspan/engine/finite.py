@@ -1,6 +1,8 @@
-"""Checks for non-finite values, under ``RINGSPAN_DEBUG=1``: of the inputs of a pass, and of what each kernel call returns.
+"""Checks for non-finite values, under ``RINGSPAN_DEBUG=1``: of the inputs of a pass, and of what each kernel call
+returns.
 
-An error names the rank, the step, the slots, the band and the token. The other ranks raise PeerFailed with the same text.
+An error names the rank, the step, the slots, the band and the token. The other ranks raise PeerFailed with the same
+text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plan handles: what one rank needs to attend under a plan, and the registry in which custom operators find it.
 
-A custom operator takes tensors and numbers, and a plan is neither. So a handle may be registered under an id, and the operator
-``ringspan::attend`` receives the id as an int64 tensor. A tensor is an input of a compiled program, so that a new mask is a new
-input and not a recompilation.
+A custom operator takes tensors and numbers, and a plan is neither. So a handle may be registered under an id, and the
+operator ``ringspan::attend`` receives the id as an int64 tensor. A tensor is an input of a compiled program, so that a
+new mask is a new input and not a recompilation.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """
@@ -44,7 +44,8 @@ log = logging.getLogger("ringspan.engine")
 
 MAX_PREPARED = 256  # calls of one plan
 
-# The scale and back end of a call, and the shape, dtype and device of its q, k and v: all that its preparation depends on.
+# The scale and back end of a call, and the shape, dtype and device of its q, k and v: all that its preparation depends
+# on.
 CallKey: TypeAlias = tuple[object, ...]
 
 
@@ -58,7 +59,8 @@ class PreparedCall(NamedTuple):
     config: AttentionConfig | None = None
     """None until the first call without functions of the user."""
     mods_kernel: Kernel | None = None
-    """The kernel of calls with functions. Their tensors are looked up in every call, so such a call has no config here."""
+    """The kernel of calls with functions. Their tensors are looked up in every call, so such a call has no config
+    here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -87,7 +89,8 @@ class PlanHandle:
         object.__setattr__(self, "_agreed", agreements(group))
 
     def refuse(self, kind: str, error: BaseException, scale: float | None = None) -> None:
-        """Tell the other ranks an error of this rank, unless they know it already. ``kind`` is "forward" or "backward"."""
+        """Tell the other ranks an error of this rank, unless they know it already. ``kind`` is "forward" or
+        "backward"."""
         self.group.refuse(CallDescription(kind, self.plan.digest, scale), error)
 
     @contextmanager
@@ -109,8 +112,8 @@ class PlanHandle:
     ) -> tuple[Plan, AttentionConfig]:
         """Return the plan for these tensors' heads and the kernel to run, once all ranks have agreed on the call.
 
-        A rank checks its tensors and functions and selects its kernel before it communicates. If it cannot make the call,
-        what its peers do depends on the calls before:
+        A rank checks its tensors and functions and selects its kernel before it communicates. If it cannot make the
+        call, what its peers do depends on the calls before:
 
         - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
           part, so that they raise :class:`~ringspan.errors.PeerFailed`, and raises its own error.
@@ -161,7 +164,8 @@ class PlanHandle:
         return plan, signature, config
 
     def _describe(self, q: Tensor, k: Tensor, v: Tensor) -> PreparedCall:
-        """Fit the plan to the heads of these tensors, and state what the ranks compare and what kernels are asked about."""
+        """Fit the plan to the heads of these tensors, and state what the ranks compare and what kernels are asked
+        about."""
         shape = shape_of(q, k, v)
         fitted = self.plan.for_heads(shape.heads, shape.kv_heads)
         signature = RankSignature(
@@ -195,22 +199,24 @@ class PlanHandle:
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:
-    """Return the prepared calls of a plan, none yet. They are kept with the plan: handles made for one call share them."""
+    """Return the prepared calls of a plan, none yet. They are kept with the plan: handles made for one call share
+    them."""
     return {}
 
 
 class HandleRegistry:
     """Handles by id. May be used from several threads: plans are made ahead in other threads.
 
-    The registry holds handles weakly. The id tensor of a handle owns the handle that the registry finds, so this handle lives
-    as long as the ContextParallel, a compiled program or a graph of autograd that has saved the id for its backward pass. ::
+    The registry holds handles weakly. The id tensor of a handle owns the handle that the registry finds, so this handle
+    lives as long as the ContextParallel, a compiled program or a graph of autograd that has saved the id for its
+    backward pass. ::
 
         ContextParallel ──► handle with an id ──► id tensor ──► handle without an id ──► plan, group
         program, autograd graph ──────────────────────┘                  ▲
         registry ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┘ weak
 
-    Of several handles of one id the last registered is found: after ``destroy_process_group`` a new group may have the name of
-    an old one.
+    Of several handles of one id the last registered is found: after ``destroy_process_group`` a new group may have the
+    name of an old one.
     """
 
     def __init__(self) -> None:

@@ -71,8 +71,8 @@ REFUSED = {
     VARLEN_ATTENTION_OUT: "call varlen_attn, without out",
 }
 
-# Operators of other packages, "flash_attn._flash_attn_forward": those whose own name says attention, and the forward pass
-# of a package that does. Their backward passes are only called for a forward pass.
+# Operators of other packages, "flash_attn._flash_attn_forward": those whose own name says attention, and the forward
+# pass of a package that does. Their backward passes are only called for a forward pass.
 OTHER_ATTENTION = re.compile(r"\.\w*(attn|attention|fmha)|(attn|attention|fmha)\w*\.\w*fwd", re.IGNORECASE)
 BACKWARD = re.compile(r"bwd|backward", re.IGNORECASE)
 
@@ -280,7 +280,8 @@ class AttentionCatcher(FlexInterceptor):
         self.keep_settings()
 
     def keep_settings(self) -> None:
-        """Store settings of the process that :meth:`caught` reads, for the recomputation of a checkpoint around the call."""
+        """Store settings of the process that :meth:`caught` reads, for the recomputation of a checkpoint around the
+        call."""
 
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,7 +297,8 @@ def _mark_as_used() -> None:
 
 
 def _before_compiled_call() -> None:
-    """Compiled code calls the operator without passing through a block, and without modes on the stack."""
+    """Note the call for the blocks. Compiled code calls the operator without passing through a block, and without
+    modes."""
     check_no_other_task()
     _mark_as_used()
     keep_entered_blocks()

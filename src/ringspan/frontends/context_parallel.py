@@ -76,8 +76,9 @@ class ContextParallel(AttentionMode, Losses):
 
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
 
-    A block in which no attention was ever intercepted raises :class:`ringspan.UnplannedAttention` when it ends: the model
-    computes attention in a way that the block cannot see, each rank on its own keys. ``expect_attention=False`` allows it.
+    A block in which no attention was ever intercepted raises :class:`ringspan.UnplannedAttention` when it ends: the
+    model computes attention in a way that the block cannot see, each rank on its own keys. ``expect_attention=False``
+    allows it.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class ContextParallel(AttentionMode, Losses):
     def with_mask(
         self, mask: Mask, *, strategy: str | Strategy | None = None, sides: tuple[Side, Side] = ("q", "kv")
     ) -> ContextParallel:
-        """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding window).
+        """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding
+        window).
 
         In a cross-attention, ``sides=("q", "q")`` is the self-attention of its queries, ``("kv", "kv")`` of its keys.
         """
@@ -206,8 +208,8 @@ class ContextParallel(AttentionMode, Losses):
 
         ``dim`` is the sequence dim of each tensor; ``of="kv"`` uses the layout of the keys (cross-attention). Arguments
         are tensors and NumPy arrays, or nested lists, tuples, dicts, mappings (``BatchEncoding``) and dataclasses of
-        them. Numbers, strings, flags and None in these are returned unchanged. Any other object raises, as it could hold
-        tokens. One argument gives one result, several give a tuple.
+        them. Numbers, strings, flags and None in these are returned unchanged. Any other object raises, as it could
+        hold tokens. One argument gives one result, several give a tuple.
         """
         sharded = tuple(map_sequences(lambda x: self._take(x, dim, of), tree, self._layout(of).length) for tree in trees)
         return sharded[0] if len(sharded) == 1 else sharded
@@ -335,7 +337,8 @@ class ContextParallel(AttentionMode, Losses):
         )
 
     def handle_of(self, block_mask: BlockMask | None) -> PlanHandle:
-        """Return a registered handle for a BlockMask of the whole sequence on this layout; for None, that of the plan."""
+        """Return a registered handle for a BlockMask of the whole sequence on this layout; for None, that of the
+        plan."""
         if block_mask is None:
             return self._handle
         made = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
@@ -348,7 +351,8 @@ class ContextParallel(AttentionMode, Losses):
         return attend_packed(self._handle, call)
 
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``: ``f`` runs again in this block.
+        """For ``checkpoint(f, x, use_reentrant=False, context_fn=cp.checkpoint_context)``: ``f`` runs again in this
+        block.
 
         A checkpoint inside the block does not need it (:mod:`ringspan.frontends.recompute`). For selective
         checkpointing pass ``context_fn=partial(cp.checkpoint_context, policy)``. If the policy saves

@@ -1,7 +1,8 @@
 """Cross-entropy of a linear layer over a large vocabulary. The logits of all tokens never exist at once.
 
-The loss is a sum over tokens, so the gradients of hidden states and weights are known, up to the factor that the backward
-pass brings, as soon as the logits of a tile are. They are computed in the forward pass, with the logits still there::
+The loss is a sum over tokens, so the gradients of hidden states and weights are known, up to the factor that the
+backward pass brings, as soon as the logits of a tile are. They are computed in the forward pass, with the logits still
+there::
 
     tile of hidden (T, D) ─► logits (T, V) ─► loss of the tile
                                 │

@@ -9,8 +9,8 @@ The caller of a suspended generator runs while the block of the generator is ope
     for out in results():
         attention(q, k, v)                # not inside the block
 
-A generator that is the body of a context manager, or of a fixture of pytest, is suspended on purpose: the block is meant
-for the code that runs meanwhile.
+A generator that is the body of a context manager, or of a fixture of pytest, is suspended on purpose: the block is
+meant for the code that runs meanwhile.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Activation checkpointing: attention that is computed again in the backward pass is computed in the same blocks.
 
-``checkpoint(f, x)`` calls ``f`` a second time in the backward pass, perhaps after the ``with cp:`` block was left. A block
-that is around the checkpoint would not be there. So a block that intercepts attention inside a checkpoint replaces the function
-which the checkpoint will run by one that enters the block again::
+``checkpoint(f, x)`` calls ``f`` a second time in the backward pass, perhaps after the ``with cp:`` block was left. A
+block that is around the checkpoint would not be there. So a block that intercepts attention inside a checkpoint
+replaces the function which the checkpoint will run by one that enters the block again::
 
     with cp:                                                  # entered before the checkpoint: entered again
         y = checkpoint(f, x)      f:  attention …
                                       with other: attention   # entered in f itself: f does so again
     y.backward()
 
-The opposite can happen as well: a backward pass in a block runs functions of checkpoints again that were made outside of
-it. The block leaves their attention alone.
+The opposite can happen as well: a backward pass in a block runs functions of checkpoints again that were made outside
+of it. The block leaves their attention alone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class _Entry:
 
 
 class _Entries(threading.local):
-    """The blocks that this thread has entered and not left, the innermost last. Not those that compiled code has entered."""
+    """The blocks that this thread has entered and not left, the innermost last. Not those that compiled code has
+    entered."""
 
     def __init__(self) -> None:
         self.stack: list[_Entry] = []
@@ -140,9 +141,11 @@ def entered_blocks() -> list[Block]:
 
 
 def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
-    """Let the checkpoints around this call run their functions again in those of the blocks that are around the checkpoint.
+    """Let the checkpoints around this call run their functions again in those of the blocks that are around the
+    checkpoint.
 
-    Raises for checkpoints of other libraries, unless the call is by ``compiled`` code, which itself runs in such a function.
+    Raises for checkpoints of other libraries, unless the call is by ``compiled`` code, which itself runs in such a
+    function.
     """
     for checkpoint in _surrounding_checkpoints() if blocks else []:
         function = checkpoint.function
@@ -162,7 +165,8 @@ def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
 
 
 def contexts_of_recomputation() -> list[list[Block]]:
-    """Return, for each checkpoint around this call, the contexts in which its function will run again. More can be added."""
+    """Return, for each checkpoint around this call, the contexts in which its function will run again. More can be
+    added."""
     found = [(checkpoint, checkpoint.function) for checkpoint in _surrounding_checkpoints()]
     return [_in_blocks(checkpoint, function).contexts for checkpoint, function in found if function is not None]
 

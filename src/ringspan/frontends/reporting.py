@@ -1,7 +1,7 @@
 """Tell the other ranks of a group about an error that this rank raises before it communicates.
 
-The others may be in the call already and wait for this rank. They read its error from the store of the process group and
-raise :class:`~ringspan.errors.PeerFailed`.
+The others may be in the call already and wait for this rank. They read its error from the store of the process group
+and raise :class:`~ringspan.errors.PeerFailed`.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from ringspan.errors import InputError
 
 
 def tiled(function: Callable[..., Any], *tensors: Tensor, tokens: int, dim: int = 1) -> Any:
-    """Return ``function(*tensors)``, computed for at most ``tokens`` tokens at a time and computed again in the backward
-    pass.
+    """Return ``function(*tensors)``, computed for at most ``tokens`` tokens at a time and computed again in the
+    backward pass.
 
-    For functions that treat every token alone: MLPs, norms, projections. ``dim`` is the sequence dim of all tensors and of
-    the result, which is a tensor or a tuple of tensors. Of a tile only its inputs are kept, so an MLP needs the memory of
-    its hidden units for one tile::
+    For functions that treat every token alone: MLPs, norms, projections. ``dim`` is the sequence dim of all tensors and
+    of the result, which is a tensor or a tuple of tensors. Of a tile only its inputs are kept, so an MLP needs the
+    memory of its hidden units for one tile::
 
         x   | tile | tile | tile |            forward: each tile in turn, its activations are freed
         mlp(x) on all: 4 × x                  backward: each tile again, with its activations

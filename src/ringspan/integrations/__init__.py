@@ -1,1 +1,2 @@
-"""Adapters to other libraries. Each subpackage needs an optional dependency, and none is imported by ``import ringspan``."""
+"""Adapters to other libraries. Each subpackage needs an optional dependency, and ``import ringspan``
+imports none."""

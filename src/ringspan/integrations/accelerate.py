@@ -1,16 +1,16 @@
 """Context parallelism of ``accelerate``, and of the ``Trainer`` of transformers, on ringspan.
 
-With ``ParallelismConfig(cp_size=…)``, accelerate splits the batch in ``maybe_context_parallel`` and lets PyTorch compute
-attention, for full causal attention only. Here the same hooks shard by a ringspan layout and attend under the masks of the
-model::
+With ``ParallelismConfig(cp_size=…)``, accelerate splits the batch in ``maybe_context_parallel`` and lets PyTorch
+compute attention, for full causal attention only. Here the same hooks shard by a ringspan layout and attend under the
+masks of the model::
 
     trainer = Trainer(...)                              # or SFTTrainer
     use_ringspan(trainer.accelerator)                   # before trainer.train()
 
     accelerator = Accelerator(parallelism_config=...)   # of this module, in a loop of your own
 
-Sliding windows, chunks, softcap, sinks, packed documents, padding and lengths that the ranks do not divide are exact. The
-documents of a packed batch are found by its position ids, as transformers does in one process.
+Sliding windows, chunks, softcap, sinks, packed documents, padding and lengths that the ranks do not divide are exact.
+The documents of a packed batch are found by its position ids, as transformers does in one process.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def sharded(
 ) -> Iterator[ContextParallel]:
     """Replace the contents of the buffers by this rank's tokens, and attend over all ranks, while the context is open.
 
-    The arguments after ``models`` are those of ``maybe_context_parallel``. Buffers are restored on exit, except those in
-    ``no_restore_buffers``.
+    The arguments after ``models`` are those of ``maybe_context_parallel``. Buffers are restored on exit, except those
+    in ``no_restore_buffers``.
     """
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if not given or len(given) != len(dims):

@@ -15,7 +15,8 @@ all parts whose inputs are finite, and once for each other part. Each time the q
 hidden, zeros are read in their place, and zeros are written for them. Adding a zero changes no bit, so a part has the
 same bits as in a call in which every input is finite.
 
-The check reads values on the host, which must not wait for another device. There, every part is a repetition of its own.
+The check reads values on the host, which must not wait for another device. There, every part is a repetition of its
+own.
 
 Legend: B batch, H heads, S queries, T keys, D width.
 """

@@ -52,7 +52,8 @@ def triton_kernels() -> ModuleType | None:
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     """Merge ``other`` into ``into`` in place.
 
-    Either out may be narrower than lse. ``into.lse`` may be wider than ``other.lse``, in whose dtype outputs are merged.
+    Either out may be narrower than lse. ``into.lse`` may be wider than ``other.lse``, in whose dtype outputs are
+    merged.
 
     ``old`` is read in place of ``into.out``, which is then only written.
     """

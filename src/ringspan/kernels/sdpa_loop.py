@@ -99,7 +99,8 @@ def _shares(call: RectangleCall, of_queries: Sequence[Tensor], of_keys: Sequence
 
 
 def _mask(call: RectangleCall, bands: tuple[Band, ...], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return bands as an additive mask of the rectangle of the call, and its rows without keys. None: all is visible."""
+    """Return bands as an additive mask of the rectangle of the call, and its rows without keys. None: all is
+    visible."""
     if not call.bands:
         return None, None
     is_small = (call.q1 - call.q0) * (call.k1 - call.k0) <= MAX_CACHED_CELLS

@@ -24,8 +24,8 @@ def documents(
     causal: bool = True,
     align: Align | None = None,
 ) -> Mask:
-    """Make a mask of documents packed end to end, given by their ``lengths``, by the document ``ids`` of every token, or
-    by ``cu_seqlens``, the cumulative lengths that flash attention takes: a 0, then the end of each document.
+    """Make a mask of documents packed end to end, given by their ``lengths``, by the document ``ids`` of every token,
+    or by ``cu_seqlens``, the cumulative lengths that flash attention takes: a 0, then the end of each document.
 
     Tokens with the same id see each other at any distance; ids need not be sorted. ``kv_lengths`` gives each document
     another number of keys (cross-attention between packed pairs). A causal mask then needs ``align`` (see

@@ -15,8 +15,8 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
     on that side.
 
     A relation: it holds at any length and takes the lengths of the mask it is combined with. ``left`` is the number of
-    keys *before* the query, as in flash attention. A configuration of transformers that says ``sliding_window=W`` counts
-    the query's own key as well: that is :func:`sliding_window`.
+    keys *before* the query, as in flash attention. A configuration of transformers that says ``sliding_window=W``
+    counts the query's own key as well: that is :func:`sliding_window`.
 
     >>> from ringspan import full
     >>> print((full(4) & window(left=1, right=0)).ascii())

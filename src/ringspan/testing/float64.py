@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 class Float64(TorchFunctionMode):
     """Replaces float32 by float64 wherever a function is asked for it.
 
-    Models compute norms and the softmax of plain attention in float32. The rounding depends on how many tokens there are, so
-    it differs between one process and several, and would hide small errors.
+    Models compute norms and the softmax of plain attention in float32. The rounding depends on how many tokens there
+    are, so it differs between one process and several, and would hide small errors.
 
     >>> with Float64():
     ...     torch.ones(2, dtype=torch.float64).float().softmax(0, dtype=torch.float32).dtype

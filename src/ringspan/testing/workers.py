@@ -31,8 +31,8 @@ class WorkerFailed(RingspanError, RuntimeError):
 
 
 class Pool:
-    """``world`` processes in one process group, started once and used for any number of jobs. With ``backend="nccl"`` they
-    take the GPUs of this machine in turn.
+    """``world`` processes in one process group, started once and used for any number of jobs. With ``backend="nccl"``
+    they take the GPUs of this machine in turn.
 
     A job is a function defined at module level. Every worker calls it as ``job(rank, *args)`` with
     ``torch.distributed`` initialised. The results come back in the order of the ranks.
@@ -41,7 +41,8 @@ class Pool:
     def __init__(self, world: int, *, backend: str = "gloo", threads: int = 1, timeout: float = 300.0) -> None:
         self.world, self.timeout = world, timeout
         context = multiprocessing.get_context("spawn")
-        # This process hosts the store, on a port that the operating system chooses: one chosen here could be taken meanwhile.
+        # This process hosts the store, on a port that the operating system chooses: one chosen here could be taken
+        # meanwhile.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         port = self._store.port
         self._workers: list[tuple[Any, Connection]] = []

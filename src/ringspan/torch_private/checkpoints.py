@@ -1,4 +1,5 @@
-"""The activation checkpoints (``torch.utils.checkpoint``) that surround a call, and the functions that they will run again.
+"""The activation checkpoints (``torch.utils.checkpoint``) that surround a call, and the functions that they will run
+again.
 
 A non-reentrant checkpoint installs hooks for saved tensors. The function that packs a tensor holds the object of the
 checkpoint, whose ``recompute_fn`` runs again in the backward pass. A reentrant checkpoint is an autograd function: its
@@ -20,12 +21,13 @@ from torch.utils.checkpoint import CheckpointFunction
 innermost_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-# () -> the number of the backward pass that this thread is in, or NO_BACKWARD. A backward pass inside another has its own.
+# () -> the number of the backward pass that this thread is in, or NO_BACKWARD. A backward pass inside another has its
+# own.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 NO_BACKWARD = -1
 
-# The functions by which a non-reentrant checkpoint packs saved tensors and computes them again, and their variable that is
-# the checkpoint.
+# The functions by which a non-reentrant checkpoint packs saved tensors and computes them again, and their variable that
+# is the checkpoint.
 PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 UNPACK_HOOK = "_checkpoint_hook.__init__.<locals>.unpack_hook"
 FRAME = "frame"
@@ -88,7 +90,8 @@ def reentrant_checkpoints() -> list[Checkpoint]:
 
 
 def is_recomputing() -> bool:
-    """Return whether a checkpoint around this call is running its function again. Only calls in a backward pass can be."""
+    """Return whether a checkpoint around this call is running its function again. Only calls in a backward pass can
+    be."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,8 +1,8 @@
 """The flight recorder: the last calls and exchanges of this rank, as text and as JSON.
 
 Every rank keeps its last 64 calls and exchanges of each group in memory. When a call fails, the last few exchanges are
-attached to the error as a note, which Python prints with the traceback, and with ``RINGSPAN_FLIGHT_RECORD=path`` all of them
-are written to ``path.<global rank>.json``.
+attached to the error as a note, which Python prints with the traceback, and with ``RINGSPAN_FLIGHT_RECORD=path`` all of
+them are written to ``path.<global rank>.json``.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class ProcessGroupTransport:
         self.world = len(self.global_ranks)
         self.timeout = _time_limit(timeout)
         self.traffic = Traffic()
-        # Held weakly: PyTorch keeps a group until it is destroyed. A group that lived longer would end its threads only when
-        # the interpreter ends, which can abort the process.
+        # Held weakly: PyTorch keeps a group until it is destroyed. A group that lived longer would end its threads only
+        # when the interpreter ends, which can abort the process.
         self._group = ref(given)
         self._state = group_state(given, tuple(self.global_ranks), self.rank)
 
@@ -161,8 +161,8 @@ class ProcessGroupTransport:
     def refuse(self, description: CallDescription, error: BaseException) -> None:
         """Count a call that this rank cannot make, so that the peers that wait for it learn the error.
 
-        A rank that raises counts the call as its peers do, so that later calls match if all ranks raise and go on. Errors
-        that have ended a call, and errors of communication, are known to the peers already.
+        A rank that raises counts the call as its peers do, so that later calls match if all ranks raise and go on.
+        Errors that have ended a call, and errors of communication, are known to the peers already.
         """
         if self.world > 1 and not is_known_to_peers(error):
             log.warning("rank %d refuses %s: %s: %s", self.rank, description, type(error).__name__, error)
@@ -365,7 +365,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# By process group, and by the global ranks in rank order: two meshes can share a process group and number it differently.
+# By process group, and by the global ranks in rank order: two meshes can share a process group and number it
+# differently.
 _states: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], WatchedGroup]] = WeakKeyDictionary()
 _states_lock = Lock()
 

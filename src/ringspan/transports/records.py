@@ -138,8 +138,8 @@ class Records:
     def write_call(self, call: Call) -> None:
         """Write the description of a call, and delete the one that was written before the last.
 
-        The last may still be needed: this rank has read those of all ranks, but another rank may not have read this rank's.
-        It has read the one before, because it wrote the last after that.
+        The last may still be needed: this rank has read those of all ranks, but another rank may not have read this
+        rank's. It has read the one before, because it wrote the last after that.
         """
         store, record = self._store(), CallRecord(call.description, call.thread)
         store.set(self._call_key(call.number, self._rank), json.dumps(record))

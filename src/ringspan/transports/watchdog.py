@@ -83,7 +83,8 @@ class WatchedGroup:
             self._compare_past_calls()
 
     def _compare_past_calls(self) -> None:
-        """Compare calls that have been made, where messages have no tags: those of different calls may have been mixed up.
+        """Compare calls that have been made, where messages have no tags: those of different calls may have been mixed
+        up.
 
         With NCCL a rank does not wait in its calls, but in the program, for the device. So the next call raises.
         """
@@ -102,8 +103,8 @@ class WatchedGroup:
     def await_failure(self, peers: tuple[int, ...]) -> TransportError | None:
         """Return the error of a peer whose connection is lost, if it has closed the connection itself.
 
-        gloo closes the connections of a rank whose wait times out, and that rank writes its record afterwards. Such a rank has
-        written before that it waits. A rank that was killed has not: then there is nothing to wait for.
+        gloo closes the connections of a rank whose wait times out, and that rank writes its record afterwards. Such a
+        rank has written before that it waits. A rank that was killed has not: then there is nothing to wait for.
         """
         end = time.monotonic() + RECORD_DELAY
         while any(record.waits_for for record in self._try_read(peers).values()):

@@ -52,8 +52,8 @@ def check_parity(
 ) -> Parity:
     """Compare a training step over the ranks of ``cp`` with the same step in one process.
 
-    Every rank of ``cp`` calls it with the same model and the same batch of *whole* sequences. ``step(model, batch, cp)``
-    is your own: it shards the batch, calls the model in ``with cp:``, and returns the loss::
+    Every rank of ``cp`` calls it with the same model and the same batch of *whole* sequences. Your
+    ``step(model, batch, cp)`` shards the batch, calls the model in ``with cp:``, and returns the loss::
 
         def step(model, batch, cp):
             tokens, labels = cp.shard(batch["tokens"], rs.shift_labels(batch["tokens"]), dim=1)
@@ -66,16 +66,16 @@ def check_parity(
 
         print(rs.check_parity(model, batch, cp, step=step))
 
-    It runs twice, with two copies of the model: once with a ``cp`` of one rank and the same mask, and once with yours. So
-    it must use the model and the ``cp`` that it is given. Compared are the inputs and outputs of every module, q, k, v and
-    out of every attention call, the loss, and the gradient of every parameter. If the step does not call ``backward``,
-    ``loss.backward()`` and ``cp.sum_gradients(model.parameters())`` are called after it.
+    It runs twice, with two copies of the model: once with a ``cp`` of one rank and the same mask, and once with yours.
+    So it must use the model and the ``cp`` that it is given. Compared are the inputs and outputs of every module, q, k,
+    v and out of every attention call, the loss, and the gradient of every parameter. If the step does not call
+    ``backward``, ``loss.backward()`` and ``cp.sum_gradients(model.parameters())`` are called after it.
 
-    Without ``step``, the tensors of the batch (a tensor, tuple or dict) are sharded along ``dim`` and passed to the model.
-    The loss is that of the result, if it has one (``result.loss``), else the mean square of its first tensor.
+    Without ``step``, the tensors of the batch (a tensor, tuple or dict) are sharded along ``dim`` and passed to the
+    model. The loss is that of the result, if it has one (``result.loss``), else the mean square of its first tensor.
 
-    With ``without_cp(model, batch)``, which computes the same loss without ringspan, the step in one process is compared
-    with that first. So a mask that is not the model's own is found, too.
+    With ``without_cp(model, batch)``, which computes the same loss without ringspan, the step in one process is
+    compared with that first. So a mask that is not the model's own is found, too.
 
     The copies compute in ``dtype`` (None: the dtypes of the model), without dropout. ``tolerance`` is relative to the
     largest value of a tensor. A difference is returned, not raised, unless ``check=True``.

@@ -1,7 +1,7 @@
 """Compare the tensors of a rank with those of one process.
 
-A tensor of a rank is the expected one, cut along one dim by a layout, or whole. No tensor is sent: every rank has run the
-whole model, and takes its own tokens from the expected tensor.
+A tensor of a rank is the expected one, cut along one dim by a layout, or whole. No tensor is sent: every rank has run
+the whole model, and takes its own tokens from the expected tensor.
 
     expected  (batch, 8 tokens, dim)    rank 0 has (batch, tokens 0 1 6 7, dim)    rank 1 has (batch, tokens 2 3 4 5, dim)
 """
@@ -103,8 +103,8 @@ def multiple(actual: Tensor, expected: Tensor, scale: float) -> Multiple:
 class TokenMultiples(NamedTuple):
     """The gradients of the tokens as multiples of the expected ones.
 
-    ``ratios`` are the smallest and the largest of the tokens. ``turned`` are the positions of the tokens whose gradients are
-    no multiples.
+    ``ratios`` are the smallest and the largest of the tokens. ``turned`` are the positions of the tokens whose
+    gradients are no multiples.
     """
 
     ratios: tuple[float, float]

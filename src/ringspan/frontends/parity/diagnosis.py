@@ -37,7 +37,8 @@ class GroupFindings(NamedTuple):
         return len(self.ranks)
 
     def wrong_tensors(self) -> list[GroupTensor]:
-        """Return the floating tensors of tokens that differ. Others may differ rightly: counts, positions of a cache."""
+        """Return the floating tensors of tokens that differ. Others may differ rightly: counts, positions of a
+        cache."""
         return [x for x in self.tensors if x.cut and x.is_float and max(x.errors) > self.tolerance]
 
     def loss_errors(self) -> list[float]:
@@ -127,7 +128,8 @@ def compare_without_cp(whole: StepRun, plain: StepRun, tolerance: float) -> tupl
 
 
 def diagnose(c: GroupFindings, mixes_tokens: Callable[[GroupTensor], bool | None]) -> Diagnosis | None:
-    """Return the probable cause; None if all is equal. ``mixes_tokens`` answers for a tensor whether it mixes tokens."""
+    """Return the probable cause; None if all is equal. ``mixes_tokens`` answers for a tensor whether it mixes
+    tokens."""
     wrong = c.wrong_tensors()
     if wrong:
         return _of_forward(c, wrong[0], mixes_tokens)

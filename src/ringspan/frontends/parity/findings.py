@@ -21,7 +21,8 @@ from ringspan.frontends.parity.comparison import (
 )
 from ringspan.frontends.parity.trace import NOT_INTERCEPTED, Place, Trace
 
-# A gradient smaller than this part of the largest one is compared with the largest one: it may be zero but for rounding.
+# A gradient smaller than this part of the largest one is compared with the largest one: it may be zero but for
+# rounding.
 SMALL_GRADIENT = 1e-2
 
 

@@ -1,8 +1,8 @@
 """Find out whether a tensor of a model mixes tokens: whether its values at one token depend on other tokens.
 
-The step runs again in one process, up to the tensor. Every tensor that enters or leaves a module before that is cut from
-the graph, so that only the code since then is tested, not the attention of earlier layers. Then the gradient of the
-values at one token, with respect to the tensors before, is zero at all other tokens unless tokens are mixed.
+The step runs again in one process, up to the tensor. Every tensor that enters or leaves a module before that is cut
+from the graph, so that only the code since then is tested, not the attention of earlier layers. Then the gradient of
+the values at one token, with respect to the tensors before, is zero at all other tokens unless tokens are mixed.
 """
 
 from __future__ import annotations

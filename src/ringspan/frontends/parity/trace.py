@@ -57,8 +57,8 @@ class Trace:
 class Recorder(TorchFunctionMode):
     """Records a run of a model into ``trace`` while its block is open.
 
-    ``tokens`` are the numbers of queries and keys in this run: a softmax over a matrix of this shape is attention that is
-    written by hand. With ``widen``, functions that are asked for float32 compute in float64.
+    ``tokens`` are the numbers of queries and keys in this run: a softmax over a matrix of this shape is attention that
+    is written by hand. With ``widen``, functions that are asked for float32 compute in float64.
     """
 
     def __init__(self, model: nn.Module, tokens: tuple[int, int], *, widen: bool) -> None:
@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
         return method
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for functions that no block has intercepted."""
+        """Record attention that no block has intercepted."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":

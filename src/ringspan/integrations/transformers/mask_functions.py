@@ -112,7 +112,7 @@ def _sliding_both_sides(sequence: Sequence, closure: Closure) -> Mask:
 
 
 def _chunked(sequence: Sequence, closure: Closure) -> Mask:
-    """Chunks start at the first token that is no padding, in each row of the batch."""
+    """Return the mask of chunks, which start at the first token that is no padding, in each row of the batch."""
     size, n = closure["chunk_size"], sequence.k_len
     padding_BN = sequence.padding_BN
     if padding_BN is None:
@@ -132,7 +132,7 @@ def _chunks(size: int, start: int, n: int) -> Mask:
 
 
 def _blockwise(sequence: Sequence, closure: Closure) -> Mask:
-    """Tokens of the same block see each other; the id -1 is no block."""
+    """Return the mask in which tokens of the same block see each other; the id -1 is no block."""
     ids_BN: Tensor = closure["block_sequence_ids"]
     n = sequence.k_len
     if ids_BN.shape[-1] != n:

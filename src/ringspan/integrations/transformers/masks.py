@@ -1,8 +1,8 @@
 """The mask function that transformers calls for each kind of layer, once in each forward pass.
 
-It does not return a tensor: inside a block, no rank has all tokens of a mask. It returns a :class:`LayerMask`, which the
-model hands on to its layers, and which holds the block to attend in: the layout of the user's block, with the mask of
-the layer.
+It does not return a tensor: inside a block, no rank has all tokens of a mask. It returns a :class:`LayerMask`, which
+the model hands on to its layers, and which holds the block to attend in: the layout of the user's block, with the mask
+of the layer.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LayerMask:
     def block_of(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, window_size: int | None) -> ContextParallel:
         """Return the block for a call: with its packed documents, if it has their boundaries.
 
-        Raises if its position ids are not those of this rank's tokens, or if its window is not in the mask. All layers of a
-        model have the same tensors, which are read once.
+        Raises if its position ids are not those of this rank's tokens, or if its window is not in the mask. All layers
+        of a model have the same tensors, which are read once.
         """
         last = self._last
         if last is not None and last[0] is position_ids and last[1] is cu_seq_lens and last[2] == window_size:
@@ -121,8 +121,8 @@ def ringspan_mask(
 ) -> LayerMask | Tensor | None:
     """Return the mask of a kind of layer: a LayerMask inside a block, outside of one what SDPA takes.
 
-    The arguments are those of ``AttentionMaskInterface``. ``attention_mask`` marks the keys that are no padding, for the
-    tokens of this rank or for the whole sequence.
+    The arguments are those of ``AttentionMaskInterface``. ``attention_mask`` marks the keys that are no padding, for
+    the tokens of this rank or for the whole sequence.
     """
     outer = current_block()
     if outer is None:
@@ -146,8 +146,8 @@ def ringspan_mask(
 def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:
     """Return which sequences of the block the queries and the keys belong to: in a cross-attention block there are two.
 
-    The lengths are those of this rank's tensors; that of the keys can also be that of the whole sequence, if the call has a
-    padding mask.
+    The lengths are those of this rank's tensors; that of the keys can also be that of the whole sequence, if the call
+    has a padding mask.
     """
     possible: list[Sides] = [("q", "kv"), ("q", "q"), ("kv", "kv")]
     if outer.plan.q_layout == outer.plan.kv_layout:

@@ -30,8 +30,8 @@ PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 def packed_mask(position_ids: Tensor, *, causal: bool = True) -> Mask:
     """Return the mask of a packed batch, from the position ids (B, N) of the whole sequence.
 
-    As in transformers, a document starts wherever the position does not increase by one. If all rows of the batch have the
-    same documents, the result is that of :func:`ringspan.documents`.
+    As in transformers, a document starts wherever the position does not increase by one. If all rows of the batch have
+    the same documents, the result is that of :func:`ringspan.documents`.
 
     >>> packed_mask(torch.tensor([[0, 1, 2, 0, 1]]))
     <Mask documents(2 over 5 tokens): 5 × 5, area 9, 2 bands>
@@ -77,8 +77,8 @@ def check_restarts(ids_BS: Tensor, tokens_S: NDArray[np.int64], mask: Mask) -> N
 def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mask | None, valid_BN: Tensor | None) -> None:
     """Raise unless the position ids are those of this rank's tokens.
 
-    They may count from the start of the sequence, from the start of each document of ``mask``, or over the tokens that are no
-    padding. ``mask`` is None for a sequence without documents. The ids of padding are not checked.
+    They may count from the start of the sequence, from the start of each document of ``mask``, or over the tokens that
+    are no padding. ``mask`` is None for a sequence without documents. The ids of padding are not checked.
     """
     if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
         return  # several kinds of positions for each token; what they mean depends on the model

@@ -75,8 +75,10 @@ def refuse_layer(module: nn.Module, tokens: int, dropout: float, kwargs: dict[st
 
 
 def _refuse_temperature(module: nn.Module, tokens: int) -> None:
-    """Llama 4 scales queries by their position, which the layer counts in the tokens it has. Up to ``floor_scale`` tokens the
-    scale is 1."""
+    """Raise if a layer scales queries by their position, which it counts in the tokens of this rank (Llama 4).
+
+    Up to ``floor_scale`` tokens the scale is 1.
+    """
     limit = int(getattr(module, "floor_scale", 0))
     if tokens >= limit:
         raise UnplannedAttention(
