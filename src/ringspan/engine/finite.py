@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import InputError, KernelError
-from ringspan.kernels import Kernel
+from ringspan.kernels import Kernel, kernel_name
 from ringspan.planner import Plan
 from ringspan.plans import Task
 from ringspan.plans.data import Phase
@@ -47,9 +47,8 @@ def check_results_finite(
         is_key = name in ("dk", "dv")
         bands = [b for b in task.bands if (b.k0 <= row < b.k1 if is_key else b.q0 <= row < b.q1)] or list(task.bands)
         band = bands[0]
-        kernel_name = str(getattr(kernel, "__name__", kernel)).rpartition(".")[2]
         raise KernelError(
-            f"rank {plan.rank}, step {step}, {phase}: {name} of kernel {kernel_name} is not finite in row {row} of "
+            f"rank {plan.rank}, step {step}, {phase}: {name} of kernel {kernel_name(kernel)} is not finite in row {row} of "
             f"{'key' if is_key else 'query'} slot {task.kv_slot if is_key else task.q_slot}. It computed query slot "
             f"{task.q_slot} with key slot {task.kv_slot}; the band of this row is queries {band.q0} to {band.q1}, keys "
             f"{band.k0} to {band.k1}, {band.lo} <= k - q <= {band.hi} (found by RINGSPAN_DEBUG=1)"

@@ -26,7 +26,7 @@ from ringspan.engine.executor import AttentionConfig
 from ringspan.engine.inputs import shape_of
 from ringspan.engine.kernel_choice import choose_config, kernel_inputs, with_values
 from ringspan.errors import InputError, TransportError
-from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend
+from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend, kernel_name
 from ringspan.planner import Plan
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.transports import (
@@ -152,7 +152,7 @@ class PlanHandle:
         plan, signature = call.fitted or self.plan, call.signature
         config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel)
         if key not in self._calls:
-            name, where = str(getattr(config.kernel, "__name__", config.kernel)).rpartition(".")[2], str(q.device)
+            name, where = kernel_name(config.kernel), str(q.device)
             log.info("rank %d: kernel %s for %s on %s of plan %s", plan.rank, name, call.inputs.dtype, where, plan.digest)
         if settings.debug and config.mods is not None:
             config = with_values(config)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ringspan.errors import InputError
 from ringspan.frontends.dtensor import any_dtensor
+from ringspan.frontends.validate import check_tile_tokens
 
 
 def check_cross_entropy(hidden: Any, weight: Any, targets: Any, tokens: Any) -> None:
@@ -34,8 +35,7 @@ def check_cross_entropy(hidden: Any, weight: Any, targets: Any, tokens: Any) -> 
             f"cross_entropy needs hidden (…, D), weight (V, D) and targets (…); got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(targets.shape)}"
         )
-    if not isinstance(tokens, int) or tokens < 1:
-        raise InputError(f"tokens must be a positive number, the most tokens of a tile; not {tokens!r}")
+    check_tile_tokens(tokens)
 
 
 def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, tokens: int) -> Tensor:

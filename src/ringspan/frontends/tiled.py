@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ringspan.errors import InputError
+from ringspan.frontends.validate import check_tile_tokens
 
 
 def tiled(function: Callable[..., Any], *tensors: Tensor, tokens: int, dim: int = 1) -> Any:
@@ -34,8 +35,7 @@ def tiled(function: Callable[..., Any], *tensors: Tensor, tokens: int, dim: int 
     lengths = {x.shape[dim] for x in tensors}
     if len(lengths) > 1:
         raise InputError(f"all tensors must have the same number of tokens on dim {dim}; got {sorted(lengths)}")
-    if not isinstance(tokens, int) or tokens < 1:
-        raise InputError(f"tokens must be a positive number, the most tokens of a tile; not {tokens!r}")
+    check_tile_tokens(tokens)
     results = [
         checkpoint(function, *tile, use_reentrant=False) for tile in zip(*(x.split(tokens, dim) for x in tensors), strict=True)
     ]

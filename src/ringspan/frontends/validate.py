@@ -64,6 +64,12 @@ def check_parameters(parameters: Any) -> list[Tensor]:
     return found
 
 
+def check_tile_tokens(tokens: Any) -> None:
+    """Raise unless ``tokens``, the most tokens of a tile, is a positive integer."""
+    if not isinstance(tokens, int) or tokens < 1:
+        raise InputError(f"tokens must be a positive number, the most tokens of a tile; not {tokens!r}")
+
+
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 

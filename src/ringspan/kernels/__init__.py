@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from ringspan.kernels.accumulators import GradientAccumulator, OutputAccumulator
-from ringspan.kernels.kernel import Gradients, Inputs, Kernel, PartialRows, Saved, accumulation_dtype
+from ringspan.kernels.kernel import Gradients, Inputs, Kernel, PartialRows, Saved, accumulation_dtype, kernel_name
 from ringspan.kernels.mods import IndexedMods, MaskMod, Mods, ScoreMod, mods_of
 from ringspan.kernels.partial import Partial, merge
 from ringspan.kernels.registry import KERNELS, availability, check_backend, missing_packages, select_kernel
@@ -30,6 +30,7 @@ __all__ = [
     "accumulation_dtype",
     "availability",
     "check_backend",
+    "kernel_name",
     "merge",
     "missing_packages",
     "mods_of",

@@ -106,6 +106,11 @@ class Kernel(Protocol):
         """Yield the gradients through these bands. A query or key may be in several of them, or in none."""
 
 
+def kernel_name(kernel: Kernel) -> str:
+    """Return the name of the kernel's module, as in ``backend=``."""
+    return str(getattr(kernel, "__name__", kernel)).rpartition(".")[2]
+
+
 class Saved(NamedTuple):
     """What the backward pass needs of the queries. ``out`` and ``lse`` are final: over all keys of all ranks."""
 

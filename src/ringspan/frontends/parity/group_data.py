@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringspan.transports import ProcessGroupTransport
+from ringspan.user_functions.values import values_digest
 
 
 def gather(value: Any, group: ProcessGroupTransport, device: torch.device) -> list[Any]:
@@ -21,16 +21,8 @@ def gather(value: Any, group: ProcessGroupTransport, device: torch.device) -> li
     return [json.loads(bytes(part.tolist())) for part in parts]
 
 
-def digest(x: Tensor) -> str:
-    """Return a digest of the values, the shape and the dtype."""
-    whole = x.detach().cpu().contiguous().flatten()
-    found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
-    found.update(whole.view(torch.uint8).numpy().tobytes() if x.numel() else b"")
-    return found.hexdigest()[:16]
-
-
 def first_difference(tensors: Iterable[tuple[str, Tensor]], group: ProcessGroupTransport, device: torch.device) -> list[str]:
     """Return the names of the tensors that differ between ranks, or that some ranks do not have."""
-    by_rank = gather({name: digest(x) for name, x in tensors}, group, device)
+    by_rank = gather({name: values_digest([], [x]) for name, x in tensors}, group, device)
     names = dict.fromkeys(name for digests in by_rank for name in digests)
     return [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
