@@ -87,6 +87,19 @@ def test_the_container_itself_is_not_changed(kind: Callable[..., Any]) -> None:
     assert torch.equal(given["ids"], X)
 
 
+@dataclass
+class WithPositions:
+    tokens: Tensor
+    positions: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.positions = torch.arange(len(self.tokens)) + 10 * len(self.tokens)
+
+
+def test_fields_that_init_does_not_take_are_those_of_the_whole_sequence() -> None:
+    assert torch.equal(halves(WithPositions(X)).positions, torch.tensor([50, 51]))
+
+
 def test_arrays_stay_arrays() -> None:
     found = halves({"ids": np.arange(N, dtype=np.int32)})["ids"]
     assert isinstance(found, np.ndarray)

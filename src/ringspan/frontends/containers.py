@@ -34,6 +34,14 @@ def map_sequences(take: Callable[[Tensor], Tensor], tree: Any, length: int) -> A
     def inside(x: Any) -> Any:
         return tree_map(leaf, x, is_leaf=is_token_list)
 
+    def of_dataclass(x: Any) -> Any:
+        fields = [f for f in dataclasses.fields(x) if hasattr(x, f.name)]
+        made = dataclasses.replace(x, **{f.name: inside(getattr(x, f.name)) for f in fields if f.init})
+        for f in fields:
+            if not f.init:  # replace() gives it its default, or __post_init__ computes it from this rank's tokens
+                object.__setattr__(made, f.name, inside(getattr(x, f.name)))
+        return made
+
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor):
             return take(x)
@@ -53,7 +61,7 @@ def map_sequences(take: Callable[[Tensor], Tensor], tree: Any, length: int) -> A
         if isinstance(x, Mapping):
             return {key: inside(value) for key, value in x.items()}
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            return dataclasses.replace(x, **{f.name: inside(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
+            return of_dataclass(x)
         raise InputError(
             f"{type(x).__name__} is not a tensor, an array, or a container that is looked into (list, tuple, dict, mapping, "
             "dataclass): shard its tensors, and leave out what is not split over the ranks"
