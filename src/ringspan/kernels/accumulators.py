@@ -242,12 +242,13 @@ class OutputAccumulator(RowAccumulator):
 
     A partial result is out (rows, B, H, E) and lse (rows, B, H). A row without partial results has out 0 and lse -inf.
 
-    lse always has the accumulation dtype. Therefore the buffers need no lse of their own while a partial result is
-    borrowed: they use the lse tensor of the borrowed partial result. A row of that tensor has the lse of the borrowed
-    output if the row is BORROWED or PENDING, and the lse of the buffer if the row is ACCUMULATED.
+    The lse of a partial result has the accumulation dtype. Therefore the buffers need no lse of their own while a
+    partial result is borrowed: they use the lse tensor of the borrowed partial result. A row of that tensor has the lse
+    of the borrowed output if the row is BORROWED or PENDING, and the lse of the buffer if the row is ACCUMULATED.
 
-    On CPUs the lse of the buffers is float64. Its rounding error is the relative error of every weight in the backward
-    pass. Scores of some hundreds have an error of 1e-5 in float32, and every merge would add one.
+    On CPUs, whose kernels return no low precision to borrow, the lse of the buffers is float64. Its rounding error is
+    the relative error of every weight in the backward pass. Scores of some hundreds have an error of 1e-5 in float32,
+    and every merge would add one.
     """
 
     def finish(self) -> Tensors:
