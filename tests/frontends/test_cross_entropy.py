@@ -58,7 +58,7 @@ def test_half_precision_is_as_exact_as_pytorchs() -> None:
     assert_close(found, exact, atol=0.0, rtol=5e-3, what="loss", check_dtype=False)
     for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (found, exact)), strict=True):
         assert mine.dtype == torch.bfloat16
-        assert_close(mine, theirs, atol=3e-2, what="gradient")
+        assert_close(mine, theirs, atol=3e-2, rtol=1e-2, what="gradient")
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])

@@ -183,7 +183,7 @@ GIVEN: list[tuple[Any, Layout, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "layout", "note"), GIVEN, ids=[str(case[0])[:30] for case in GIVEN])
+@pytest.mark.parametrize(("given", "layout", "note"), GIVEN, ids=["name", "function", "lambda", "spans", "layout", "auto"])
 def test_make_layout(given: Any, layout: Layout, note: str) -> None:
     made, why = make_layout(given, rs.causal(8), 2)
     assert made == layout

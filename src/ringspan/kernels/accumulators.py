@@ -253,7 +253,9 @@ class OutputAccumulator(RowAccumulator):
 
     def finish(self) -> Tensors:
         """Return all rows, with the lse in the accumulation dtype."""
-        out, lse = super().finish()
+        if self._borrowed is not None:
+            return super().finish()
+        out, lse = self.accumulated(0, self.shape[0])
         return out, lse.to(self.like.dtype)
 
     def add_to_heads(self, start: int, stop: int, heads: tuple[int, int], out: Tensor, lse: Tensor) -> None:

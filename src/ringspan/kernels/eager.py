@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,8 +57,12 @@ def attend(
         q, k, v = q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]
         for share in _shares(block, (q,), (k, v)):
             compute = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods)
-            out, lse = compute(share.of_queries(q), share.of_keys(k), share.of_keys(v))
-            yield PartialRows(rows.start, rows.stop, Partial(share.of_queries(out), lse))
+            if share.queries_S is None:
+                result = compute(q, k, v)
+            else:
+                out, lse = compute(share.of_queries(q), share.of_keys(k), share.of_keys(v))
+                result = Partial(share.of_queries(out), lse)
+            yield PartialRows(rows.start, rows.stop, result)
 
 
 def attend_backward(
@@ -76,10 +81,12 @@ def attend_backward(
         of_queries = [x for x in of_block._replace(lse_BHS=finite_lse(of_block.lse_BHS)) if x is not None]
         for share in _shares(block, of_queries, (k, v)):
             again = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods)
-            dq, dk, dv, *dlearned = gradients(
-                again, Saved(*map(share.of_queries, of_queries)), share.of_keys(k), share.of_keys(v), learned
-            )
-            dq, dk, dv = share.of_queries(dq), share.of_keys(dk), share.of_keys(dv)
+            if share.queries_S is None:
+                dq, dk, dv, *dlearned = gradients(again, of_block, k, v, learned)
+            else:
+                visible = Saved(*map(share.of_queries, of_queries))
+                dq, dk, dv, *dlearned = gradients(again, visible, share.of_keys(k), share.of_keys(v), learned)
+                dq, dk, dv = share.of_queries(dq), share.of_keys(dk), share.of_keys(dv)
             yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
@@ -158,7 +165,9 @@ def _attend(
 def _seen(block: RowBlock, bands: Sequence[Band], device: torch.device) -> Tensor:
     """Return which pairs of the block the bands contain, (S, T)."""
     rows, keys = block.rows, block.keys
-    shifted = tables.table(*(band.shifted(-rows.start, -keys.start) for band in bands))
+    diagonal = keys.start - rows.start
+    corner = np.array([rows.start, rows.start, keys.start, keys.start, diagonal, diagonal])
+    shifted = np.array(bands, dtype=np.int64).reshape(-1, 6) - corner
     return copy_to_device(tables.dense(shifted, rows.stop - rows.start, keys.stop - keys.start), device)
 
 

@@ -36,7 +36,7 @@ def make_sdpa_calls(bands: tuple[Band, ...], join_parts: bool = True) -> tuple[R
     ``join_parts``: whether a call may have queries and keys of several independent parts.
 
     >>> make_sdpa_calls((Band(0, 8, 0, 8, -7, 0),))
-    (RectangleCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=()),)
+    (RectangleCall(q0=0, q1=8, k0=0, k1=8, is_causal=True, bands=(), has_other_parts=False),)
     """
     return tuple(call for group in _grouped(sorted(bands), join_parts) for call in _of_group(group))
 

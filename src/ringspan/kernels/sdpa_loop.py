@@ -44,7 +44,9 @@ class SdpaKernel:
         for call in make_sdpa_calls(tuple(bands), k_BGTD.device.type == "cpu"):
             operands = self._operands(q_BHSD, k_BGTD, v_BGTE, call, dtype)
             for share in _shares(call, operands[:1], operands[1:]):
-                q, k, v = share.of_queries(operands[0]), share.of_keys(operands[1]), share.of_keys(operands[2])
+                q, k, v = operands
+                if share.queries_S is not None:
+                    q, k, v = share.of_queries(q), share.of_keys(k), share.of_keys(v)
                 mask, blind_S = _mask(call, share.bands, q)
                 out, lse = self.forward(q, k, v, mask, call.is_causal, scale)
                 if blind_S is not None:
@@ -67,11 +69,14 @@ class SdpaKernel:
                 dout, out = _padded(dout, q.shape[-1]), _padded(out, q.shape[-1])
             of_queries, of_keys = (dout, q, out, finite_lse(rows.lse_BHS)), (k, v)
             for share in _shares(call, of_queries, of_keys):
-                (dout, q, out, lse), (k, v) = map(share.of_queries, of_queries), map(share.of_keys, of_keys)
+                (dout, q, out, lse), (k, v) = of_queries, of_keys
+                if share.queries_S is not None:
+                    (dout, q, out, lse), (k, v) = map(share.of_queries, of_queries), map(share.of_keys, of_keys)
                 mask, _ = _mask(call, share.bands, q)
                 dq, dk, dv = self.backward(dout, q, k, v, out, lse, mask, call.is_causal, scale)
                 dq, dk, dv = dq[..., : saved.q_BHSD.shape[-1]], dk[..., : k_BGTD.shape[-1]], dv[..., : v_BGTE.shape[-1]]
-                dq, dk, dv = share.of_queries(dq), share.of_keys(dk), share.of_keys(dv)
+                if share.queries_S is not None:
+                    dq, dk, dv = share.of_queries(dq), share.of_keys(dk), share.of_keys(dv)
                 yield Gradients(slice(call.q0, call.q1), dq, slice(call.k0, call.k1), dk, dv)
 
     def _operands(

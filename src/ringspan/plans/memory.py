@@ -15,7 +15,8 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     """Return the bytes of the buffers that each step holds: slots, accumulators, and messages that are packed or still
     to be added.
 
-    The input tensors and the kernels' scratch space are not counted.
+    The input tensors and the kernels' scratch space are not counted, nor that lse is accumulated in float64 on CPUs: 4
+    bytes more for each query and head of a slot, and 4 for the result.
     """
     check_heads_fit(plan, shape)
     program = plan.program
