@@ -30,6 +30,9 @@ PACKAGES = ("torch", "flash_attn")
 # Underscored names of the standard library.
 STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_exit", "_Hash"}
 
+# Of accelerate and transformers. The tests of the integrations check that they exist.
+OTHER_PACKAGES = {"_cp_context", "_attn_implementation"}
+
 # Where a private name that is given as a string may come from.
 OWNERS = (torch.Tensor, torch, torch._C, torch.ops.aten, torch.nn.functional, torch.nn.Module())
 OF_OPTIONAL_MODULES = {"_varlen_attn", "_varlen_attn_out", "_flash_attn_fwd", "_flash_attn_bwd"}
@@ -119,5 +122,5 @@ def _full_name(node: ast.Attribute, aliases: dict[str, str]) -> str:
         start = start.value
     if isinstance(start, ast.Name) and start.id in aliases:
         return ".".join([aliases[start.id], *parts])
-    unknown = [part for part in parts if is_private(part) and part not in own_names() | STANDARD_LIBRARY]
+    unknown = [part for part in parts if is_private(part) and part not in own_names() | STANDARD_LIBRARY | OTHER_PACKAGES]
     return ".".join(unknown)
