@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
 from ringspan.frontends import attention_block
+from ringspan.frontends import treatments as treatments_of_functions
 from ringspan.kernels.reference import dense_attention
 
 N = 12
@@ -250,7 +251,8 @@ def test_functions_that_cannot_be_kept_in_a_dictionary_are_recognised_too(cp: rs
 
 def test_functions_made_for_one_call_do_not_pile_up(cp: rs.ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     treatments: dict[Any, Any] = {}
-    monkeypatch.setattr(attention_block, "_treatments", treatments)
+    for module in (attention_block, treatments_of_functions):
+        monkeypatch.setattr(module, "treatments", treatments)
     with cp:
         for n in range(10):
             assert torch.overrides.handle_torch_function(lambda n=n: n, ()) == n
@@ -360,6 +362,14 @@ def test_functions_without_attention_may_run_before_attention() -> None:
         q = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (q,))
         found = F.scaled_dot_product_attention(q, k, v)
     assert close(found, dense(q, k, v))
+
+
+def test_methods_of_the_block_count_as_attention() -> None:
+    for cp in (rs.ContextParallel(None, MASK) for _ in range(2)):
+        with cp, cp:
+            cp.attention(*qkv(1))
+    with rs.ContextParallel(None, MASK) as cp:
+        cp.flex_attention(*qkv(1))
 
 
 def test_a_block_with_local_attention_only_is_intended() -> None:

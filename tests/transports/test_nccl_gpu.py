@@ -1,6 +1,7 @@
 """Several ranks over NCCL: results, gradients, compilation, CUDA graphs, meshes, streams and failures.
 
-The ranks take the GPUs of the machine in turn. Several ranks on one GPU need NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1.
+The ranks take the GPUs of the machine in turn. Several ranks on one GPU need NCCL 2.30 and
+NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 from __future__ import annotations
@@ -312,7 +313,8 @@ def survive(rank: int, when: str, port: int) -> None:
     cp = rs.ContextParallel(None, rs.causal(N), strategy="ring", layout="zigzag", timeout=LIMIT)
     q, k, v, grad = [x.detach() for x in cp.shard(*tensors(torch.bfloat16), dim=2)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    cp.attention(*leaves).sum().item()
+    # Both passes once: CUDA loads a kernel at its first use, and waits then for NCCL's kernels, which wait for a dead rank.
+    torch.autograd.grad(cp.attention(*leaves), leaves, grad)
     torch.cuda.synchronize()
     dist.barrier()
     if when == "forward" and rank == 1:

@@ -17,9 +17,10 @@ from ringspan.compat.meshes import BlockLayouts, close_block, innermost_block, o
 from ringspan.engine import PlanHandle
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
-from ringspan.frontends.attention_block import AttentionCatcher, is_varlen_attention
+from ringspan.frontends.attention_block import AttentionCatcher
 from ringspan.frontends.dtensor import is_dtensor
 from ringspan.frontends.reporting import report_error
+from ringspan.frontends.treatments import is_varlen_attention
 from ringspan.layouts import Layout
 from ringspan.masks import full
 from ringspan.torch_private.pytree import tree_map

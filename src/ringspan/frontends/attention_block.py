@@ -7,19 +7,16 @@ other tasks of its thread: a block belongs to the task that entered it. PyTorch 
 
 from __future__ import annotations
 
-import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.caching.registry import on_clear_caches
 from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.multihead import multi_head_attention
@@ -33,15 +30,18 @@ from ringspan.frontends.recompute import (
     note_exit,
     was_absent_in_forward,
 )
+from ringspan.frontends.treatments import (
+    REFUSED,
+    Treatment,
+    find_treatment,
+    is_attention_of_another_package,
+    is_varlen_attention,
+    name_of,
+    treatments,
+)
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
 from ringspan.masks import Mask
-from ringspan.torch_private.attention_operators import (
-    NATIVE_MULTI_HEAD_ATTENTION,
-    TRANSFORMER_ENCODER_LAYER,
-    VARLEN_ATTENTION,
-    VARLEN_ATTENTION_OUT,
-)
 from ringspan.torch_private.checkpoints import innermost_hooks
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.flex_interception import (
@@ -59,85 +59,14 @@ from ringspan.torch_private.function_modes import (
     remove_mode,
     without_modes,
 )
-from ringspan.torch_private.higher_order import HigherOrderOperator
-
-# Other attention functions, which would attend only to this rank's keys: name -> what to call instead.
-REFUSED = {
-    # Chosen for evaluation by eager code outside blocks and by compiled code.
-    NATIVE_MULTI_HEAD_ATTENTION: "turn fused layers off with torch.backends.mha.set_fastpath_enabled(False)",
-    TRANSFORMER_ENCODER_LAYER: "turn fused layers off with torch.backends.mha.set_fastpath_enabled(False)",
-    "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
-    "flex_attention_backward": "call torch.nn.attention.flex_attention.flex_attention itself, uncompiled",
-    VARLEN_ATTENTION_OUT: "call varlen_attn, without out",
-}
-
-# Operators of other packages, "flash_attn._flash_attn_forward": those whose own name says attention, and the forward
-# pass of a package that does. Their backward passes are only called for a forward pass.
-OTHER_ATTENTION = re.compile(r"\.\w*(attn|attention|fmha)|(attn|attention|fmha)\w*\.\w*fwd", re.IGNORECASE)
-BACKWARD = re.compile(r"bwd|backward", re.IGNORECASE)
-
-# Functions and methods of compiled classes.
-BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-
-# The treatment of a call in a block: intercept it; run its function arguments inside the block; replace the method by
-# the function of the same name; compute it around the attention of the block. None: call it unchanged, as almost all
-# functions.
-Treatment = Literal["attention", "runs functions", "unflatten", "multi-head"] | None
-
-# function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It
-# has functions of torch only: a closure of the user could hold tensors, and be made anew for every call.
-_treatments: dict[Any, Treatment] = {}
-on_clear_caches(_treatments.clear)
-MAX_TREATMENTS = 10_000
 
 
 @dynamo_constant
 def _treatment(func: Any) -> Treatment:
     try:
-        return _treatments[func]
+        return treatments[func]
     except (KeyError, TypeError):  # a new function, or one that is not hashable
-        return _find_treatment(func)
-
-
-def _find_treatment(func: Any) -> Treatment:
-    name, treatment = _name(func), cast(Treatment, None)
-    is_sdpa = "scaled_dot_product" in name and not name.endswith("backward")
-    if is_sdpa or name in REFUSED or name == VARLEN_ATTENTION or is_attention_of_another_package(func):
-        treatment = "attention"
-    elif isinstance(func, HigherOrderOperator):  # torch.cond, and checkpoint in compiled code
-        treatment = "runs functions"
-    elif func is Tensor.unflatten:
-        treatment = "unflatten"
-    elif func is F.multi_head_attention_forward:
-        treatment = "multi-head"
-    if _is_of_torch(func) and isinstance(func, Hashable) and len(_treatments) < MAX_TREATMENTS:
-        _treatments[func] = treatment
-    return treatment
-
-
-def _is_of_torch(func: Any) -> bool:
-    """Return whether a function is one of PyTorch's own, or a built-in method of its classes."""
-    return isinstance(func, BUILT_IN) or str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
-
-
-def is_attention_of_another_package(func: Any) -> bool:
-    """Return whether a function is an operator that computes attention, registered by a package other than PyTorch."""
-    if type(func).__name__ not in ("OpOverload", "OpOverloadPacket"):
-        return False
-    name = str(func)  # package.operator.overload
-    is_ours = name.startswith(("aten.", "prims.", "torch_attn.", "ringspan"))
-    return not is_ours and OTHER_ATTENTION.search(name) is not None and BACKWARD.search(name) is None
-
-
-@dynamo_constant
-def _name(func: Any) -> str:
-    name: str = getattr(func, "__name__", "").split(".")[0]
-    return name
-
-
-def is_varlen_attention(func: Any) -> bool:
-    """Return whether a function is the operator that ``torch.nn.attention.varlen.varlen_attn`` calls."""
-    return _name(func) == VARLEN_ATTENTION
+        return find_treatment(func)
 
 
 class local_attention:  # noqa: N801 (used as `with local_attention():`)
@@ -283,6 +212,12 @@ class AttentionCatcher(FlexInterceptor):
         """Store settings of the process that :meth:`caught` reads, for the recomputation of a checkpoint around the
         call."""
 
+    def mark_as_used(self) -> None:
+        """Mark the blocks around a call of one of this object's own methods as used."""
+        if not torch.compiler.is_dynamo_compiling() and not self.was_used:
+            _mark_as_used()
+            self.was_used = True
+
     @abstractmethod
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an attention call. The mode is disabled meanwhile: calling ``func`` reaches the
@@ -341,7 +276,7 @@ class AttentionMode(AttentionCatcher):
             return out.reshape(*q.shape[:-1], v.shape[-1])
         if func is flex_attention:
             return self.flex_attention(*args, **kwargs)
-        name = _name(func)
+        name = name_of(func)
         if is_varlen_attention(func):
             # The operator's third result is the state of the random generator. varlen_attn does not return it.
             return *self.varlen_attention(VarlenCall(*args, **kwargs)), None
@@ -373,7 +308,8 @@ class AttentionMode(AttentionCatcher):
             raise UnplannedAttention(
                 f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that is not part of the plan "
                 f"(its mask is {self._mask_name}). "
-                f"Give the mask to ContextParallel, and call without attn_mask; or wrap the call in {_WRAP}"
+                "Give the mask to ContextParallel, and call without attn_mask (for a model of transformers, import "
+                f'ringspan.integrations.transformers and set_attn_implementation("ringspan")); or wrap the call in {_WRAP}'
             )
         if dropout_p:
             raise UnplannedAttention(

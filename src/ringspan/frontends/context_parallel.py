@@ -278,6 +278,7 @@ class ContextParallel(AttentionMode, Losses):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """Called for ``F.scaled_dot_product_attention`` inside the block; see :func:`ringspan.attention`."""
+        self.mark_as_used()
         if scale is None and not any_dtensor(q, k, v):  # the common case
             return attend(self._handle, q, k, v).out
         handle = self._handle
@@ -318,6 +319,7 @@ class ContextParallel(AttentionMode, Losses):
         A BlockMask of the whole sequence is planned on this layout when it is first used. Without one the mask is that
         of the block. ``kernel_options`` are ignored.
         """
+        self.mark_as_used()
         plan = self.plan
         if block_mask is not None:
             plan = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
@@ -346,8 +348,7 @@ class ContextParallel(AttentionMode, Losses):
 
     @reports_errors("forward")
     def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:
-        """Called for ``torch.nn.attention.varlen.varlen_attn`` inside the block; see
-        :mod:`ringspan.frontends.varlen`."""
+        """Called for PyTorch's ``varlen_attn`` inside the block; see :mod:`ringspan.frontends.varlen`."""
         return attend_packed(self._handle, call)
 
     def checkpoint_context(self, policy: Any = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

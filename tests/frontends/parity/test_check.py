@@ -40,6 +40,17 @@ def test_a_mistake_is_named(name: str, pools: Pools) -> None:
     assert json.loads(data)["cause"] == cause
 
 
+def run_shifted_labels(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    layouts = ("contiguous", "zigzag", "striped")
+    return [rs.check_parity(intact(), tokens(), context(layout), step=broken.labels_of_the_shard).cause for layout in layouts]
+
+
+def test_labels_that_were_shifted_after_sharding_are_named_on_any_layout(pools: Pools) -> None:
+    """Only the last token of a contiguous shard has no label, and the loss is nearly right."""
+    assert pools(2).run(run_shifted_labels) == [["labels"] * 3] * 2
+
+
 def run_intact(rank: int) -> dict[str, tuple[bool, str]]:
     torch.manual_seed(0)
     cp = context("zigzag")

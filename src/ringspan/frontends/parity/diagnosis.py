@@ -167,10 +167,17 @@ def _of_loss(c: GroupFindings) -> Diagnosis | None:
         return Diagnosis("labels", f"the loss of token {turned[0]}{more} has another label, or none")
     if max(c.loss_errors()) <= c.tolerance:
         return None
+    if any(_some_are_zero(x.ratios) for x in outputs):
+        return Diagnosis("labels", "some tokens that have a label in one process have none on their rank")
     ratios = [ratio for x in outputs for ratio in x.ratios]
     factors = f"output gradients are {_ratio_text(ratios)} of those of one process, " if ratios else ""
-    losses = ", ".join(f"{rank.loss:.4g}" for rank in c.ranks)
-    return Diagnosis("loss_per_rank", f"{factors}the losses of the ranks are {losses} instead of {c.loss:.4g}")
+    losses = ", ".join(f"{rank.loss:.6g}" for rank in c.ranks)
+    return Diagnosis("loss_per_rank", f"{factors}the losses of the ranks are {losses} instead of {c.loss:.6g}")
+
+
+def _some_are_zero(ratios: Sequence[float]) -> bool:
+    zeros = [abs(ratio) < 1e-6 for ratio in ratios]
+    return any(zeros) and not all(zeros)
 
 
 def _of_gradients(c: GroupFindings) -> Diagnosis:

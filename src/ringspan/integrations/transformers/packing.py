@@ -95,15 +95,18 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
         is_padding = ~valid_BN.cpu().numpy()[:, tokens_S]
     if any(((given_BS == wanted) | is_padding).all() for wanted in allowed):
         return
+    row, i = (int(n) for n in np.argwhere((given_BS != tokens_S) & ~is_padding)[0])
+    where = f"row {i} of this rank is token {tokens_S[i]}"
     if (given_BS == np.arange(len(tokens_S))).all():
         raise UnplannedAttention(
-            "the position ids of this rank are 0, 1, 2, …, but its tokens are "
-            f"{_shown(tokens_S)}: pass position_ids=cp.positions()[None], or cp.shard(position_ids, dim=1), to the model"
+            f"the position ids of this rank are 0, 1, 2, …, but {where}: pass position_ids=cp.positions()[None], or "
+            "cp.shard(position_ids, dim=1), to the model"
         )
     raise UnplannedAttention(
-        f"the position ids of this rank are {_shown(given_BS[0])}, its tokens are {_shown(tokens_S)}. Positions must count "
-        "from the start of the sequence or of each document of the block's mask. For a "
-        "packed batch, make ContextParallel with packed_mask(position_ids) of the whole sequence, or rs.documents(lengths)"
+        f"the position ids of this rank are {_shown(given_BS[row])}. They differ from its tokens: {where}, with position "
+        f"{given_BS[row, i]}. Positions must count from the start of the sequence or of each document of the block's mask. "
+        "For a packed batch, make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids) of the "
+        "whole sequence, or rs.documents(lengths)"
     )
 
 
