@@ -65,6 +65,7 @@ class SdpaModule(nn.Module):
 
 def ring_attention_sdpa(rank: int, cases: list[dict[str, Any]]) -> None:
     """All cases one after the other in the same processes, as in PyTorch's file: none may affect the next."""
+    torch._dynamo.reset()  # PyTorch limits how often one function is compiled, in all jobs of a worker together
     for case in cases:
         _ring_attention_sdpa(mesh_of_all(), **case)
 
