@@ -1,10 +1,10 @@
-"""In which orders tensors were sharded, by functions and by blocks, for calls that carry no layout of their own.
+"""Record the orders in which tensors were sharded, for calls whose tensors have no layout of their own.
 
 torch decides the order of such tensors by one process-wide switch, ``_cp_options.enable_load_balance``, which each
-``_context_parallel_shard`` sets. Two shardings of one length in different orders make one of them wrong without an
-error. So all orders of a length are kept until an assignment to the switch says which of them is meant. What is kept
-depends on the calls of the program only, which are the same on every rank of the group. It does not depend on which
-tensors are alive.
+``_context_parallel_shard`` sets. There, if two tensors of one length are sharded in different orders, the result of one
+is silently wrong. So all orders of a length are kept until an assignment to the switch says which of them is meant.
+What is kept depends on the calls of the program only, which are the same on every rank of the group. It does not depend
+on which tensors are alive.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Shardings:
         self._of_blocks = _with(self._of_blocks, length, order)
 
     def of_results(self, length: int) -> tuple[str, ...]:
-        """Return the orders that tensors can have which are to be unsharded: those of inputs and of blocks that were
-        left."""
+        """Return the possible orders of a tensor of this length that is to be unsharded: those of inputs, and of blocks
+        that were left."""
         return tuple(dict.fromkeys((*self.of_inputs.get(length, ()), *self._of_blocks.get(length, ()))))
 
     def declare(self, order: str) -> None:

@@ -1,10 +1,10 @@
 """The torch function mode of a ``_ContextParallel`` style in compiled code.
 
-The layouts of a call are not known while it is traced: they depend on the BlockMask, on open blocks and on options. So
-the program has an operator that finds the plan of each row of the batch when it runs, as eager code does, and returns
-their ids::
+The layouts of a call are not known while it is traced: they depend on the BlockMask, on open ``context_parallel``
+blocks and on options. So the graph has an operator that finds the plans when it runs, as eager code does, and returns
+one plan id for each row of the batch (a balancer can order each row differently)::
 
-    plan_ids = ringspan::plans_of_call(q, k, the numbers of the BlockMask, the style and the options, is_causal)
+    plan_ids = ringspan::plans_of_call(q, k, ids of the BlockMask, the style and the options, is_causal)
     out, lse = ringspan::attend_rows(q, k, v, plan_ids, scale)
 """
 

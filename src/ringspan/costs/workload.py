@@ -32,7 +32,8 @@ from ringspan.plans.shape import Shape
 class Demand:
     """Matrices with a row for each rank of the workload and a column for each rank of the world.
 
-    ``seconds``: compute with the rows of that rank. ``incoming``: rows received from it. ``outgoing``: rows sent to it.
+    ``seconds``: compute time with the rows of the column's rank. ``incoming``: rows needed from that rank.
+    ``outgoing``: rows which that rank needs. The entry of a rank with itself counts its own rows, which are not sent.
     """
 
     seconds: dict[Phase, Seconds]
@@ -143,8 +144,9 @@ def tile_seconds(bands: Table, machine: Hardware, shape: Shape) -> dict[Phase, S
     """Return a lower bound of the compute time of each band, without launches; see
     :func:`ringspan.costs.plan_cost.tiled_area`.
 
-    Bands that a layout has split may be joined again: a rectangle to a triangle, a triangle to a window. Diagonals
-    remain, so a tile becomes part of a band with as many diagonals or more. It counts at the best speed among those.
+    The planner may join bands that a layout has split, such as a rectangle and a triangle. The joined band usually has
+    at least as many diagonals as each of them. So the time of a band is computed with the highest speed of all kinds of
+    band that have at least as many diagonals. :meth:`ringspan.strategies.Strategy.loads` describes the exception.
     """
     q0, q1, k0, k1, lo, hi = bands.T
     kind = (lo > k0 - q1 + 1).astype(np.int64) + (hi < k1 - 1 - q0)

@@ -44,7 +44,8 @@ NO_SPAN = nullcontext()  # opening a span of the profiler takes as long as a ker
 
 
 class Pass(NamedTuple):
-    """The buffers of a forward or backward pass, the function that computes a task, and the one that returns the result."""
+    """The buffers of a forward or backward pass, the function that computes a task, and the one that returns the
+    result."""
 
     slots: Slots
     compute: Callable[[Task, int], None]
@@ -68,7 +69,8 @@ class AttentionConfig:
 def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
     """Return the generator of a rank's forward pass.
 
-    Its result is out (S, B, H, E), in the accumulation dtype or in the kernel's, and lse (S, B, H).
+    Its result is out (S, B, H, E) and lse (S, B, H). Out has the kernel's dtype if the accumulator still borrows a
+    tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype.
     """
     return _run_steps(plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
 
@@ -115,10 +117,9 @@ def backward(
 ) -> RankGenerator[tuple[Tensor, ...]]:
     """Return the generator of a rank's backward pass. ``saved()`` is rows first; it may allocate memory.
 
-    Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), in the accumulation dtype or in the kernel's,
-    and this rank's contribution to the gradients of the tensors that the user's functions learn (``Mods.learned``). All
-    of them are computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with
-    unmatched receives.
+    Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), with dtypes as in :func:`forward`, and this
+    rank's contribution to the gradients of the captured tensors that require one (``Mods.learned``). All of them are
+    computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
     """
     return _run_steps(plan, "backward", partial(_prepare_backward, plan, saved, kv_TBGF, config))
 
@@ -180,8 +181,8 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
 def _run_steps(plan: Plan, phase: Phase, prepare: Callable[[], Pass]) -> RankGenerator[tuple[Tensor, ...]]:
     """Exchange the messages of each step while its tasks are computed.
 
-    The buffers are allocated when the generator runs. So running out of memory is an error of the call, which its peers
-    are told.
+    The buffers are allocated when the transport starts the generator. If memory runs out, the transport reports the
+    error to the other ranks.
     """
     slots, compute, finish = prepare()
     del prepare  # it holds tensors that may have been copied
@@ -204,7 +205,10 @@ def _run_steps(plan: Plan, phase: Phase, prepare: Callable[[], Pass]) -> RankGen
 
 
 def rows_to_save(q_SBHD: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Saved:
-    """Return what :func:`backward` needs of the queries, rows first. A gradient of None is zero."""
+    """Return the queries, the results of the forward pass and their gradients, rows first, for :func:`backward`.
+
+    It is called in the backward pass. A dout of None becomes zeros.
+    """
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is not None:

@@ -63,7 +63,7 @@ class Slots:
                 recv_buffers[buffer] = self._new_buffer(t)
                 self._arriving.append((t, recv_buffers[buffer]))
             elif self._of_rows[t.what]:
-                self._arriving.append((t, None))
+                self._arriving.append((t, None))  # received in place: only accumulators are cleared
         sends, recvs = [], []
         for peer, payload in messages.sends:
             sends.append((peer, payloads[payload]))

@@ -1,8 +1,8 @@
 """Activation checkpointing: attention that is computed again in the backward pass is computed in the same blocks.
 
 ``checkpoint(f, x)`` calls ``f`` a second time in the backward pass, perhaps after the ``with cp:`` block was left. A
-block that is around the checkpoint would not be there. So a block that intercepts attention inside a checkpoint
-replaces the function which the checkpoint will run by one that enters the block again::
+block that was opened around the checkpoint would then not be open. So a block that intercepts attention inside a
+checkpoint replaces the function which the checkpoint will run by one that enters the block again::
 
     with cp:                                                  # entered before the checkpoint: entered again
         y = checkpoint(f, x)      f:  attention …
@@ -41,7 +41,8 @@ Block = AbstractContextManager[Any]
 
 
 class InBlocks:
-    """A function, called inside blocks; the innermost is the last. ``contexts`` are entered before the blocks."""
+    """Calls a function inside blocks, the innermost last. ``contexts`` are entered before the blocks: they restore the
+    settings of the forward pass, such as those of ``ringspan.compat``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -76,7 +77,8 @@ class _Entries(threading.local):
 
 
 _entries = _Entries()
-# The entries that the current task has made, or a task that it was started by. A task is an asyncio task, for example.
+# The entries made by the current task (for example an asyncio task), and those that the task which started it had made
+# by then.
 _of_task: ContextVar[tuple[_Entry, ...]] = ContextVar("ringspan_blocks", default=())
 
 
@@ -98,9 +100,10 @@ def note_exit(block: Block) -> None:
 
 
 def is_entered_here(block: Block) -> bool:
-    """Return whether the current task is inside the block. Other tasks of the thread may be.
+    """Return whether the current task, and not only another task of this thread, has entered the block.
 
-    Raise if a generator has entered it, and is suspended: its caller is not inside the block.
+    The block must be on the thread's stack of function modes. Raises if a generator has entered the block and is
+    suspended inside it: the caller of the generator is not inside the block.
     """
     if _entries.stack == [*_of_task.get()] and all(entry.generator is None for entry in _entries.stack):
         return True  # the common case: one task, and no generator
@@ -141,11 +144,11 @@ def entered_blocks() -> list[Block]:
 
 
 def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
-    """Let the checkpoints around this call run their functions again in those of the blocks that are around the
-    checkpoint.
+    """Make each checkpoint around this call enter blocks again when it recomputes: those of ``blocks`` that were
+    entered before the checkpoint.
 
-    Raises for checkpoints of other libraries, unless the call is by ``compiled`` code, which itself runs in such a
-    function.
+    Raises inside the forward pass of any other autograd function that needs a gradient, because its backward pass could
+    recompute attention outside the block. Does not raise for ``compiled`` code, which itself runs in such a function.
     """
     for checkpoint in _surrounding_checkpoints() if blocks else []:
         function = checkpoint.function
@@ -180,9 +183,9 @@ def _in_blocks(checkpoint: Checkpoint, function: Callable[..., Any]) -> InBlocks
 
 
 def was_absent_in_forward(block: Block) -> bool:
-    """Return whether this call is made again by a checkpoint, the first time of which was not in the block.
+    """Return whether a checkpoint recomputes this call, and the block was not open in the forward pass.
 
-    A checkpoint that was made in the block enters it again. So the block was then entered in the backward pass.
+    If the block was open in the forward pass, the checkpoint has entered it again during the current backward pass.
     """
     backward = current_backward()
     if backward == NO_BACKWARD:

@@ -246,9 +246,9 @@ class OutputAccumulator(RowAccumulator):
     partial result is borrowed: they use the lse tensor of the borrowed partial result. A row of that tensor has the lse
     of the borrowed output if the row is BORROWED or PENDING, and the lse of the buffer if the row is ACCUMULATED.
 
-    On CPUs, whose kernels return no low precision to borrow, the lse of the buffers is float64. Its rounding error is
-    the relative error of every weight in the backward pass. Scores of some hundreds have an error of 1e-5 in float32,
-    and every merge would add one.
+    On CPUs, whose kernels return no low precision to borrow, the lse of the buffers is float64. A rounding error
+    of lse becomes a relative error of every softmax weight in the backward pass. In float32 an lse of some hundreds has
+    a rounding error of about 1e-5, and every merge would add another.
     """
 
     def finish(self) -> Tensors:
@@ -280,6 +280,7 @@ class OutputAccumulator(RowAccumulator):
             destination.copy_(source)  # returns at once if both are the same memory, as is the case for a borrowed lse
 
     def _combine_(self, into: Tensors, partial: Tensors, *, old: Tensors) -> None:
+        # merge_ reads the old lse from into: the lse of the buffers is that of the borrowed partial result.
         merge_(Partial(*into), Partial(*partial), old=old[0])
 
 

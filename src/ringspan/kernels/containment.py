@@ -5,18 +5,18 @@ of the call, in the result and in the gradients. Bands that share no query and n
 are *independent*: no result of one depends on inputs of the other::
 
     x x . . .      documents of 2 and 3 tokens: two independent parts
-    x x . . .      a NaN in key 1 must not change a bit of the queries 2 to 4
+    x x . . .      a NaN in key 1 must not change a bit of the results of queries 2 to 4
     . . x x x
     . . x x x
     . . x x x
 
-If all inputs of such a call are finite, nothing is changed. If not, the call is repeated with the same shapes: once for
-all parts whose inputs are finite, and once for each other part. Each time the queries and keys of the other parts are
-hidden, zeros are read in their place, and zeros are written for them. Adding a zero changes no bit, so a part has the
-same bits as in a call in which every input is finite.
+The inputs are checked before the call. If all are finite, there is one call. If not, there are several calls with the
+same shapes: one for all parts whose inputs are finite, and one for each other part. Each time the queries and keys of
+the other parts are hidden, zeros are read in their place, and zeros are written for them. Adding a zero changes no bit,
+so a part has the same bits as in a call in which every input is finite.
 
-The check reads values on the host, which must not wait for another device. There, every part is a repetition of its
-own.
+Only inputs in host memory are checked: on a GPU the host would have to wait for the device. So on a GPU each part is
+always computed in a call of its own.
 
 Legend: B batch, H heads, S queries, T keys, D width.
 """
@@ -58,7 +58,7 @@ class Share(NamedTuple):
 def contained_shares(
     bands: tuple[Band, ...], *, corner: tuple[int, int], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> Iterator[Share]:
-    """Yield the shares of a call whose rectangle has more than one part: one share if all inputs are finite.
+    """Yield the shares of a call that has other parts: on CPUs one share if all inputs are finite.
 
     ``corner`` is the first query and the first key of the tensors, which have rows in dim 2.
     """
@@ -157,7 +157,7 @@ def _rows_of(ranges: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
 def _zero_others(x: Tensor, rows_S: Tensor | None) -> Tensor:
     if rows_S is None:
         return x
-    # With other strides or another alignment, matrix products may sum in another order.
+    # The copy keeps strides and alignment: with others, matrix products may sum in another order.
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     memory = x.new_empty(span + ALIGNMENT // x.element_size())
     offset = (x.data_ptr() - memory.data_ptr()) % ALIGNMENT // x.element_size()

@@ -30,8 +30,8 @@ class Predicate:
     """A pair is visible if all functions return True for it.
 
     ``batch`` and ``heads`` are the sizes that the functions distinguish, or None if they ignore the index.
-    ``fingerprint`` is equal for equal predicates, on all ranks. ``captured`` are the tensors they use, each with its
-    version counter.
+    ``fingerprint`` is equal on all ranks that make the predicate from the same arguments; predicates of equal masks may
+    have different ones. ``captured`` are the tensors they use, each with its version counter.
     """
 
     functions: tuple[MaskMod, ...]

@@ -1,7 +1,7 @@
 """Evaluate a mask_mod: for all pairs (:func:`survey_pairs`) or only inside partial blocks (:func:`survey_blocks`).
 
-The function is called for a bounded number of pairs at a time, so that memory stays small. This module imports PyTorch,
-so it is imported only where there is a function to call.
+The function is called for a limited number of pairs at a time (``MAX_CELLS``), to limit memory. This module imports
+PyTorch, so it is imported only where there is a function to call.
 
 Legend: N blocks evaluated together, R rows, T keys, Q and K blocks of queries and keys.
 """
@@ -25,9 +25,9 @@ from ringspan.user_functions.captures import captured_tensors
 from ringspan.user_functions.digests import function_digest
 from ringspan.user_functions.index_reads import inputs_read
 
-# The maximum number of pairs that are evaluated together.
+# The number of pairs to evaluate together. One row of blocks, or one block, is evaluated together even if it has more.
 MAX_CELLS = 2**24
-# The maximum number of runs of visible keys, per row on average, of a mask that is converted to bands.
+# A mask is converted to bands if its rows have at most this many runs of visible keys on average.
 MAX_RUNS = 16
 # Partial blocks are all evaluated if together they have no more pairs than this. Otherwise a sample of them is
 # evaluated.
@@ -157,8 +157,8 @@ def survey_blocks(
     """Evaluate the function inside the partial blocks of each member, ``kinds[member]`` being a (Q, K) table.
 
     If these have too many pairs, only a sample of the blocks is evaluated, and none if a single block has more than
-    MAX_CELLS pairs. No runs are returned then. The fingerprint then follows from the sample, from all block tables,
-    from the code of the function, and from the values of the tensors that it captured.
+    MAX_CELLS pairs. In both cases ``runs`` is None, and the fingerprint is computed from the sample, all block tables,
+    the code of the function, and at most SAMPLED_VALUES values of each tensor that it has captured.
     """
     hashed = hashlib.sha256(repr((lengths, block, list(kinds))).encode())
     for kinds_QK in kinds.values():

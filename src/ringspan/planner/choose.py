@@ -1,7 +1,8 @@
 """Choose layout and strategy for a mask, a model and a machine.
 
 A best-first search with lower bounds over all (layout, strategy) candidates. It finds the fastest candidate that fits
-in memory, to within ``MIN_RELATIVE_SAVING``.
+in memory, to within ``MIN_RELATIVE_SAVING`` of the modelled time. The bound from a sample of ranks is approximate, and
+above ``MAX_RANKS_EXACT`` ranks so is the final cost.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def choose(
     ``must_fit`` and no candidate fits in memory. Without ``must_fit`` the candidate that takes the least memory then
     comes first.
 
-    The candidate with the lowest estimate is always estimated next, more closely: first by how long the busiest rank
-    computes, then by the strategy's lower bound, then by the plans of a sample of ranks, then of all (up to
+    Each iteration takes the candidate with the lowest estimate and refines it: first the compute time of the busiest
+    rank, then the strategy's lower bound, then the plans of a sample of ranks, then those of all ranks (up to
     ``MAX_RANKS_EXACT``). So most candidates are never planned.
     """
     queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
@@ -169,8 +170,8 @@ class Estimate(IntEnum):
 class _Open(NamedTuple):
     """A candidate that is not decided yet: an entry of the queue.
 
-    ``least_s`` is the estimate of its time. The queue yields the lowest estimate first, of equals the simpler
-    candidate.
+    ``least_s`` is the lower bound of its time so far, approximate after a sample. The queue yields the lowest estimate
+    first, of equals the simpler candidate.
     """
 
     least_s: float

@@ -122,8 +122,8 @@ def accumulator_item(item: int) -> int:
 
 
 def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
-    """Return the bytes of a query in the backward pass, where it is sent with dout, out, lse and dlse (see
-    ``engine/packing.py``)."""
+    """Return the bytes of one head of one query in the backward pass, where the query is sent with dout, out, lse and
+    dlse (see ``engine/packing.py``)."""
     used = (head_dim + 2 * v_dim) * item + 2 * accumulator_item(item)
     return used + -used % ROW_ALIGNMENT
 
@@ -148,7 +148,7 @@ def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
 def is_packed(t: Transfer) -> bool:
     """Return whether a message is packed into a buffer.
 
-    Contiguous rows are sent from their slot in place, except outputs: out and lse are two arrays in a slot and one
-    message.
+    One contiguous range of rows with all heads is sent from its slot. An output is always packed: out and lse are two
+    tensors in a slot and one message.
     """
     return len(t.rows) != 1 or t.heads is not None or t.what == "out"

@@ -26,8 +26,8 @@ ROW_BITS = 32
 
 
 class Heads(NamedTuple):
-    """How many heads the check distinguishes. ``unit`` query heads that share a key head and always move together count
-    as one."""
+    """The numbers of heads that the check distinguishes. ``q`` counts units: ``unit`` query heads that share a key head
+    and always move together. ``kv`` counts key heads."""
 
     q: int
     kv: int
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """How many query heads share a key head."""
+        """How many units of query heads share a key head."""
         return self.q // self.kv
 
 
@@ -150,8 +150,8 @@ class SymbolicSlots:
         return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
 
     def wrong_tokens(self, task: Task, first_heads: Mapping[Side, Ints]) -> Iterator[str]:
-        """Yield an error where the task records other tokens or heads than its slots hold. ``first_heads`` are the ids
-        of all tokens."""
+        """Yield an error if the slots hold other tokens or heads than the task records. ``first_heads`` has the id of
+        head 0 of each token."""
         sides: tuple[tuple[Side, int, SlotTokens | None, int], ...] = (
             ("q", task.q_slot, task.q_tokens, max((band.q1 for band in task.bands), default=0)),
             ("kv", task.kv_slot, task.kv_tokens, max((band.k1 for band in task.bands), default=0)),

@@ -1,4 +1,4 @@
-"""Hierarchical: an exchange in which a key is sent to each other node once and forwarded there.
+"""Hierarchical: an exchange in which a key is sent once to each of the other nodes and forwarded there.
 
 ::
 
@@ -11,7 +11,7 @@
     step 1    k: 2 → 3                                            rows from their owners
     step 2    –                                                   forwarded rows
 
-    backward
+    backward, after steps 0 and 1 as above
     step 2    dk: 1 → 0                                           forwarded rows
     step 3    dk: 3 → 2, where it is added to that of rank 2
     step 4    dk: 2 → 0, across, once for the node
@@ -68,7 +68,7 @@ class Hierarchical(Strategy):
         return _fan_out(problem, nodes) if nodes.count > 1 and nodes.per_node > 1 else Exchange(stages=1)(problem)
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
-        """Compute only. Rows that are sent between nodes are not counted."""
+        """Count compute time only, no messages."""
         seconds = workload.demand(KEYS).seconds
         return {phase: without_messages(seconds[phase].sum(axis=1, keepdims=True)) for phase in PHASES}
 
@@ -83,9 +83,11 @@ class Hierarchical(Strategy):
 
 def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     rank, world, node = problem.rank, problem.world, nodes.of(problem.rank)
-    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # an owner on this node is its own
+    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # of an owner here: itself
     near = [peer for peer in nodes.ranks(node) if peer != rank]
     forwarders = [nodes.forwarder(rank, other) for other in range(nodes.count) if other != node]
+    # Owners on other nodes: those whose rows this rank receives from them and forwards (stage DIRECT), and those whose
+    # rows another rank of this node forwards to it (stage FORWARDED).
     forwarded_owners = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
     indirect_owners = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
 
@@ -98,8 +100,11 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     forwarded_rows = _forwarded_rows(problem, node_tiles, placed)
 
     def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
-        """Return the transfers of these owners' keys (or gradients) that this rank holds, from the owner or its
-        forwarding rank."""
+        """Return the transfers of these owners' rows that this rank holds: receives of keys, or sends of their
+        gradients.
+
+        The peer is the owner or, in stage FORWARDED, the owner's forwarding rank.
+        """
         held = [(forwarder_of[o] if stage == FORWARDED else o, rows) for o in owners for rows in away.get(o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[stage], rows=rows) for peer, rows in held)
 

@@ -9,7 +9,7 @@
 
 A block is passed on only up to the last rank that sees any of it. In the backward pass the blocks take the same path
 again. The gradient of a block follows one step behind it, each rank adds its part, and the last rank sends it to the
-owner. The memory is that of two blocks beside the rank's own, for any number of ranks.
+owner. For any number of ranks, a rank holds two blocks beside its own, and in the backward pass also their gradients.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _loads(workload: Workload) -> dict[Phase, Loads]:
-    """Return a lower bound of each step. A rank receives the block of the next step and, one step later, its
-    gradient."""
+    """Return a lower bound of the seconds of each step. A rank receives the block of the next step and, one step later,
+    its gradient. The last transfer of a gradient, to the owner, is not counted."""
     world, shape, machine = workload.world, workload.shape, workload.machine
     rows = np.array(workload.kv_layout.counts)
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))

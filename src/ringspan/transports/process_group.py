@@ -1,7 +1,8 @@
 """A transport with one process per rank, over a torch.distributed process group (gloo, NCCL, …).
 
 A *rank* is an index within the group. A *global rank* is an index within the default group, as ``dist.get_rank()``
-returns it. ``label`` names the operation in error messages.
+returns it. ``label`` names the operation in error messages. It is part of the tag of each message, so it must be
+equal on all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("ringspan.transports")
 
-GROUP_TIME_LIMIT = timedelta(minutes=30)  # for comparing calls, if there is no other limit
+GROUP_TIME_LIMIT = timedelta(minutes=30)  # for comparing calls under RINGSPAN_DEBUG=1, if timeout is None
 
 DESTROYED = "the process group was destroyed: make a ContextParallel, or a transport, for a new group"
 
@@ -142,7 +143,7 @@ class ProcessGroupTransport:
                 return [end.value]
 
     def _run_uncounted(self, generator: RankGenerator[T], description: CallDescription) -> T:
-        """Run a collective. ``traffic`` counts the exchanges of plans only."""
+        """Run a collective as a numbered call, without adding its bytes to ``traffic``."""
         sent, received = self.traffic.sent, self.traffic.received
         try:
             return self.run([generator], description)[0]
@@ -154,12 +155,12 @@ class ProcessGroupTransport:
         return self._state.describe_failure(rank)
 
     def report_error(self, error: BaseException) -> None:
-        """Tell the other ranks the error that ends the next call of this rank."""
+        """Publish an error under the number of this rank's next call. Peers that wait in that call can then read it."""
         self._state.calls.fail_next(error)
         self._state.report_failure()
 
     def refuse(self, description: CallDescription, error: BaseException) -> None:
-        """Count a call that this rank cannot make, so that the peers that wait for it learn the error.
+        """Begin and fail a call that this rank cannot make, so that the peers that wait for it learn the error.
 
         A rank that raises counts the call as its peers do, so that later calls match if all ranks raise and go on.
         Errors that have ended a call, and errors of communication, are known to the peers already.
@@ -172,7 +173,7 @@ class ProcessGroupTransport:
 
     @contextmanager
     def _call(self, description: CallDescription) -> Iterator[Call]:
-        """Count a call. An error that leaves it is reported to the other ranks."""
+        """Begin the next numbered call. An error that is raised in it is reported to the other ranks."""
         calls = self._state.calls
         try:
             call = calls.begin(description)
@@ -372,7 +373,7 @@ _states_lock = Lock()
 
 
 def group_state(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> WatchedGroup:
-    """Return the calls of a group. All transports of a group share them."""
+    """Return the watched state of a group. All transports with the same group and order of ranks share it."""
     with _states_lock:
         by_ranks = _states.setdefault(group, {})
         if global_ranks not in by_ranks:

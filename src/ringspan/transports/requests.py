@@ -21,7 +21,8 @@ class PostExchange:
 
     ``sends`` and ``recvs`` have pairs of (peer rank, tensor). Receive buffers are contiguous. Messages between two
     ranks arrive in the order in which they were sent. Neither the sent tensors nor the receive buffers may be touched
-    before the exchange has been waited for. ``label`` names the step in error messages.
+    before the exchange has been waited for. ``label`` names the step in error messages
+    and is part of the tags, so it must be equal on all ranks.
     """
 
     label: str

@@ -33,7 +33,7 @@ from ringspan.transports.records import CallRecord, RankRecord, Records, record_
 NO_PROGRESS_LIMIT = 1.0  # seconds without progress before a rank writes its record
 PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
-NO_RECORD_LIMIT = 6.0  # seconds without a record after which a rank that makes no progress is called silent
+NO_RECORD_LIMIT = 6.0  # seconds after which the last record of a peer is too old to say where the peer is
 
 STORE_LIMIT = 4.0  # seconds to wait for the store
 RECORD_DELAY = 1.5  # seconds within which a rank whose wait has timed out writes its record
@@ -83,14 +83,16 @@ class WatchedGroup:
             self._compare_past_calls()
 
     def _compare_past_calls(self) -> None:
-        """Compare calls that have been made, where messages have no tags: those of different calls may have been mixed
-        up.
+        """Compare past calls on a backend without tags (NCCL), where a rank may have received messages of another call.
 
-        With NCCL a rank does not wait in its calls, but in the program, for the device. So the next call raises.
+        Calls over NCCL return before their messages arrive. The host waits later, when the program synchronises with
+        the device. The watchdog cannot end that wait, so the next call raises the error.
         """
         error = self.diagnose(tuple(rank for rank in range(len(self.global_ranks)) if rank != self.rank))
         if isinstance(error, PeerMismatch):
             self.fail_group(error)
+
+    # -- in either thread --------------------------------------------------------------------------------------------
 
     def diagnose(self, peers: tuple[int, ...]) -> TransportError | None:
         """Return an error if one of these ranks will never send its message."""
@@ -104,7 +106,8 @@ class WatchedGroup:
         """Return the error of a peer whose connection is lost, if it has closed the connection itself.
 
         gloo closes the connections of a rank whose wait times out, and that rank writes its record afterwards. Such a
-        rank has written before that it waits. A rank that was killed has not: then there is nothing to wait for.
+        rank has already written a record which says that it waits. A rank that was killed has not: then there is
+        nothing to wait for.
         """
         end = time.monotonic() + RECORD_DELAY
         while any(record.waits_for for record in self._try_read(peers).values()):
@@ -113,8 +116,6 @@ class WatchedGroup:
                 return error
             time.sleep(PERIOD / 8)
         return self.diagnose(peers)
-
-    # -- in either thread --------------------------------------------------------------------------------------------
 
     def fail_group(self, error: TransportError) -> None:
         """Make ``error`` the error of the group, tell the other ranks, and close the connections."""

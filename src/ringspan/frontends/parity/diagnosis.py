@@ -37,8 +37,10 @@ class GroupFindings(NamedTuple):
         return len(self.ranks)
 
     def wrong_tensors(self) -> list[GroupTensor]:
-        """Return the floating tensors of tokens that differ. Others may differ rightly: counts, positions of a
-        cache."""
+        """Return the floating-point tensors that are sharded along the sequence and differ from those of one process.
+
+        Other tensors may differ without a mistake, such as counts and the positions of a cache.
+        """
         return [x for x in self.tensors if x.cut and x.is_float and max(x.errors) > self.tolerance]
 
     def loss_errors(self) -> list[float]:
@@ -141,6 +143,7 @@ def diagnose(c: GroupFindings, mixes_tokens: Callable[[GroupTensor], bool | None
 def _of_forward(c: GroupFindings, first: GroupTensor, mixes_tokens: Callable[[GroupTensor], bool | None]) -> Diagnosis:
     key, label = c.places[first.place]
     where = f"first seen in {key}, {label}, at token {first.token}"
+    # The result of an attention call, whose q, k and v are equal: they come before it. Modules have an "output".
     if label == "out":
         return Diagnosis("attention" if key.kind == "attention" else "mask", where)
     for x in c.tensors:
@@ -176,6 +179,7 @@ def _of_loss(c: GroupFindings) -> Diagnosis | None:
 
 
 def _some_are_zero(ratios: Sequence[float]) -> bool:
+    """Return whether some tokens of a rank have no gradient. ``ratios`` are the smallest and the largest."""
     zeros = [abs(ratio) < 1e-6 for ratio in ratios]
     return any(zeros) and not all(zeros)
 
@@ -186,7 +190,8 @@ def _of_gradients(c: GroupFindings) -> Diagnosis:
     uses_unshard = any(rank.calls.get("unshard", 0) for rank in c.ranks)
     found = [[rank.gradients[n] for rank in c.ranks] for n in wrong]
     some = f"{len(wrong)} of {len(c.parameters)} parameters"
-    # Of a parameter: the ratios of the ranks, and whether the gradients are multiples of the expected one.
+    # For each wrong parameter, the ratio on each rank; and whether all wrong gradients, on all ranks, are multiples of
+    # the expected ones.
     ratios = [[x.ratio for x in of_ranks if x is not None] for of_ranks in found]
     is_multiple = all(x is not None and x.rest <= c.tolerance * max(1.0, abs(x.ratio)) for of_ranks in found for x in of_ranks)
     if is_multiple and _all_close(ratios, c.world):

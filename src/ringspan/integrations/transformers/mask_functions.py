@@ -4,9 +4,10 @@ transformers composes the mask of a layer from small functions of (b, h, q, k)::
 
     and_masks(or_masks(causal, blockwise(ids)), sliding_window(512))
 
-The functions count the tokens of the tensors that the model got, which are this rank's. So they are not called: each is
-recognised by its name, and the mask it stands for is made over the whole sequence, of bands where bands can express it.
-A function that is not recognised becomes an ``rs.mask_mod``, unless it holds tensors: these could be of this rank only.
+These functions index the local tokens of this rank. So the functions of transformers are not called: each is recognised
+by its name, and the same mask is made over the whole sequence, of bands where bands can express it. Any other function
+becomes an ``rs.mask_mod`` and is called with global indices. If it captures tensors, or reads ``b`` or ``h``, an error
+is raised: its tensors could be those of this rank only.
 
 Legend: B batch, N tokens of the whole sequence.
 """
@@ -36,7 +37,7 @@ class Sequence(NamedTuple):
     q_len: int
     k_len: int
     padding_BN: Tensor | None = None
-    """True for the keys that are no padding; of all keys of the sequence."""
+    """The padding mask of the whole sequence, as transformers has it: True for real tokens, False for padding."""
 
     @property
     def full(self) -> Mask:
@@ -44,10 +45,11 @@ class Sequence(NamedTuple):
 
 
 def mask_of(function: Callable[..., Any], sequence: Sequence) -> Mask:
-    """Return the mask of a mask function, over the whole sequence. Padding and packed documents are not included.
+    """Return the mask of a mask function, over the whole sequence.
 
-    ``transformers`` adds the padding last, and finds packed documents in position ids that are this rank's; see
-    :mod:`ringspan.integrations.transformers.packing` for those.
+    It does not hide padding: the caller intersects it with :func:`padding_mask`. Packed documents are ignored, because
+    transformers derives them from the position ids of this rank; see
+    :mod:`ringspan.integrations.transformers.packing`.
     """
     known = _KNOWN.get(function.__qualname__) if is_from_masking_utils(function) else None
     if known is None:

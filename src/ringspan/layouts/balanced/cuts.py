@@ -1,4 +1,7 @@
-"""Choose the interval of the ring for a rank: its share of tokens and of work, with ends that cost few keys."""
+"""Choose an interval of the ring of pieces (``ring.py``; not a ring of ranks) for one rank.
+
+It has the rank's share of tokens and of work, and ends at which few keys are visible from the other side.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def best_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingIn
 
 
 def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingInterval:
-    """Return the interval with the work of the goal, as nearly as single tokens allow, at any cost.
+    """Return the interval whose work is nearest to the goal, to within one token. The cost of its cuts is ignored.
 
     It is found by bisection between an interval with less work and one with more: moving by one token changes the work
     by at most the work of a token.
@@ -88,8 +91,9 @@ def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> Rin
 def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
     """Return the places to try as starts of intervals.
 
-    They begin or end with a piece, or some steps from there. In between, linear interpolation of the work gives the
-    places where it reaches a limit. These are tried too, and with either end moved to a multiple of the block.
+    First, the starts of intervals that begin or end at a piece, or a multiple of the step from there. Then, between two
+    of these, the places where linear interpolation puts the work at a limit of the goal, also moved so that either end
+    is at a multiple of the block.
     """
     begin = ring.grid(resolution.step)
     place = np.sort(np.concatenate([begin, (begin - goal.tokens) % ring.tokens]))
@@ -120,8 +124,8 @@ def _sizes_to_an_edge(ring: PieceRing, place: Ints, goal: Goal) -> Ints:
 
 
 def _cost(ring: PieceRing, place: Ints, block: int) -> Ints:
-    """Return the cost of a cut, in keys: the keys visible across it, and one block for the additional piece, two if it
-    splits a block.
+    """Return the cost of a cut, in keys: the distances to the furthest keys that are visible across it on both sides,
+    and one block for the additional piece, two if it splits a block.
 
     An end between two pieces is no cut and costs nothing.
     """
