@@ -231,7 +231,7 @@ REFUSALS = {
     "fine": "",
     "linear layers": "qwen3_next has layers that are not softmax attention under a mask (linear_attention: layers 0, 1, 2)",
     "no positions": "pass position_ids=cp.positions()[None]",
-    "documents only in the positions": "make ContextParallel with packed_mask(position_ids)",
+    "documents only in the positions": "make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids)",
     "a mask tensor": "LlamaAttention, layer 0 has a mask of shape (2, 1, 15, 15)",
     "images and a causal block": "this layer lets queries see later keys",
     "whole inputs": "this layer has 29 queries and 29 keys",
