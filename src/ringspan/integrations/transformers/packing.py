@@ -113,7 +113,8 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
 def _restarts(token: int, mask: Mask) -> UnplannedAttention:
     return UnplannedAttention(
         f"the position ids restart at token {token}, so this batch is packed, but the block's mask {mask.name} has no document "
-        "that starts there. Make ContextParallel with packed_mask(position_ids) of the whole sequence, or rs.documents(lengths)"
+        "that starts there. Make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids) of the "
+        "whole sequence, or rs.documents(lengths)"
     )
 
 
