@@ -8,7 +8,6 @@ same without destroy. ``--load`` processes compute in the background.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -71,11 +70,7 @@ def main() -> None:
     load = [subprocess.Popen(["nice", "-n", "5", sys.executable, "-c", BUSY]) for _ in range(args.load)]
     header = ["", "trials", "clean", "abort", "other", "seconds each"]
     try:
-        if args.json:
-            for line in run_all(args.trials):
-                print(json.dumps(dict(zip(header, line, strict=True))))
-        else:
-            print_table(header, run_all(args.trials))
+        print_table(header, run_all(args.trials), as_json=args.json)
     finally:
         for process in load:
             process.kill()

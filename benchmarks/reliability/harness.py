@@ -179,7 +179,12 @@ def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
     print_table(["", *Row._fields[1:-1], "seconds"], cells)
 
 
-def print_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], lines: Iterable[Sequence[str]], *, as_json: bool = False) -> None:
+    """Print a Markdown table, or each line as a JSON object."""
+    if as_json:
+        for cells in lines:
+            print(json.dumps(dict(zip(header, cells, strict=True))), flush=True)
+        return
     print(f"| {' | '.join(header)} |")
     print(f"| --- |{' ---: |' * (len(header) - 1)}")
     for cells in lines:

@@ -9,7 +9,6 @@ the warm-up, which is a fifth of all, to the end.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
@@ -84,11 +83,7 @@ def main() -> None:
     experiments: list[tuple[Callable[[int], list[str]], int]] = [(groups, args.cycles), (new_masks, args.trials)]
     lines = [experiment(count) for experiment, count in experiments if count]
     header = ["", "MiB after warm-up", "MiB at the end", "growth", "threads", "descriptors"]
-    if args.json:
-        for line in lines:
-            print(json.dumps(dict(zip(header, line, strict=True))))
-    else:
-        print_table(header, lines)
+    print_table(header, lines, as_json=args.json)
 
 
 if __name__ == "__main__":

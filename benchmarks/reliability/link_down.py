@@ -123,11 +123,7 @@ def main() -> None:
             for rank, report in enumerate(run(seconds) or [{"error": "not run", "seconds": 0.0}] * 2):
                 lines.append([name, str(rank), str(report["error"]) or "none", f"{report['seconds']:.1f}"])
     header = ["", "rank", "error", "seconds of the longest wait"]
-    if args.json:
-        for line in lines:
-            print(json.dumps(dict(zip(header, line, strict=True))))
-    else:
-        print_table(header, lines)
+    print_table(header, lines, as_json=args.json)
     return None
 
 

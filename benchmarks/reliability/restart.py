@@ -8,7 +8,6 @@ Each trial kills rank 1 in another step. The losses are compared bit by bit with
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -52,11 +51,7 @@ def main() -> None:
         same = "yes" if loss == expected and expected else "no"
         lines.append([f"killed in step {1 + n % 7}", str(int(was_killed)), same, f"{seconds:.0f}"])
     header = ["", "kills", "ends with the same loss", "seconds"]
-    if args.json:
-        for line in lines:
-            print(json.dumps(dict(zip(header, line, strict=True))))
-    else:
-        print_table(header, lines)
+    print_table(header, lines, as_json=args.json)
 
 
 if __name__ == "__main__":
