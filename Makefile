@@ -53,7 +53,8 @@ test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
 	$(TORCH_VENV)/bin/python -m pytest -m alone
 
 coverage: $(READY)  ## the tests, and how much of the code they run (worker processes included)
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-report=html
+	$(BIN)/python -m pytest $(PARALLEL) -m "not alone" --cov --cov-report=
+	$(BIN)/python -m pytest -m alone --cov --cov-append --cov-report=term:skip-covered --cov-report=html
 
 lint: $(READY)  ## style and types only
 	$(BIN)/ruff check $(CODE)

@@ -17,7 +17,7 @@ import torch
 
 import ringspan as rs
 from ringspan.cli import demo
-from ringspan.cli.demo.data import BEGIN, VOCABULARY, Pack, library_documents, packs
+from ringspan.cli.demo.data import BEGIN, VOCABULARY, Document, Pack, library_documents, packs
 from ringspan.cli.demo.model import Config, build
 from ringspan.cli.demo.report import TOLERANCE, Comparison, as_json, failure, rank_table
 from ringspan.cli.demo.training import RankReport, Training, dense_mask, token_losses, train_alone
@@ -208,6 +208,13 @@ def test_packs_are_full_uneven_and_new_at_every_step() -> None:
         starts = [0, *torch.tensor(pack.lengths).cumsum(0).tolist()]
         assert all(pack.tokens[start] == BEGIN for start in starts[:-1])
         assert pack.tokens.count(BEGIN) == len(pack.lengths) == len(pack.names)
+
+
+def test_packs_repeat_lengths_only_if_there_are_no_others() -> None:
+    made = packs((Document("a", b"1234"), Document("b", b"12345678")), count=30, length=8, seed=0)
+    assert len(made) == 30
+    assert len({pack.lengths for pack in made[:2]}) == 2
+    assert all(len(pack.tokens) == 8 for pack in made)
 
 
 def test_labels_are_the_next_tokens_and_end_with_their_document() -> None:

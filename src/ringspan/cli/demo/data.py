@@ -73,9 +73,21 @@ def library_documents() -> tuple[Document, ...]:
 
 
 def packs(documents: tuple[Document, ...], *, count: int, length: int, seed: int) -> tuple[Pack, ...]:
-    """Draw ``count`` packs of ``length`` tokens, drawn at random. A document takes three quarters of a pack at most."""
+    """Draw ``count`` packs of ``length`` tokens. A document takes three quarters of a pack at most.
+
+    Packs of the same document lengths would have the same mask, so such a pack is drawn again, up to a hundred times.
+    """
     draw = random.Random(seed)
-    return tuple(_pack(draw, documents, length) for _ in range(count))
+    made: list[Pack] = []
+    seen: set[tuple[int, ...]] = set()
+    for _ in range(count):
+        for _ in range(100):
+            pack = _pack(draw, documents, length)
+            if pack.lengths not in seen:
+                break
+        made.append(pack)
+        seen.add(pack.lengths)
+    return tuple(made)
 
 
 def _pack(draw: random.Random, documents: tuple[Document, ...], length: int) -> Pack:
