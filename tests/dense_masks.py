@@ -58,6 +58,22 @@ def documents(q_lengths: Sequence[int], k_lengths: Sequence[int], causally: bool
     return dense
 
 
+def tree(lengths: Sequence[int], parents: Sequence[int], left: int | None = None) -> Dense:
+    """Token by token: the path from the root, one node after the other, of which a token sees the part up to itself."""
+    start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    dense = np.zeros((start[-1], start[-1]), dtype=np.bool_)
+    for node, n in enumerate(lengths):
+        path: list[int] = []
+        above = node
+        while above >= 0:
+            path = [*range(start[above], start[above + 1]), *path]
+            above = parents[above]
+        for token in range(start[node], start[node] + n):
+            seen = path[: path.index(token) + 1]
+            dense[token, seen if left is None else seen[-left - 1 :]] = True
+    return dense
+
+
 def band(given: Sequence[int], q_len: int, k_len: int) -> Dense:
     q0, q1, k0, k1, lo, hi = given
     return cells(q_len, k_len, lambda q, k: (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= k - q) & (k - q <= hi))

@@ -115,6 +115,26 @@ def _pairs(draw: st.DrawFn, q: int, k: int) -> Drawn:
     return Drawn(mask, dense_masks.documents(q_lengths, k_lengths, causal, align))
 
 
+@st.composite
+def depth_first_parents(draw: st.DrawFn, count: int) -> list[int]:
+    """The parents of ``count`` nodes in depth-first order: each is a root, or follows a node of the path before it."""
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(count):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return parents
+
+
+@st.composite
+def _tree(draw: st.DrawFn, n: int, _: int) -> Drawn:
+    lengths = draw(parts(n, draw(st.integers(1, 8))))
+    parents = draw(depth_first_parents(len(lengths)))
+    left = draw(st.none() | st.integers(0, n))
+    return Drawn(rs.tree(lengths, parents, left=left), dense_masks.tree(lengths, parents, left))
+
+
 def _from_bands(q: int, k: int) -> st.SearchStrategy[Drawn]:
     return raw_bands(q, k).map(lambda bands: Drawn(Mask.from_bands(bands, q, k), dense_masks.bands(bands, q, k)))
 
@@ -125,7 +145,13 @@ CONSTRUCTORS: dict[str, Callable[[int, int], st.SearchStrategy[Drawn]]] = {
     "documents(kv_lengths=)": _pairs,
     "from_bands": _from_bands,
 }
-SQUARE_CONSTRUCTORS = {"prefix": _prefix, "chunked": _chunked, "documents": _documents, "documents(ids=)": _ids}
+SQUARE_CONSTRUCTORS = {
+    "prefix": _prefix,
+    "chunked": _chunked,
+    "documents": _documents,
+    "documents(ids=)": _ids,
+    "tree": _tree,
+}
 RELATIONS = {"window": _window, "sliding_window": _sliding_window, "causal()": _causal_relation}
 
 

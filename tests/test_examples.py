@@ -39,3 +39,12 @@ def test_finetune_hf() -> None:
     assert len(losses) == 4
     apart = re.findall(r"^largest difference from one process: (.*)$", printed, flags=re.MULTILINE)
     assert float(apart[0]) <= 1e-5
+
+
+def test_grpo_step() -> None:
+    printed = torchrun(EXAMPLES / "grpo_step.py", 2)
+    fewer = [float(x) for x in re.findall(r"([\d.]+)x fewer", printed)]
+    assert fewer == [4.5, 3.24]
+    apart = [abs(float(x)) for x in re.findall(r"([-\d.]+e[-+]\d\d) apart", printed)]
+    assert len(apart) == 2
+    assert max(apart) < 1e-12

@@ -36,6 +36,8 @@ from ringspan.frontends import (
     ContextParallel,
     LocalWorld,
     Parity,
+    Targets,
+    Trie,
     activate,
     alibi,
     alibi_slopes,
@@ -44,6 +46,7 @@ from ringspan.frontends import (
     check_parity,
     current,
     flex_attention,
+    fold,
     local_attention,
     old_names,
     relative_bias,
@@ -56,7 +59,20 @@ from ringspan.frontends import (
 )
 from ringspan.kernels import Partial, merge
 from ringspan.layouts import Layout, Span
-from ringspan.masks import Band, Mask, block_mask, causal, chunked, documents, full, mask_mod, prefix, sliding_window, window
+from ringspan.masks import (
+    Band,
+    Mask,
+    block_mask,
+    causal,
+    chunked,
+    documents,
+    full,
+    mask_mod,
+    prefix,
+    sliding_window,
+    tree,
+    window,
+)
 from ringspan.planner import Plan, best_on, plan
 from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
@@ -106,7 +122,9 @@ __all__ = [
     "RingspanError",
     "Shape",
     "Span",
+    "Targets",
     "TransportError",
+    "Trie",
     "Ulysses",
     "UnknownKernel",
     "UnplannedAttention",
@@ -126,6 +144,7 @@ __all__ = [
     "documents",
     "flex_attention",
     "flight_record",
+    "fold",
     "full",
     "local_attention",
     "mask_mod",
@@ -139,6 +158,7 @@ __all__ = [
     "sliding_window",
     "softcap",
     "tiled",
+    "tree",
     "window",
     "with_sinks",
 ]

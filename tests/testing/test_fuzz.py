@@ -95,7 +95,7 @@ def test_every_kind_of_case_is_among_them(cases: list[fuzz.Case]) -> None:
     text = "\n".join(case.mask for case in cases)
     for word in ("full(", "causal()", 'align="end"', 'align="start"', "window(left=", "window(right=", "documents([", "ids=["):
         assert word in text
-    for word in ("kv_lengths=", "causal=False", "prefix(", "chunked(", "from_bands(", ") & (", ") | (", ") - (", "~("):
+    for word in ("kv_lengths=", "causal=False", "prefix(", "chunked(", "tree(", "from_bands(", ") & (", ") | (", ") - (", "~("):
         assert word in text
     assert {case.heads // case.kv_heads for case in cases} == {1, 2, 3, 4}
     split = [case for case in cases if case.strategy == "ulysses"]

@@ -11,11 +11,14 @@ from ringspan.frontends.parity import Parity, check_parity
 from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, softcap, with_sinks
 from ringspan.frontends.sdpa import activate, available, current, restore
 from ringspan.frontends.tiled import tiled
+from ringspan.frontends.tries import Targets, Trie, fold
 
 __all__ = [
     "ContextParallel",
     "LocalWorld",
     "Parity",
+    "Targets",
+    "Trie",
     "activate",
     "alibi",
     "alibi_slopes",
@@ -24,6 +27,7 @@ __all__ = [
     "check_parity",
     "current",
     "flex_attention",
+    "fold",
     "local_attention",
     "relative_bias",
     "restore",

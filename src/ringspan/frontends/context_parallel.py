@@ -20,11 +20,11 @@ from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.groups import Group
-from ringspan.frontends.labels import positions_in
 from ringspan.frontends.losses import Losses
 from ringspan.frontends.recompute import entered_blocks
 from ringspan.frontends.reporting import report_error, reports_errors
-from ringspan.frontends.validate import check_documents, check_mask
+from ringspan.frontends.token_data import TokenData
+from ringspan.frontends.validate import check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
@@ -53,7 +53,7 @@ NO_ATTENTION = (
 )
 
 
-class ContextParallel(AttentionMode, Losses):
+class ContextParallel(AttentionMode, TokenData, Losses):
     """A sequence split over the ranks of a group, and its attention mask.
 
     ::
@@ -249,30 +249,11 @@ class ContextParallel(AttentionMode, Losses):
         result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
         return result
 
-    def positions(self, of: Side = "q", *, documents: Any = None, device: torch.device | str | None = None) -> Tensor:
-        """Return the position ids of this rank's tokens, as for rotary embeddings.
-
-        They are positions in the whole sequence or, given a list of the lengths of all ``documents``, in the token's
-        own document. The result is on the CPU unless ``device`` is given.
-        """
-        layout = self._layout(of)
-        mine = torch.from_numpy(layout.positions(self.rank))
-        if documents is not None:
-            in_documents = positions_in(documents, layout.length)
-            check_documents(self.plan.mask, in_documents)
-            mine = in_documents[mine]
-        return mine.to(device or "cpu")
-
     def _hint(self, of: Side, tokens: int) -> str:
         """Return a hint for an error message, if the tensor is of the other sequence of a cross-attention."""
         other: Side = "kv" if of == "q" else "q"
         what = "keys" if other == "kv" else "queries"
         return f" ({tokens} is the number of its {what}: pass of={other!r})" if self._layout(other).length == tokens else ""
-
-    def _layout(self, of: Side) -> Layout:
-        if of not in ("q", "kv"):
-            raise InputError(f'of must be "q" or "kv", not {of!r}')
-        return self.plan.q_layout if of == "q" else self.plan.kv_layout
 
     # -- attention -----------------------------------------------------------------------------------------------------
 

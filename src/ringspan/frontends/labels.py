@@ -1,20 +1,38 @@
-"""Labels and positions within documents."""
+"""Labels and positions within documents and trees."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringspan.errors import InputError
+from ringspan.frontends.tries import Targets, Trie, targets_of
 from ringspan.masks.mask import lengths as as_lengths
 
 IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
-def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore_index: int = IGNORED) -> Tensor:
+@overload
+def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore_index: int = IGNORED) -> Tensor: ...
+
+
+@overload
+def shift_labels(*, tree: Trie, weights: Sequence[Any] | None = None) -> Targets: ...
+
+
+def shift_labels(
+    tokens: Tensor | None = None,
+    *,
+    documents: Any = None,
+    dim: int = -1,
+    ignore_index: int = IGNORED,
+    tree: Trie | None = None,
+    weights: Sequence[Any] | None = None,
+) -> Tensor | Targets:
     """Return the label of each token: the next token of the same document, or ``ignore_index`` for the last token of a
     document.
 
@@ -24,7 +42,22 @@ def shift_labels(tokens: Tensor, *, documents: Any = None, dim: int = -1, ignore
 
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5, 6]]), documents=[2, 3, 1])
     tensor([[   2, -100,    4,    5, -100, -100]])
+
+    In a ``tree`` of shared prefixes (:func:`ringspan.fold`) a token can have several next tokens, so the result is
+    :class:`ringspan.Targets`: pairs of a token and a target, with a weight. The weight is the number of rows that
+    contain the pair or, given ``weights`` for the tokens of each row, the sum of the weights that these rows give to
+    the target. ``cp.targets`` selects those of a rank.
+
+    >>> from ringspan import fold
+    >>> shift_labels(tree=fold([[7, 8, 1], [7, 8, 5], [7, 8, 1]]))
+    Targets(token=tensor([0, 1, 1]), target=tensor([8, 1, 5]), weight=tensor([3., 2., 1.]))
     """
+    if tree is not None:
+        if tokens is not None or documents is not None:
+            raise InputError("shift_labels(tree=…) takes its tokens from the tree: give neither tokens nor documents")
+        return targets_of(tree, weights)
+    if weights is not None:
+        raise InputError("weights are for shift_labels(tree=…): multiply the losses of plain sequences by theirs")
     if not isinstance(tokens, Tensor):
         raise InputError(f"tokens must be a tensor, not {type(tokens).__name__}: give torch.tensor(tokens)")
     if tokens.ndim == 0:

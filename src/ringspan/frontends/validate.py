@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ringspan.errors import InputError, MaskError
 from ringspan.masks import Mask
+from ringspan.masks import table as tables
+from ringspan.masks.tree import Nodes, tree
 
 
 def check_mask(mask: Any) -> Mask:
@@ -84,4 +86,18 @@ def check_documents(mask: Mask, positions: Tensor) -> None:
         raise InputError(
             f"positions(documents=…): a document starts at token {inside[0]}, but the mask {mask.name} lets tokens see across "
             "that place. Give the documents of the mask, or a mask with these documents"
+        )
+
+
+def check_tree(mask: Mask, nodes: Nodes, tokens: int) -> None:
+    """Raise unless the tree has this many tokens and the mask lets a token see only tokens of its own path."""
+    if nodes.tokens != tokens:
+        raise InputError(f"the tree has {nodes.tokens} tokens, but the plan's sequence has {tokens}: give the tree of the mask")
+    if mask.predicate is not None or mask.q_len != mask.k_len:
+        return
+    allowed = tree(nodes.stop - nodes.start, nodes.parent)
+    if int(tables.area(tables.intersect(mask.table, allowed.table)).sum()) != mask.area:
+        raise InputError(
+            f"positions(tree=…): the mask {mask.name} lets tokens see other branches of this tree, or later tokens. Give the "
+            "tree of the mask, or the mask of this tree: rs.tree(lengths, parents)"
         )

@@ -11,6 +11,7 @@ from ringspan.masks.mask_mod import mask_mod
 from ringspan.masks.predicate import Predicate
 from ringspan.masks.prefix import prefix
 from ringspan.masks.table import MAX_LENGTH
+from ringspan.masks.tree import tree
 from ringspan.masks.window import sliding_window, window
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "mask_mod",
     "prefix",
     "sliding_window",
+    "tree",
     "window",
 ]

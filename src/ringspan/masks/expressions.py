@@ -23,6 +23,7 @@ from ringspan.masks.full import full
 from ringspan.masks.mask import Mask
 from ringspan.masks.prefix import prefix
 from ringspan.masks.table import MAX_LENGTH
+from ringspan.masks.tree import tree
 from ringspan.masks.window import sliding_window, window
 
 
@@ -123,5 +124,6 @@ _CALLS: dict[str, Callable[..., Mask]] = {
     "documents": _documents,
     "prefix": prefix,
     "chunked": chunked,
+    "tree": tree,
     "from_bands": Mask.from_bands,
 }

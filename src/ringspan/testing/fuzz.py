@@ -191,6 +191,18 @@ def _prefix(d: _Choices, n: int, _: int) -> str:
     return f"prefix({n}, {d.between(0, n)})"
 
 
+def _tree(d: _Choices, n: int, _: int) -> str:
+    """Draw nodes in depth-first order: each is a root, or follows a node of the path before it."""
+    lengths = d.parts(n, d.between(1, 8))
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(len(lengths)):
+        path = path[: d.between(0, len(path))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return f"tree({lengths}, {parents}{d.one_of(('', '', f', left={d.between(0, n)}'))})"
+
+
 def _chunked(d: _Choices, n: int, _: int) -> str:
     return f"chunked({n}, {d.between(1, n)}{d.one_of(('', '', ', causal=False'))})"
 
@@ -216,7 +228,7 @@ def _causal_relation(d: _Choices, q: int, k: int) -> str:
 
 # A mask that is listed twice is drawn twice as often.
 _CROSS_LEAVES = (_full, _causal_relation, _causal, _window, _paired_documents, _paired_documents, _from_bands)
-_LEAVES = (*_CROSS_LEAVES, _causal, _documents, _documents, _ids, _prefix, _chunked)
+_LEAVES = (*_CROSS_LEAVES, _causal, _documents, _documents, _ids, _prefix, _chunked, _tree)
 
 
 def _layout(d: _Choices, length: int, world: int, *, same_length: bool) -> str | Spans:

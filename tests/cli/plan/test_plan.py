@@ -159,8 +159,13 @@ def test_thousands_of_ranks_say_what_was_not_tried() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "mask",
-    [rs.causal(23) & rs.window(left=5), rs.documents([9, 1, 13]), rs.causal(23) - rs.chunked(23, 4)],
-    ids=["window", "documents", "hole"],
+    [
+        rs.causal(23) & rs.window(left=5),
+        rs.documents([9, 1, 13]),
+        rs.causal(23) - rs.chunked(23, 4),
+        rs.tree([9, 5, 4, 5], [-1, 0, 1, 0]),
+    ],
+    ids=["window", "documents", "hole", "tree"],
 )
 def test_a_small_picture_is_the_dense_mask(mask: rs.Mask, layout: str) -> None:
     made, _ = named_layout(layout, mask, 4)

@@ -33,7 +33,7 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
         required=True,
         metavar="TEXT",
         help="as in Python: causal(), full(), window(LEFT), documents([700, 324]), documents(file=lengths.txt), "
-        "prefix(N, P), chunked(N, C), joined by & | - ~ and brackets",
+        "prefix(N, P), chunked(N, C), tree(LENGTHS, PARENTS), joined by & | - ~ and brackets",
     )
     what.add_argument("--seq-len", type=int, metavar="N", help="tokens, for masks that have no length of their own")
     what.add_argument("--heads", type=int, help="query heads (default 32)")

@@ -1,0 +1,68 @@
+"""What belongs to this rank's tokens besides the tokens themselves: positions and targets. Methods of
+ContextParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringspan.errors import InputError
+from ringspan.frontends.labels import positions_in
+from ringspan.frontends.tries import Targets, tree_nodes
+from ringspan.frontends.validate import check_documents, check_tree
+from ringspan.layouts import Layout
+from ringspan.planner import Plan
+from ringspan.plans.data import Side
+
+
+class TokenData:
+    """Positions and targets of the tokens of one rank."""
+
+    plan: Plan
+
+    def positions(
+        self, of: Side = "q", *, documents: Any = None, tree: Any = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Return the position ids of this rank's tokens, as for rotary embeddings.
+
+        They are positions in the whole sequence or, given a list of the lengths of all ``documents``, in the token's
+        own document or, given a ``tree`` (``rs.fold(rows)``, or a pair of lengths and parents), on the path from the
+        token's root. The result is on the CPU unless ``device`` is given.
+        """
+        layout = self._layout(of)
+        mine = torch.from_numpy(layout.positions(self.plan.rank))
+        if documents is not None and tree is not None:
+            raise InputError("positions() takes documents= or tree=, not both: a tree with several roots has several documents")
+        if documents is not None:
+            in_documents = positions_in(documents, layout.length)
+            check_documents(self.plan.mask, in_documents)
+            mine = in_documents[mine]
+        if tree is not None:
+            nodes = tree_nodes(tree)
+            check_tree(self.plan.mask, nodes, layout.length)
+            mine = torch.from_numpy(nodes.positions())[mine]
+        return mine.to(device or "cpu")
+
+    def targets(self, targets: Targets, *, of: Side = "q", device: torch.device | str | None = None) -> Targets:
+        """Select the targets that this rank's tokens predict. ``token`` then counts this rank's tokens."""
+        if not isinstance(targets, Targets):
+            raise InputError(f"targets must be those of rs.shift_labels(tree=…); got {type(targets).__name__}")
+        layout = self._layout(of)
+        row = np.full(layout.length, -1)
+        mine = layout.positions(self.plan.rank)
+        row[mine] = np.arange(len(mine))
+        token = targets.token.cpu()
+        if len(token) and int(token.max()) >= layout.length:
+            raise InputError(f"the targets are of token {int(token.max())}, but the plan's sequence has {layout.length} tokens")
+        local = torch.from_numpy(row)[token]
+        chosen = torch.nonzero(local >= 0).flatten()
+        parts = (local, targets.target, targets.weight)
+        return Targets(*(x[chosen.to(x.device)].to(device or x.device) for x in parts))
+
+    def _layout(self, of: Side) -> Layout:
+        if of not in ("q", "kv"):
+            raise InputError(f'of must be "q" or "kv", not {of!r}')
+        return self.plan.q_layout if of == "q" else self.plan.kv_layout
