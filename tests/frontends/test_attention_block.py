@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -19,15 +18,10 @@ from ringspan.frontends import attention_block
 from ringspan.frontends import treatments as treatments_of_functions
 from ringspan.kernels.reference import dense_attention
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 N = 12
 MASK = rs.causal(N) & rs.window(left=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

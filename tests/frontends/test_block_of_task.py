@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
@@ -21,15 +20,10 @@ from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import assert_close
 from ringspan.torch_private.function_modes import function_mode_depth
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 N = 12
 WINDOW, CAUSAL, FULL = rs.causal(N) & rs.window(left=3), rs.causal(N), rs.full(N)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

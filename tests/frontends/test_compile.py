@@ -24,16 +24,11 @@ from ringspan.kernels.reference import dense_attention
 from ringspan.testing import assertions
 from tests.conftest import Pools
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 N = 12
 NEAR = rs.causal(N) & rs.window(left=2)
 BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
@@ -152,13 +151,6 @@ def test_over_processes(pools: Pools, world: int, name: str, layout: str, strate
 
 
 # -- the block ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

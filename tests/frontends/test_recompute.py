@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -19,19 +18,14 @@ from ringspan.frontends.recompute import _entries
 from ringspan.testing.assertions import assert_close
 from ringspan.torch_private.checkpoints import any_hooks
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 N = 12
 MASK = rs.causal(N) & rs.window(left=3)
 OTHER = rs.causal(N)
 LINEAR = nn.Linear(8, 8, dtype=torch.float64)
 
 Layer = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -151,13 +151,6 @@ def test_over_processes(pools: Pools, strategy: str, layout: str, windows: list[
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

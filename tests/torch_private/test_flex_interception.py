@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
@@ -21,14 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import ringspan as rs
 from ringspan.torch_private import flex_interception, flex_original
 
-pytestmark = pytest.mark.alone
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("world_of_one")]
 
 
 def x() -> Tensor:

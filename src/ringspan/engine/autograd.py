@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from ringspan.engine.executor import AttentionConfig, Run, backward, forward, rows_to_save
+from ringspan.engine.executor import AttentionConfig, Run, backward, forward, saved_for_backward
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial
@@ -96,7 +96,7 @@ class Attend(torch.autograd.Function):
         with torch.no_grad():
             generators = []
             for i, plan in enumerate(ctx.plans):
-                saved = partial(rows_to_save, queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
+                saved = partial(saved_for_backward, queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
                 generators.append(backward(plan, saved, key_values[i], ctx.config))
             for dq, dk, dv, *dlearned_of_rank in ctx.run(generators, ctx.config.backward_call):
                 for grad in (dq, dk, dv):

@@ -204,7 +204,7 @@ def _run_steps(plan: Plan, phase: Phase, prepare: Callable[[], Pass]) -> RankGen
     return finish()
 
 
-def rows_to_save(q_SBHD: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Saved:
+def saved_for_backward(q_SBHD: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Saved:
     """Return the queries, the results of the forward pass and their gradients, rows first, for :func:`backward`.
 
     It is called in the backward pass. A dout of None becomes zeros.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringspan.engine.autograd import SECOND_DERIVATIVE, positive_scale, saved_tensors
-from ringspan.engine.executor import AttentionConfig, backward, forward, rows_to_save
+from ringspan.engine.executor import AttentionConfig, backward, forward, saved_for_backward
 from ringspan.engine.handles import registry
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import KernelError
@@ -90,7 +90,7 @@ def _attend_backward(
     with handle.reporting("backward", scale), disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
-        saved = partial(rows_to_save, q_SBHD, out, lse, dout, dlse)
+        saved = partial(saved_for_backward, q_SBHD, out, lse, dout, dlse)
         with _outside_operators(config):
             ((dq, dk, dv, *_),) = handle.group.run(
                 [backward(plan, saved, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call

@@ -27,7 +27,7 @@ class Slots:
     """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
     What arrives overwrites ``rows`` ("q", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``.
-    When other queries or keys overwrite a row, the accumulators of that row (``_of_rows``) clear it.
+    When other queries or keys overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Slots:
         gradients: dict[str, list[GradientAccumulator]] | None = None,
     ) -> None:
         self.rows, self.outputs, self.gradients = rows, outputs or [], gradients or {}
-        self._of_rows: dict[str, Sequence[Any]] = {
+        self._row_accumulators: dict[str, Sequence[Any]] = {
             "q": self.outputs or self.gradients.get("dq", []),
             "kv": self.gradients.get("dkv", []),
         }
@@ -62,7 +62,7 @@ class Slots:
             elif buffer is not None:
                 recv_buffers[buffer] = self._new_buffer(t)
                 self._arriving.append((t, recv_buffers[buffer]))
-            elif self._of_rows[t.what]:
+            elif self._row_accumulators[t.what]:
                 self._arriving.append((t, None))  # received in place: only accumulators are cleared
         sends, recvs = [], []
         for peer, payload in messages.sends:
@@ -127,7 +127,7 @@ class Slots:
     def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
         if message is not None:
             _heads(self._rows_of(t), t).index_copy_(0, _index(t.rows, message.device), message)
-        for accumulator in self._of_rows[t.what][t.slot : t.slot + 1]:
+        for accumulator in self._row_accumulators[t.what][t.slot : t.slot + 1]:
             for start, stop in t.rows:
                 accumulator.clear(start, stop)
 

@@ -88,12 +88,12 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
     forwarders = [nodes.forwarder(rank, other) for other in range(nodes.count) if other != node]
     # Owners on other nodes: those whose rows this rank receives from them and forwards (stage DIRECT), and those whose
     # rows another rank of this node forwards to it (stage FORWARDED).
-    forwarded_owners = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
-    indirect_owners = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
+    forwarded_here = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
+    forwarded_to_us = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
 
     tiles = problem.seen()
-    node_tiles = _of_node(problem, nodes, forwarded_owners)
-    placed = _incoming_rows(problem, tiles, node_tiles, forwarded=indirect_owners)
+    node_tiles = _of_node(problem, nodes, forwarded_here)
+    placed = _incoming_rows(problem, tiles, node_tiles, forwarded_to_us)
     bands = bands_by_stage(KEYS, tiles, placed, rank)
     away = by_peer(placed.owner, placed.slot_row, placed.slot_row + placed.size)
     own_rows = _own_rows(problem, nodes)
@@ -114,7 +114,7 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
 
     def forwarded_keys(what: PayloadKind) -> tuple[Transfer, ...]:
         """Return the transfers of the keys (or gradients) that this rank forwards on its node."""
-        held = [(peer, rows) for peer in near for o in forwarded_owners for rows in forwarded_rows.get(peer * world + o, ())]
+        held = [(peer, rows) for peer in near for o in forwarded_here for rows in forwarded_rows.get(peer * world + o, ())]
         return tuple(Transfer(what=what, peer=peer, slot=SLOT[DIRECT], rows=rows) for peer, rows in held)
 
     def tasks(stage: int) -> tuple[Task, ...]:
@@ -124,13 +124,13 @@ def _fan_out(problem: Problem, nodes: Nodes) -> Program:
 
     across = Step(
         sends=own("kv", [*near, *forwarders]),
-        recvs=of_others("kv", [*near, *forwarded_owners], DIRECT),
+        recvs=of_others("kv", [*near, *forwarded_here], DIRECT),
         tasks=tasks(OWN),
     )
-    fan_out = Step(sends=forwarded_keys("kv"), recvs=of_others("kv", indirect_owners, FORWARDED), tasks=tasks(DIRECT))
+    fan_out = Step(sends=forwarded_keys("kv"), recvs=of_others("kv", forwarded_to_us, FORWARDED), tasks=tasks(DIRECT))
     near_back = Step(sends=of_others("dkv", near, DIRECT), recvs=own("dkv", near), tasks=tasks(FORWARDED))
-    fan_in = Step(sends=of_others("dkv", indirect_owners, FORWARDED), recvs=forwarded_keys("dkv"))
-    back_across = Step(sends=of_others("dkv", forwarded_owners, DIRECT), recvs=own("dkv", forwarders))
+    fan_in = Step(sends=of_others("dkv", forwarded_to_us, FORWARDED), recvs=forwarded_keys("dkv"))
+    back_across = Step(sends=of_others("dkv", forwarded_here, DIRECT), recvs=own("dkv", forwarders))
     return Program(
         forward=(across, fan_out, Step(tasks=tasks(FORWARDED))),
         backward=(across, fan_out, near_back, fan_in, back_across),
@@ -145,7 +145,7 @@ def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
     return cut(problem.mask, problem.q_layout.pieces.of(*members), problem.kv_layout.pieces.of(*owners))
 
 
-def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded: Sequence[int]) -> IncomingRows:
+def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded_to_us: Sequence[int]) -> IncomingRows:
     """Return all rows that this rank receives: those it sees, and those that its node sees of the owners for which it
     forwards."""
     owner = np.concatenate([tiles.k_rank, node_tiles.k_rank])
@@ -154,7 +154,7 @@ def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded:
     away = owner != problem.rank
     rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
     arriving, token, step = split_at_spans(problem.kv_layout, rows)
-    return assign_slot_rows(arriving, token, step, np.where(np.isin(arriving.owner, forwarded), FORWARDED, DIRECT))
+    return assign_slot_rows(arriving, token, step, np.where(np.isin(arriving.owner, forwarded_to_us), FORWARDED, DIRECT))
 
 
 def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:

@@ -58,7 +58,8 @@ class Ring(Strategy):
         def slot(step: int) -> int:
             return 0 if step == 0 else 1 + (step - 1) % 2
 
-        def moves(step: int) -> Step:
+        def pass_block(step: int) -> Step:
+            """Compute with this step's block and send it to the next rank; receive the next step's block."""
             sends, recvs = [], []
             block, coming = held(step), held(step + 1)
             if is_sent(block, step + 1):
@@ -70,22 +71,22 @@ class Ring(Strategy):
             tasks = (Task(kv_slot=slot(step), bands=seen, kv_tokens=tokens),) if seen else ()
             return Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tasks)
 
-        def gradients(step: int) -> Step:
+        def pass_gradients(step: int) -> Step:
             """Send the gradient of the previous step's block to the next rank; receive that of this step's block."""
             sends, recvs = [], []
             if step >= 2 and is_sent(held(step - 1), step - 1):
-                left = held(step - 1)
-                is_last = reach[left] == step - 1
-                sends.append(_block("dkv", left if is_last else (rank + 1) % world, slot(step - 1), rows[left]))
+                previous = held(step - 1)
+                is_last = reach[previous] == step - 1
+                sends.append(_block("dkv", previous if is_last else (rank + 1) % world, slot(step - 1), rows[previous]))
             if step >= 2 and is_sent(held(step), step):
                 recvs.append(_block("dkv", (rank - 1) % world, slot(step), rows[held(step)]))
             if step >= 2 and reach[rank] == step - 1 and rows[rank]:
                 recvs.append(_block("dkv", (rank + step - 1) % world, 0, rows[rank]))
             return Step(sends=tuple(sends), recvs=tuple(recvs))
 
-        forward = tuple(moves(step) for step in range(hops + 1))
+        forward = tuple(pass_block(step) for step in range(hops + 1))
         backward = tuple(
-            _both(moves(step) if step <= hops else Step(), gradients(step)) for step in range(hops + 2 if hops else 1)
+            _both(pass_block(step) if step <= hops else Step(), pass_gradients(step)) for step in range(hops + 2 if hops else 1)
         )
         block_rows = [[rows[held(s)] for s in range(1, hops + 1) if slot(s) == k and is_sent(held(s), s)] for k in (1, 2)]
         slots = [rows[rank], *(max(sizes, default=0) for sizes in block_rows)]
