@@ -24,7 +24,7 @@ HAS_TORCH := $(VENV)/.torch-$(notdir $(PYTHON))
 READY     := $(VENV)/.ready-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch coverage lint format bench clean
+.PHONY: help setup demo docs test test-slow test-torch coverage lint format bench clean
 
 help:  ## this text
 	@echo "ringspan: exact attention over one long sequence on many devices"
@@ -36,7 +36,10 @@ help:  ## this text
 demo: $(READY)  ## train on a sequence split over 4 processes; pictures in ringspan-demo/
 	$(BIN)/ringspan demo
 
-test: lint  ## lint, types, tests and doctests, all but the slow
+docs: $(READY)  ## build the documentation as a site, in build/site/index.html; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+test: lint  ## lint, types, tests, doctests and the documentation, all but the slow
 	$(BIN)/python -m pytest $(PARALLEL) -m "not alone and not slow"
 	$(BIN)/python -m pytest -m "alone and not slow"
 
