@@ -1,28 +1,33 @@
 """Programs that use a process group and end: every process must exit with code 0, on a machine under load.
 
-    python -m benchmarks.reliability.exits [--trials N] [--load N] [--json]
+    python -m benchmarks.reliability.exits [--trials N] [--fresh N] [--load N] [--jobs N]
 
 The programs: the distributed example of the README, the examples, eight lines of shard, unshard and destroy, and the
-same without destroy. ``--load`` processes compute in the background.
+same without destroy. ``--trials`` of each are started by forking a process that has imported torch; ``--fresh`` of each
+are new interpreters. ``--load`` processes compute in the background.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.reliability.harness import parser_of, print_table
+from benchmarks.reliability.experiments import Experiment, Rows, Task, main_of, parser_of
+from benchmarks.reliability.fork_exits import HANG_SECONDS, environment, free_port
 
 ROOT = Path(__file__).parents[2]
+CHUNK = 20  # trials that are forked from one process
 BUSY = "while True: sum(range(10**6))"
 EIGHT_LINES = """
 import torch, torch.distributed as dist, ringspan as rs
@@ -35,61 +40,106 @@ dist.destroy_process_group()
 """
 
 
+class Exit(NamedTuple):
+    """The exit codes of the ranks of one trial."""
+
+    program: str
+    is_fresh: bool
+    codes: tuple[int, ...]
+
+    @property
+    def outcome(self) -> str:
+        return "clean" if not any(self.codes) else "abort" if -signal.SIGABRT in self.codes else "other"
+
+
 def programs() -> dict[str, str]:
+    """Return the programs that can run here. One example needs the package transformers."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     readme = next(block for block in blocks if "init_process_group" in block)
     forgetful = EIGHT_LINES.replace("dist.destroy_process_group()\n", "")
     examples = {f"examples/{p.name}": p.read_text(encoding="utf-8") for p in sorted((ROOT / "examples").glob("*.py"))}
+    if importlib.util.find_spec("transformers") is None:
+        examples = {name: text for name, text in examples.items() if "transformers" not in text}
     return {"README": readme, "eight lines": EIGHT_LINES, "eight lines, no destroy": forgetful, **examples}
 
 
-def run(program: Path, world: int) -> list[int]:
-    """Run a program in processes of their own, as torchrun does, and return their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(world):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen([sys.executable, program], env={**os.environ, **common, **own}, **quiet))  # type: ignore[call-overload]
-    codes = []
-    for process in processes:
-        _, errors = process.communicate(timeout=600)
-        codes.append(process.returncode)
-        if process.returncode:
-            print(f"{program.name}: {process.returncode}: {errors.decode()[-600:]}", file=sys.stderr)
-    return codes
+@contextmanager
+def written(text: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(text, encoding="utf-8")
+        yield path
 
 
-def main() -> None:
-    parser = parser_of(__doc__, 200)
-    parser.add_argument("--load", type=int, default=2 * (os.cpu_count() or 1), help="busy processes (default 2 a core)")
-    args = parser.parse_args()
-    load = [subprocess.Popen(["nice", "-n", "5", sys.executable, "-c", BUSY]) for _ in range(args.load)]
-    header = ["", "trials", "clean", "abort", "other", "seconds each"]
+def run_forked(name: str, text: str, trials: int, deadline: float) -> list[Exit]:
+    with written(text) as program:
+        command = [sys.executable, "-m", "benchmarks.reliability.fork_exits", str(program), str(trials), str(deadline)]
+        found = subprocess.run(command, env=with_path(), stdout=subprocess.PIPE, text=True, check=True)
+    return [Exit(name, False, tuple(json.loads(line))) for line in found.stdout.splitlines()]
+
+
+def run_fresh(name: str, text: str, deadline: float) -> list[Exit]:
+    """Start new interpreters, as torchrun does."""
+    world, port, codes = 2, free_port(), []
+    with written(text) as program:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, program],
+                env={**with_path(), **environment(rank, world, port)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(world)
+        ]
+        for process in processes:
+            _, errors = process.communicate(timeout=2 * HANG_SECONDS)
+            codes.append(process.returncode)
+            if process.returncode:
+                print(f"{name}: {process.returncode}: {errors.decode()[-600:]}", file=sys.stderr)
+    return [Exit(name, True, tuple(codes))]
+
+
+def with_path() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def load(count: int) -> Iterator[None]:
+    """Keep the machine busy."""
+    processes = [subprocess.Popen(["nice", "-n", "5", sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
-        print_table(header, run_all(args.trials), as_json=args.json)
+        yield
     finally:
-        for process in load:
+        for process in processes:
             process.kill()
             process.wait()
 
 
-def run_all(trials: int) -> Iterator[list[str]]:
-    """Yield a line of the table for each program."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in programs().items():
-            path = Path(folder) / f"{name.replace('/', '_').replace(' ', '_')}.py"
-            count, start = Counter[str](), time.monotonic()
-            path.write_text(text, encoding="utf-8")
-            for _ in range(trials):
-                codes = run(path, 2)
-                aborted = any(code == -signal.SIGABRT for code in codes)
-                count["clean" if not any(codes) else "abort" if aborted else "other"] += 1
-            cells = [name, trials, count["clean"], count["abort"], count["other"]]
-            yield [str(x) for x in cells] + [f"{(time.monotonic() - start) / max(1, trials):.1f}"]
+def rows_of(found: list[Exit]) -> Rows:
+    rows: Rows = []
+    for name in programs():
+        mine = [x for x in found if x.program == name]
+        row: dict[str, object] = {"case": name, "trials": len(mine), "of them new interpreters": sum(x.is_fresh for x in mine)}
+        rows.append({**row, **{kind: sum(x.outcome == kind for x in mine) for kind in ("clean", "abort", "other")}})
+    return rows
+
+
+def experiment(trials: int, fresh: int) -> Experiment:
+    tasks: list[Task] = []
+    for first in range(0, trials, CHUNK):
+        tasks += [partial(run_forked, name, text, min(CHUNK, trials - first)) for name, text in programs().items()]
+    for _ in range(fresh):
+        tasks += [partial(run_fresh, name, text) for name, text in programs().items()]
+    return Experiment(name="exits", tasks=tasks, rows=rows_of, goal=(trials + fresh) * len(programs()))
+
+
+def main() -> None:
+    parser = parser_of(__doc__, 200)
+    parser.add_argument("--fresh", type=int, default=5, help="new interpreters for each program (default %(default)s)")
+    parser.add_argument("--load", type=int, default=2 * (os.cpu_count() or 1), help="busy processes (default 2 a core)")
+    args = parser.parse_args()
+    with load(args.load):
+        main_of([experiment(args.trials, args.fresh)], args)
 
 
 if __name__ == "__main__":

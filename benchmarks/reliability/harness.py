@@ -1,4 +1,4 @@
-"""Shared by the experiments: start ranks, collect what each of them reports, classify the trials, print a table.
+"""Trials of one fault: start ranks, collect what each of them reports, classify the trials.
 
 A trial starts one process for each rank. The processes are forked from a server that has imported torch already, so a
 trial takes about a second. The parent hosts the store: it survives the death of any rank.
@@ -16,15 +16,12 @@ The columns of a table:
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -33,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-
-FORKS = multiprocessing.get_context("forkserver")
+from benchmarks.reliability.processes import FORKS
 
 
 class Report(NamedTuple):
@@ -145,58 +141,24 @@ def _serve(
     os._exit(0)
 
 
-class Row(NamedTuple):
-    """One line of a table."""
-
-    name: str
-    trials: int
-    named: int
-    unnamed: int
-    silent: int
-    hang: int
-    abort: int
-    seconds: tuple[float, float]
+OUTCOMES = ("named", "unnamed", "silent", "hang", "abort")
 
 
-def summarize(name: str, trials: Sequence[Trial]) -> Row:
-    counts = {kind: sum(t.outcome == kind for t in trials) for kind in ("named", "unnamed", "silent", "hang", "abort")}
+def summarize(name: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return a row of a table."""
+    counts = {kind: sum(t.outcome == kind for t in trials) for kind in OUTCOMES}
     seconds = [s for t in trials for s in t.seconds] or [0.0]
-    return Row(name, len(trials), **counts, seconds=(statistics.median(seconds), max(seconds)))
+    times = f"{statistics.median(seconds):.1f} / {max(seconds):.1f}"
+    return {"case": name, "trials": len(trials), **counts, "seconds": times}
 
 
-def total(rows: Sequence[Row]) -> Row:
-    counts = {field: sum(getattr(row, field) for row in rows) for field in Row._fields[1:-1]}
-    return Row("all", **counts, seconds=(statistics.median(r.seconds[0] for r in rows), max(r.seconds[1] for r in rows)))
-
-
-def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
-    """Print a Markdown table, or one line of JSON for each row."""
-    if as_json:
-        for row in rows:
-            print(json.dumps(row._asdict()))
-        return
-    cells = [(*(str(x) for x in row[:-1]), f"{row.seconds[0]:.1f} / {row.seconds[1]:.1f}") for row in [*rows, total(rows)]]
-    print_table(["", *Row._fields[1:-1], "seconds"], cells)
-
-
-def print_table(header: Sequence[str], lines: Iterable[Sequence[str]], *, as_json: bool = False) -> None:
-    """Print a Markdown table, or each line as a JSON object."""
-    if as_json:
-        for cells in lines:
-            print(json.dumps(dict(zip(header, cells, strict=True))), flush=True)
-        return
-    print(f"| {' | '.join(header)} |")
-    print(f"| --- |{' ---: |' * (len(header) - 1)}")
-    for cells in lines:
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def parser_of(text: str | None, trials: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of every experiment."""
-    parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=trials, help=f"how many (default {trials})")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each row instead of a table")
-    return parser
+def summarize_by(name_of: Callable[[Any], str], found: Sequence[tuple[Any, Trial]]) -> list[dict[str, Any]]:
+    """Return a row for each name of a case, and one for all. ``found`` has cases and their trials."""
+    by_name: dict[str, list[Trial]] = {}
+    for case, trial in found:
+        by_name.setdefault(name_of(case), []).append(trial)
+    rows = [summarize(name, trials) for name, trials in by_name.items()]
+    return [*rows, summarize("all", [trial for _, trial in found])]
 
 
 def log_bad(trial: Trial, what: str) -> None:
@@ -205,12 +167,3 @@ def log_bad(trial: Trial, what: str) -> None:
         print(f"{what}: {trial.outcome}, guilty {trial.guilty}, missing {trial.missing}, {trial.exit_codes}", file=sys.stderr)
         for rank, report in sorted(trial.reports.items()):
             print(f"    rank {rank}: {report.kind}: {report.text[:300]}", file=sys.stderr)
-
-
-def resident_mib() -> float:
-    """Return the resident memory of this process in MiB."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "ringspan", "benchmarks.reliability.harness"])

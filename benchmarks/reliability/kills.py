@@ -1,7 +1,7 @@
 """Kill or stop one of four ranks, in every place of a training step.
 
-    python -m benchmarks.reliability.kills [--trials N] [--json]         SIGKILL
-    python -m benchmarks.reliability.kills --stop [--trials N] [--json]  SIGSTOP: the others wait until the time limit
+    python -m benchmarks.reliability.kills [--trials N] [--jobs N]         SIGKILL
+    python -m benchmarks.reliability.kills --stop [--trials N] [--jobs N]  SIGSTOP: the others wait until the time limit
 
 The places: the handshake, every step of the forward and of the backward pass, before its messages are posted and while
 they are in flight, and the collectives mean, sum_gradients and unshard. The survivors stay alive, or exit as soon as
@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -21,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from benchmarks.reliability.harness import log_bad, parser_of, print_rows, run_ranks, summarize
+from benchmarks.reliability.experiments import Experiment, Task, main_of, parser_of
+from benchmarks.reliability.harness import Trial, log_bad, run_ranks, summarize_by
 from ringspan.transports import ProcessGroupTransport
 
 WORLD, TOKENS = 4, 64
+STOP_LIMIT = 6.0  # seconds
 PLACES = [
     *("the handshake", "unshard", "cp.mean or cp.sum", "cp.sum_gradients"),
     *(f"{phase} step {step}" for phase in ("forward", "backward") for step in range(WORLD - 1)),
@@ -66,20 +69,34 @@ def _install(place: str, moment: str, number: signal.Signals, tell: Callable[[fl
     ProcessGroupTransport._post = post_or_die  # type: ignore[method-assign]
 
 
+def tasks_of(trials: int, *, stop: bool) -> list[Task]:
+    """Return one task for each trial. The cases are taken in turn."""
+    cases = islice(cycle(product((True, False), MOMENTS, PLACES)), trials)
+    return [partial(run_case, n % WORLD, *case, stop) for n, case in enumerate(cases)]
+
+
+def run_case(guilty: int, stay: bool, moment: str, place: str, stop: bool, deadline: float) -> list[tuple[str, Trial]]:
+    name, seconds = ("SIGSTOP", STOP_LIMIT) if stop else ("SIGKILL", 30.0)
+    trial = run_ranks(train, WORLD, guilty, (place, moment, name, seconds), limit=seconds + 60.0, stay=stay)
+    survivors = f"{moment}, survivors {'stay' if stay else 'exit'}"
+    log_bad(trial, f"{place}, {survivors}")
+    return [(survivors, trial)]
+
+
+def experiment(trials: int, *, stop: bool = False) -> Experiment:
+    return Experiment(
+        name="stops" if stop else "kills",
+        tasks=tasks_of(trials, stop=stop),
+        rows=partial(summarize_by, str),
+        goal=trials,
+    )
+
+
 def main() -> None:
-    parser = parser_of(__doc__, 2 * 2 * len(PLACES))
+    parser = parser_of(__doc__, 200)
     parser.add_argument("--stop", action="store_true", help="SIGSTOP instead of SIGKILL")
     args = parser.parse_args()
-    name, seconds = ("SIGSTOP", 6.0) if args.stop else ("SIGKILL", 30.0)
-    cases = list(islice(cycle(product((True, False), MOMENTS, PLACES)), args.trials))
-    found: dict[tuple[bool, str], list[Any]] = {}
-    for n, (stay, moment, place) in enumerate(cases):
-        guilty = n % WORLD
-        trial = run_ranks(train, WORLD, guilty, (place, moment, name, seconds), limit=seconds + 30.0, stay=stay)
-        log_bad(trial, f"{place}, {moment}, survivors {'stay' if stay else 'exit'}")
-        found.setdefault((stay, moment), []).append(trial)
-    rows = [summarize(f"{moment}, survivors {'stay' if s else 'exit'}", trials) for (s, moment), trials in found.items()]
-    print_rows(rows, as_json=args.json)
+    main_of([experiment(args.trials, stop=args.stop)], args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two hosts, as network namespaces joined by a virtual link: the link is taken down for good, and for four seconds.
 
-    python -m benchmarks.reliability.link_down [--trials N] [--json]
+    python -m benchmarks.reliability.link_down [--trials N] [--jobs N]
 
 Needs Linux, ``ip`` and the right to make user namespaces (``unshare -rn``). One rank runs in each namespace, and the
 store with rank 0. Both attend in a loop. A link that is down for good is an error on both ranks at the time limit of 8
@@ -16,8 +16,10 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
-from benchmarks.reliability.harness import parser_of, print_table
+from benchmarks.reliability.experiments import Experiment, Rows, main_of, parser_of
 
 LIMIT, LOOP_SECONDS = 8.0, 9.0
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -94,15 +96,39 @@ def inside(down_seconds: float) -> None:
             process.kill()
 
 
-def run(down_seconds: float) -> list[dict[str, object]] | None:
+def run(down_seconds: float) -> list[dict[str, Any]] | None:
     command = ["unshare", "-rn", sys.executable, "-m", "benchmarks.reliability.link_down", "--inside", str(down_seconds)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     if done.returncode:
         print(done.stderr[-1500:], file=sys.stderr)
         return None
-    found: list[dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def trial(name: str, down_seconds: float, deadline: float) -> list[tuple[str, int, dict[str, Any]]]:
+    reports = run(down_seconds) or [{"error": "not run", "seconds": 0.0}] * 2
+    return [(name, rank, found) for rank, found in enumerate(reports)]
+
+
+def rows_of(found: list[tuple[str, int, dict[str, Any]]]) -> Rows:
+    rows: Rows = []
+    for name, rank, x in sorted(found, key=lambda entry: entry[:2]):
+        error, seconds = str(x["error"]) or "none", f"{x['seconds']:.1f}"
+        rows.append({"case": name, "rank": rank, "error": error, "seconds of the longest wait": seconds})
+    return rows
+
+
+def experiment(trials: int) -> Experiment:
+    reason = ""
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        reason = "there is no unshare, or no ip"
+    elif subprocess.run(["unshare", "-rn", "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        reason = "this machine does not allow network namespaces (unshare -rn)"
+    cases = (("link down for good", 0.0), ("link down for 4 s", 4.0))
+    tasks = [] if reason else [partial(trial, *case) for case in cases for _ in range(trials)]
+    return Experiment(name="link down", tasks=tasks, rows=rows_of, goal=2 * len(tasks), skipped=reason)
 
 
 def main() -> None:
@@ -111,20 +137,11 @@ def main() -> None:
     parser.add_argument("--inside", type=float)
     args = parser.parse_args()
     if args.rank is not None:
-        return rank_program(args.rank)
-    if args.inside is not None:
-        return inside(args.inside)
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], check=False).returncode:
-        print("this machine does not allow network namespaces (unshare -rn): not run", file=sys.stderr)
-        return None
-    lines = []
-    for name, seconds in (("link down for good", 0.0), ("link down for 4 s", 4.0)):
-        for _ in range(args.trials):
-            for rank, report in enumerate(run(seconds) or [{"error": "not run", "seconds": 0.0}] * 2):
-                lines.append([name, str(rank), str(report["error"]) or "none", f"{report['seconds']:.1f}"])
-    header = ["", "rank", "error", "seconds of the longest wait"]
-    print_table(header, lines, as_json=args.json)
-    return None
+        rank_program(args.rank)
+    elif args.inside is not None:
+        inside(args.inside)
+    else:
+        main_of([experiment(args.trials)], args)
 
 
 if __name__ == "__main__":

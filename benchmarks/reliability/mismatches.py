@@ -1,10 +1,11 @@
 """One of four ranks makes another call than the others: 25 kinds × the first, a middle and the last rank × 7
 strategies.
 
-    python -m benchmarks.reliability.mismatches [--trials N] [--pools N] [--json]
+    python -m benchmarks.reliability.mismatches [--trials N] [--jobs N] [--kind TEXT]
 
 Every kind is tried at the first use of a plan and after the ranks have agreed on it. ``--trials`` takes an evenly
-spread sample of all combinations. A trial uses a new process group of a pool of workers. It ends with a collective, so
+spread sample of all combinations. A trial uses a new process group of a pool of workers, and each job
+has a pool. It ends with a collective, so
 that a rank that needs nothing of the odd one learns of the error, too.
 """
 
@@ -12,20 +13,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.attention.flex_attention  # else the first block would import it, which takes seconds
 import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
-from benchmarks.reliability.harness import Report, Trial, log_bad, parser_of, print_rows, report_of, summarize
+from benchmarks.reliability.experiments import Experiment, main_of, parser_of
+from benchmarks.reliability.harness import Report, Trial, log_bad, report_of, summarize_by
 from ringspan.testing.workers import Pool, WorkerFailed
 from ringspan.transports import ProcessGroupTransport
 
@@ -195,47 +195,63 @@ def differ(rank: int, kind: str, odd: int, strategy: str, is_first: bool) -> tup
     return start, report
 
 
-def run_cases(cases: SimpleQueue[Case], found: dict[Case, Trial]) -> None:
-    """Run cases on a pool of its own until there are none left."""
+def open_block(rank: int) -> None:
+    """Open a block. The first one of a process imports PyTorch's compiler, which takes seconds."""
+    with rs.ContextParallel(None, rs.causal(TOKENS), expect_attention=False):
+        pass
+
+
+def new_pool() -> Pool:
     pool = Pool(WORLD, timeout=10 * LIMIT)
-    while not cases.empty():
-        case = cases.get()
+    pool.run(open_block)
+    return pool
+
+
+def run_cases(cases: Sequence[Case], deadline: float) -> list[tuple[Case, Trial]]:
+    """Run cases on a pool of its own."""
+    pool, found = new_pool(), []
+    for case in cases:
+        if time.monotonic() > deadline:
+            break
         try:
-            results = pool.run(differ, *case)
-            starts, reports = zip(*results, strict=True)
-            found[case] = Trial(case[1], dict(enumerate(reports)), {}, (), max(starts))
+            starts, reports = zip(*pool.run(differ, *case), strict=True)
+            trial = Trial(case[1], dict(enumerate(reports)), {}, (), max(starts))
         except WorkerFailed as error:
             is_hang = "did not finish" in str(error)
-            found[case] = Trial(case[1], {}, {} if is_hang else {0: 1}, (0,) if is_hang else (), 0.0)
-            print(f"{case}: {str(error)[-1500:]}", flush=True)
-            pool = Pool(WORLD, timeout=10 * LIMIT)
-        log_bad(found[case], f"{case}")
-        if len(found) % 100 == 0:
-            print(f"{len(found)} trials", file=sys.stderr, flush=True)
+            trial = Trial(case[1], {}, {} if is_hang else {0: 1}, (0,) if is_hang else (), 0.0)
+            print(f"{case}: {str(error)[-1500:]}", file=sys.stderr, flush=True)
+            pool = new_pool()
+        log_bad(trial, f"{case}")
+        found.append((case, trial))
     pool.close()
+    return found
+
+
+def row_name(case: Case) -> str:
+    return f"{case[0]}, {'first use' if case[3] else 'later'}"
+
+
+def experiment(trials: int | None = None, *, jobs: int, kind: str = "") -> Experiment:
+    """An evenly spread sample of all cases, or all of them, divided into one task for each job."""
+    everything = [case for case in product(KINDS, ODD_RANKS, STRATEGIES, (True, False)) if kind in case[0]]
+    count = len(everything) if trials is None else min(trials, len(everything))
+    cases = [everything[n * len(everything) // count] for n in range(count)]
+    tasks = [partial(run_cases, cases[n::jobs]) for n in range(min(jobs, count))]
+    order = {case: n for n, case in enumerate(everything)}
+    return Experiment(
+        name="mismatches",
+        tasks=tasks,
+        rows=lambda found: summarize_by(row_name, sorted(found, key=lambda entry: order[entry[0]])),
+        goal=count,
+        is_long=True,
+    )
 
 
 def main() -> None:
-    everything = list(product(KINDS, ODD_RANKS, STRATEGIES, (True, False)))
-    parser = parser_of(__doc__, len(everything))
-    parser.add_argument("--pools", type=int, default=2, help="pools of workers that run trials at the same time (default 2)")
+    parser = parser_of(__doc__, len(KINDS) * len(ODD_RANKS) * len(STRATEGIES) * 2)
     parser.add_argument("--kind", default="", help="only the kinds whose names contain this")
     args = parser.parse_args()
-    everything = [case for case in everything if args.kind in case[0]]
-    count = min(args.trials, len(everything))
-    cases: SimpleQueue[Case] = SimpleQueue()
-    for n in range(count):
-        cases.put(everything[n * len(everything) // count])
-    found: dict[Case, Trial] = {}
-    with ThreadPoolExecutor(args.pools) as threads:
-        for running in [threads.submit(run_cases, cases, found) for _ in range(args.pools)]:
-            running.result()
-    rows = []
-    for kind, is_first in product(KINDS, (True, False)):
-        trials = [trial for case, trial in found.items() if (case[0], case[3]) == (kind, is_first)]
-        if trials:
-            rows.append(summarize(f"{kind}, {'first use' if is_first else 'later'}", trials))
-    print_rows(rows, as_json=args.json)
+    main_of([experiment(args.trials, jobs=args.jobs, kind=args.kind)], args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Read mutated plan files, hardware files and option texts: only errors of ringspan, at most a second and 200 MB each.
 
-    python -m benchmarks.reliability.mutations [--trials N] [--seed N] [--json]
+    python -m benchmarks.reliability.mutations [--trials N] [--seed N] [--jobs N]
 
 A text is changed in one to four places: a piece is deleted, repeated, moved or replaced, a number becomes an extreme
 one, brackets are nested deeply. It is then read as a user's text would be. A text that is still valid is accepted.
@@ -18,12 +18,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import ringspan as rs
-from benchmarks.reliability.harness import parser_of, print_table
+from benchmarks.reliability.experiments import Experiment, Rows, Task, in_process, main_of, parser_of
 from ringspan.costs import named_hardware
 from ringspan.masks.expressions import parse_mask
+
+CHUNK = 2_000  # texts that one process reads
 
 NUMBERS = (
     "0",
@@ -106,6 +109,19 @@ READERS: dict[str, tuple[Callable[[], list[str]], Callable[[str], Any], float]] 
 }  # fmt: skip
 
 
+class Outcome(NamedTuple):
+    """How reading a text ended, the seconds that it took, and by how many MB the peak of the memory grew."""
+
+    name: str
+    kind: str
+    seconds: float
+    grown: float
+
+    @property
+    def is_bad(self) -> bool:
+        return self.seconds > 1 or self.grown > 200
+
+
 def too_slow(*args: object) -> None:
     raise TimeoutError("30 s")
 
@@ -114,50 +130,62 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
+def read_many(name: str, count: int, seed: int, deadline: float) -> list[Outcome]:
+    """Read mutated texts of one kind, and return how each of them ended. Runs in a process of its own."""
+    signal.signal(signal.SIGALRM, too_slow)
+    rng, (texts, read, _) = random.Random(seed), READERS[name]
+    sources, outcomes = texts(), []
+    for _ in range(count):
+        if time.monotonic() > deadline:
+            break
+        text = mutate(rng.choice(sources), rng)
+        before, start = peak_mb(), time.process_time()
+        signal.setitimer(signal.ITIMER_REAL, 30)
+        try:
+            read(text)
+            kind = "accepted"
+        except rs.RingspanError:
+            kind = "ringspan errors"
+        except BaseException as error:
+            kind = "other errors"
+            print(f"{name}: {type(error).__name__}: {error} of {text[:300]!r}"[:700], file=sys.stderr)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        seconds, grown = time.process_time() - start, peak_mb() - before
+        outcomes.append(Outcome(name, kind, seconds, grown))
+        if outcomes[-1].is_bad:
+            print(f"{name}: {seconds:.1f} s, {grown:.0f} MB of {text[:300]!r}", file=sys.stderr)
+    return outcomes
+
+
+def rows_of(outcomes: list[Outcome]) -> Rows:
+    rows: Rows = []
+    for name in READERS:
+        found = [x for x in outcomes if x.name == name]
+        counts = Counter(x.kind for x in found)
+        row: dict[str, Any] = {"case": name, "trials": len(found)}
+        row |= {kind: counts[kind] for kind in ("accepted", "ringspan errors", "other errors")}
+        row |= {"over 1 s": sum(x.seconds > 1 for x in found), "over 200 MB": sum(x.grown > 200 for x in found)}
+        row["slowest, s"] = round(max((x.seconds for x in found), default=0.0), 2)
+        row["largest, MB"] = round(max((x.grown for x in found), default=0.0))
+        rows.append(row)
+    return rows
+
+
+def experiment(trials: int, seed: int = 0) -> Experiment:
+    tasks: list[Task] = []
+    for kind, (name, (_, _, share)) in enumerate(READERS.items()):
+        count = round(trials * share)
+        for n, first in enumerate(range(0, count, CHUNK)):
+            job = partial(in_process, read_many, name, min(CHUNK, count - first), hash((seed, kind, n)))
+            tasks.append(job)
+    return Experiment(name="mutations", tasks=tasks, rows=rows_of, goal=trials)
+
+
 def main() -> None:
     parser = parser_of(__doc__, 100_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    signal.signal(signal.SIGALRM, too_slow)
-    rng, lines = random.Random(args.seed), []
-    for name, (texts, read, share) in READERS.items():
-        sources, count, slowest, largest = texts(), Counter[str](), 0.0, 0.0
-        for _ in range(round(args.trials * share)):
-            text = mutate(rng.choice(sources), rng)
-            before, start = peak_mb(), time.process_time()
-            signal.setitimer(signal.ITIMER_REAL, 30)
-            try:
-                read(text)
-                outcome = "accepted"
-            except rs.RingspanError:
-                outcome = "ringspan errors"
-            except BaseException as error:
-                outcome = "other errors"
-                print(f"{name}: {type(error).__name__}: {error} of {text[:300]!r}"[:700], file=sys.stderr)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            seconds, grown = time.process_time() - start, peak_mb() - before
-            count.update([outcome, "over 1 s" if seconds > 1 else "", "over 200 MB" if grown > 200 else ""])
-            if seconds > 1 or grown > 200:
-                print(f"{name}: {seconds:.1f} s, {grown:.0f} MB of {text[:300]!r}", file=sys.stderr)
-            slowest, largest = max(slowest, seconds), max(largest, grown)
-        counts = [count[x] for x in ("accepted", "ringspan errors", "other errors", "over 1 s", "over 200 MB")]
-        lines.append([name, sum(counts[:3]), *counts, round(slowest, 2), round(largest)])
-    header = [
-        "",
-        "trials",
-        "accepted",
-        "ringspan errors",
-        "other errors",
-        "over 1 s",
-        "over 200 MB",
-        "slowest, s",
-        "largest, MB",
-    ]
-    if args.json:
-        for line in lines:
-            print(json.dumps(dict(zip(header, line, strict=True))))
-    else:
-        print_table(header, [[f"{x:,}" if isinstance(x, int) else str(x) for x in line] for line in lines])
+    main_of([experiment(args.trials, args.seed)], args)
 
 
 if __name__ == "__main__":

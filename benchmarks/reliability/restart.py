@@ -1,7 +1,7 @@
 """Kill a rank of a training under ``torchrun --max-restarts``: it goes on from its checkpoint and ends with the same
 loss.
 
-    python -m benchmarks.reliability.restart [--trials N] [--json]
+    python -m benchmarks.reliability.restart [--trials N] [--jobs N]
 
 Each trial kills rank 1 in another step. The losses are compared bit by bit with that of an undisturbed run.
 """
@@ -13,45 +13,57 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.reliability.harness import parser_of, print_table
+from benchmarks.reliability.experiments import Experiment, Rows, main_of, parser_of
 
 TRAINING = Path(__file__).with_name("restart_training.py")
 
 
-def train(kill_at: int | None) -> tuple[str, bool, float]:
-    """Return the bits of the last loss, whether a rank was killed, and the seconds."""
+class Training(NamedTuple):
+    """How a training ended. ``loss`` is the bits of its last loss, empty if it failed."""
+
+    kill_at: int | None
+    loss: str
+    was_killed: bool
+    seconds: float
+
+
+def train(kill_at: int | None, deadline: float) -> list[Training]:
+    """Train, and kill rank 1 in this step."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "--max-restarts",
-            "1",
-        ]
-        command += [str(TRAINING), folder, *([] if kill_at is None else [str(kill_at)])]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", str(TRAINING), folder, *([] if kill_at is None else [str(kill_at)])]
         environment, start = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}, time.monotonic()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
         loss, was_killed = Path(folder) / "loss", (Path(folder) / "killed").exists()
         if done.returncode:
             print(done.stderr[-8000:], file=sys.stderr)
-        return loss.read_text() if done.returncode == 0 else "", was_killed, time.monotonic() - start
+        bits = loss.read_text() if done.returncode == 0 else ""
+        return [Training(kill_at, bits, was_killed, time.monotonic() - start)]
+
+
+def rows_of(found: list[Training]) -> Rows:
+    """Compare the losses with that of the undisturbed training."""
+    expected = next((x.loss for x in found if x.kill_at is None), "")
+    rows: Rows = []
+    for x in sorted(found, key=lambda x: -1 if x.kill_at is None else x.kill_at):
+        name = "undisturbed" if x.kill_at is None else f"killed in step {x.kill_at}"
+        same = "yes" if expected and x.loss == expected else "no"
+        rows.append({"case": name, "kills": int(x.was_killed), "ends with the same loss": same, "seconds": round(x.seconds)})
+    return rows
+
+
+def experiment(trials: int) -> Experiment:
+    kills = [None, *(1 + n % 7 for n in range(trials))]
+    return Experiment(name="restarts", tasks=[partial(train, kill_at) for kill_at in kills], rows=rows_of, goal=trials + 1)
 
 
 def main() -> None:
     args = parser_of(__doc__, 6).parse_args()
-    expected, _, seconds = train(None)
-    lines = [["undisturbed", "0", "yes" if expected else "no", f"{seconds:.0f}"]]
-    for n in range(args.trials):
-        loss, was_killed, seconds = train(1 + n % 7)
-        same = "yes" if loss == expected and expected else "no"
-        lines.append([f"killed in step {1 + n % 7}", str(int(was_killed)), same, f"{seconds:.0f}"])
-    header = ["", "kills", "ends with the same loss", "seconds"]
-    print_table(header, lines, as_json=args.json)
+    main_of([experiment(args.trials)], args)
 
 
 if __name__ == "__main__":
