@@ -32,7 +32,7 @@ from ringspan.engine.slots import Slots
 from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype
 from ringspan.planner import Plan
 from ringspan.plans import Slot, Task
-from ringspan.plans.data import Phase
+from ringspan.plans.data import PayloadKind, Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import CallDescription, RankGenerator, WaitExchange
 
@@ -72,7 +72,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     Its result is out (S, B, H, E) and lse (S, B, H). Out has the kernel's dtype if the accumulator still borrows a
     tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype.
     """
-    return _run_steps(plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
+    return run_steps(plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
 
 
 def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
@@ -121,7 +121,7 @@ def backward(
     rank's contribution to the gradients of the captured tensors that require one (``Mods.learned``). All of them are
     computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
     """
-    return _run_steps(plan, "backward", partial(_prepare_backward, plan, saved, kv_TBGF, config))
+    return run_steps(plan, "backward", partial(_prepare_backward, plan, saved, kv_TBGF, config))
 
 
 def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
@@ -178,15 +178,17 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
     return Pass(slots, compute, finish)
 
 
-def _run_steps(plan: Plan, phase: Phase, prepare: Callable[[], Pass]) -> RankGenerator[tuple[Tensor, ...]]:
-    """Exchange the messages of each step while its tasks are computed.
+def run_steps(
+    plan: Plan, phase: Phase, prepare: Callable[[], Pass], *, only: PayloadKind | None = None
+) -> RankGenerator[tuple[Tensor, ...]]:
+    """Exchange the messages of each step while its tasks are computed. ``only`` leaves out all other kinds of payload.
 
     The buffers are allocated when the transport starts the generator. If memory runs out, the transport reports the
     error to the other ranks.
     """
     slots, compute, finish = prepare()
     del prepare  # it holds tensors that may have been copied
-    for step in plan.derived(schedule, phase):
+    for step in plan.derived(schedule, phase, only):
         pending = None
         if step.messages is not None:
             exchange = slots.begin(step.messages, step.label)

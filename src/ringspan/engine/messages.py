@@ -13,7 +13,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ringspan.plans import Step, Task, Transfer
-from ringspan.plans.data import Phase, RankPlan
+from ringspan.plans.data import PayloadKind, Phase, RankPlan
 from ringspan.plans.shape import is_packed
 
 
@@ -67,12 +67,20 @@ class ScheduledStep(NamedTuple):
     messages: StepMessages | None
 
 
-def schedule(plan: RankPlan, phase: Phase) -> tuple[ScheduledStep, ...]:
-    """Return the steps of a phase. Call it as ``plan.derived(schedule, phase)``, which caches the result."""
+def schedule(plan: RankPlan, phase: Phase, only: PayloadKind | None = None) -> tuple[ScheduledStep, ...]:
+    """Return the steps of a phase, with the payloads of one kind or of all. Call it as ``plan.derived(schedule, phase)``,
+    which caches the result."""
     return tuple(
         ScheduledStep(n, f"{phase} step {n}", step.tasks, _messages(step, plan.rank) if step.sends or step.recvs else None)
-        for n, step in enumerate(plan.program.steps(phase))
+        for n, step in enumerate(_of_kind(step, only) for step in plan.program.steps(phase))
     )
+
+
+def _of_kind(step: Step, only: PayloadKind | None) -> Step:
+    if only is None:
+        return step
+    sends, recvs = (tuple(t for t in side if t.what == only) for side in (step.sends, step.recvs))
+    return Step(sends=sends, recvs=recvs, tasks=step.tasks)
 
 
 def _messages(step: Step, rank: int) -> StepMessages:

@@ -21,9 +21,9 @@ from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.groups import Group
 from ringspan.frontends.losses import Losses
+from ringspan.frontends.neighbours import Neighbours
 from ringspan.frontends.recompute import entered_blocks
 from ringspan.frontends.reporting import report_error, reports_errors
-from ringspan.frontends.token_data import TokenData
 from ringspan.frontends.validate import check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.kernels import ScoreMod
@@ -53,7 +53,7 @@ NO_ATTENTION = (
 )
 
 
-class ContextParallel(AttentionMode, TokenData, Losses):
+class ContextParallel(AttentionMode, Neighbours, Losses):
     """A sequence split over the ranks of a group, and its attention mask.
 
     ::

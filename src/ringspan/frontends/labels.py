@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.errors import InputError
@@ -65,7 +66,7 @@ def shift_labels(
     if not -tokens.ndim <= dim < tokens.ndim:
         raise InputError(f"dim={dim} is not a dim of tokens of shape {tuple(tokens.shape)}: give the sequence dim")
     n = tokens.shape[dim]
-    ends = torch.from_numpy(np.cumsum(_lengths(documents, n)))
+    ends = torch.from_numpy(np.cumsum(document_lengths(documents, n)))
     labels = tokens.roll(-1, dim)
     last = (ends[ends > 0] - 1).to(tokens.device)
     return labels.index_fill(dim, last, ignore_index)
@@ -77,12 +78,13 @@ def positions_in(documents: Any, n: int) -> Tensor:
     >>> positions_in([2, 0, 3], 5)
     tensor([0, 1, 0, 1, 2])
     """
-    lengths = _lengths(documents, n)
+    lengths = document_lengths(documents, n)
     starts = np.cumsum(lengths) - lengths
     return torch.from_numpy(np.arange(n) - np.repeat(starts, lengths))
 
 
-def _lengths(documents: Any, n: int) -> Any:
+def document_lengths(documents: Any, n: int) -> NDArray[np.int64]:
+    """Return the lengths of the documents of a sequence of ``n`` tokens; None is one document."""
     lengths = as_lengths("documents", [n] if documents is None else documents)
     total = int(lengths.sum())
     if total != n:

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
-from ringspan.engine import attend_ranks, config_for, shape_of
+from ringspan.engine import Window, attend_ranks, config_for, shape_of, window_plan, windows_of_ranks
 from ringspan.errors import InputError
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
+from ringspan.frontends.labels import document_lengths
+from ringspan.frontends.neighbours import halo_window, roll_window, rows_first, windows_back
 from ringspan.frontends.validate import check_mask, check_scale
 from ringspan.frontends.varlen import VarlenCall, from_four_dims, mask_of_call
 from ringspan.kernels import Partial, ScoreMod
-from ringspan.layouts import Layout, LayoutLike, check_world
+from ringspan.layouts import Layout, LayoutLike, check_world, make_layout
 from ringspan.masks import Mask, full
+from ringspan.masks.offsets import offsets
 from ringspan.planner import Plan, plan
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_disable
@@ -166,6 +169,39 @@ class LocalWorld:
         check_arguments(q, k, enable_gqa=enable_gqa, return_lse=False, return_aux=None)
         out, lse = from_four_dims(self.run(plans, q, k, v, scale=scale, backend=backend))
         return (out, lse) if return_aux is not None and return_aux.lse else out
+
+    def roll(
+        self, x: Tensor, shift: int, *, dim: int = 1, documents: Any = None, fill: float = 0, layout: LayoutLike = "contiguous"
+    ) -> Tensor:
+        """Shift the tokens of a whole sequence, split over the ranks inside; see :meth:`ringspan.ContextParallel.roll`."""
+        return self._windows(x, roll_window(shift, fill), dim, documents, layout).squeeze(dim % x.ndim + 1)
+
+    def halo(
+        self,
+        x: Tensor,
+        *,
+        before: int,
+        after: int = 0,
+        dim: int = 1,
+        documents: Any = None,
+        fill: float = 0,
+        layout: LayoutLike = "contiguous",
+    ) -> Tensor:
+        """Return the neighbours of each token of a whole sequence; see :meth:`ringspan.ContextParallel.halo`."""
+        return self._windows(x, halo_window(before, after, fill), dim, documents, layout)
+
+    @dynamo_disable
+    def _windows(self, x: Tensor, window: Window, dim: int, documents: Any, layout: LayoutLike) -> Tensor:
+        rows, dim = rows_first(x, dim, x.shape[dim])
+        lengths = document_lengths(documents, len(rows))
+        made, _ = make_layout(layout, offsets(lengths, -len(rows), 0), self.world)
+        transport = InProcessTransport(self.world)
+        transport.traffic = self.traffic
+        plans = [window_plan(lengths, made, window, rank) for rank in range(self.world)]
+        parts = windows_of_ranks(
+            plans, [rows.index_select(0, t) for t in _tokens(made, x.device)], window, transport.run, "roll"
+        )
+        return windows_back(torch.cat(parts).index_select(0, _inverse_order(made, x.device)), x, dim)
 
     def plans(
         self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None

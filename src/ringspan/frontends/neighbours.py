@@ -1,0 +1,107 @@
+"""Layers other than attention that mix tokens: shifts and causal convolutions. Methods of ContextParallel.
+
+The neighbour of a token may be on another rank. Its row is sent by a plan, as keys are for attention.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan.engine import Window, window_plan, windows_of_ranks
+from ringspan.errors import InputError
+from ringspan.frontends.labels import document_lengths
+from ringspan.frontends.reporting import reports_errors
+from ringspan.frontends.token_data import TokenData
+from ringspan.planner import Plan
+from ringspan.plans.data import Side
+from ringspan.transports import ProcessGroupTransport
+
+
+class Neighbours(TokenData):
+    """``roll`` and ``halo`` of the sequence that is split over the ranks of ``group``."""
+
+    group: ProcessGroupTransport
+
+    @reports_errors("cp.roll")
+    def roll(self, x: Tensor, shift: int, *, dim: int = 1, documents: Any = None, fill: float = 0, of: Side = "q") -> Tensor:
+        """Shift this rank's tokens within the whole sequence: the result at token ``t`` is ``x`` at ``t - shift``.
+
+        ``shift=-1`` gives the next token, as for multi-token prediction, ``shift=1`` the one before. ``documents`` are
+        the lengths of the documents (None: the sequence is one). Unlike ``torch.roll`` it does not wrap around: where
+        no such token is in the document, the result is ``fill``. ``dim`` is the sequence dim. Differentiable.
+        """
+        window = roll_window(shift, fill)
+        lengths = document_lengths(documents, self._layout(of).length)
+        return self._windows(x, window, dim, lengths, of, "cp.roll").squeeze(dim % x.ndim + 1)
+
+    @reports_errors("cp.halo")
+    def halo(
+        self, x: Tensor, *, before: int, after: int = 0, dim: int = 1, documents: Any = None, fill: float = 0, of: Side = "q"
+    ) -> Tensor:
+        """Return each token together with the ``before`` tokens before it and the ``after`` tokens after it.
+
+        The window is a new dim after the sequence dim ``dim``: x (B, S, F) becomes (B, S, before + 1 + after, F), in
+        the order of the sequence. Tokens that are not in the document are ``fill``; see :meth:`roll`. A causal
+        convolution of width 4 is ``torch.einsum("bswf,wf->bsf", cp.halo(x, before=3), weight)``. Differentiable.
+        """
+        lengths = document_lengths(documents, self._layout(of).length)
+        return self._windows(x, halo_window(before, after, fill), dim, lengths, of, "cp.halo")
+
+    def roll_plan(self, shift: int, *, documents: Any = None, of: Side = "q") -> Plan:
+        """Return the plan by which :meth:`roll` moves rows."""
+        layout = self._layout(of)
+        return window_plan(document_lengths(documents, layout.length), layout, roll_window(shift), self.plan.rank)
+
+    def halo_plan(self, *, before: int, after: int = 0, documents: Any = None, of: Side = "q") -> Plan:
+        """Return the plan by which :meth:`halo` moves rows."""
+        layout = self._layout(of)
+        return window_plan(document_lengths(documents, layout.length), layout, halo_window(before, after), self.plan.rank)
+
+    def _windows(self, x: Tensor, window: Window, dim: int, lengths: Any, of: Side, kind: str) -> Tensor:
+        layout = self._layout(of)
+        rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
+        made = window_plan(lengths, layout, window, self.plan.rank)
+        (windows,) = windows_of_ranks([made], [rows], window, self.group.run, kind)
+        return windows_back(windows, x, dim)
+
+
+def roll_window(shift: Any, fill: float = 0) -> Window:
+    offset = -_tokens("shift", shift)
+    return Window(offset, offset, fill)
+
+
+def halo_window(before: Any, after: Any, fill: float = 0) -> Window:
+    first, last = _tokens("before", before), _tokens("after", after)
+    if first < 0 or last < 0:
+        raise InputError(f"before and after must not be negative; got {before} and {after}")
+    return Window(-first, last, fill)
+
+
+def rows_first(x: Any, dim: int, tokens: int) -> tuple[Tensor, int]:
+    """Return x as (tokens, features), and the sequence dim counted from the start."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"x must be a tensor, of this rank's tokens; got {type(x).__name__}")
+    if not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
+        raise InputError(
+            f"a tensor of shape {tuple(x.shape)} does not have this rank's {tokens} tokens on dim {dim}: give what cp.shard "
+            "gave, and its sequence dim as dim="
+        )
+    features = x.numel() // tokens if tokens else torch.Size(n for i, n in enumerate(x.shape) if i != dim % x.ndim).numel()
+    return x.movedim(dim, 0).reshape(tokens, features), dim % x.ndim
+
+
+def windows_back(windows_SWF: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Return the windows in the shape of x, with the width of the window as a new dim after the sequence dim."""
+    others = [n for i, n in enumerate(x.shape) if i != dim]
+    return windows_SWF.reshape(*windows_SWF.shape[:2], *others).movedim((0, 1), (dim, dim + 1))
+
+
+def _tokens(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{what} must be an integer number of tokens, not {value!r}") from None
