@@ -73,7 +73,7 @@ from ringspan.masks import (
     tree,
     window,
 )
-from ringspan.planner import Plan, best_on, plan
+from ringspan.planner import Microbatch, Plan, best_on, pack, plan
 from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
 from ringspan.transports import FlightRecord, flight_record
@@ -108,6 +108,7 @@ __all__ = [
     "LocalWorld",
     "Mask",
     "MaskError",
+    "Microbatch",
     "Parity",
     "ParityError",
     "Partial",
@@ -149,6 +150,7 @@ __all__ = [
     "local_attention",
     "mask_mod",
     "merge",
+    "pack",
     "plan",
     "prefix",
     "relative_bias",

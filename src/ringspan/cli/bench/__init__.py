@@ -12,7 +12,7 @@ import torch
 
 import ringspan as rs
 from ringspan.bench.rows import OnProgress, Row
-from ringspan.cli.bench import calibrate, cost, cpu, layouts, planning, rank
+from ringspan.cli.bench import calibrate, cost, cpu, layouts, pack, planning, rank
 from ringspan.cli.console import show, table
 from ringspan.cli.progress import Progress
 
@@ -34,6 +34,7 @@ BENCHMARKS: dict[str, Any] = {
     "plan": planning,
     "rank": rank,
     "layouts": layouts,
+    "pack": pack,
     "calibrate": calibrate,
     "cost": cost,
 }

@@ -1,0 +1,228 @@
+"""How evenly ways of packing share a whole batch of documents over data-parallel and context-parallel ranks.
+
+Each way makes a *schedule*: rounds of groups of ranks, each group with its documents. A round takes as long as its
+slowest group, since all ranks meet when gradients are summed. Times are predicted for one layer, forward and backward:
+attention with its communication, by the plan that ringspan makes for the group, and matrix products by tokens. The
+ideal is the work of all documents, shared by all ranks without any communication.
+
+The ways other than ringspan's are written from their public descriptions:
+
+``in order``     Fixed groups. A sequence takes documents in the order of the batch until the next one does not fit.
+``equal work``   Fixed groups. Sequences of equal predicted time, as of WLB-LLM.
+``powers of 2``  A document gets the smallest power of two of ranks that holds it. Groups of a size get equal sums of
+                 squared length ÷ ranks, as of the balanced scheduler of Megatron.
+``ringspan``     :func:`ringspan.pack`: every microbatch over all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import ringspan as rs
+from ringspan.bench.rows import OnProgress, Row
+from ringspan.costs.hardware import hardware
+from ringspan.costs.layer import LayerCost, layer_cost
+from ringspan.costs.plan_cost import cost
+from ringspan.planner.auto import plans_at, workload_of
+
+# The ranks of a group for the ways that have fixed groups.
+FIXED_SIZE = 16
+
+# The share of the ranks' room that the documents of a batch take.
+FILLED = 0.97
+
+# In larger groups, this many ranks are planned to predict the time.
+SAMPLED_RANKS = 64
+
+SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+
+
+class Group(NamedTuple):
+    """Ranks that compute these documents together. ``plan`` is None where documents are to be split per document."""
+
+    ranks: int
+    lengths: list[int]
+    plan: rs.Plan | None = None
+
+
+Schedule = list[list[Group]]
+
+
+def packing_rows(
+    *,
+    lengths: Sequence[str],
+    world: Sequence[int],
+    tokens_per_rank: int,
+    longest: int,
+    rounds: int,
+    machine: str,
+    seed: int,
+    on_progress: OnProgress,
+) -> Iterator[Row]:
+    """Yield a row for each distribution of lengths, number of ranks and way of packing."""
+    todo = len(lengths) * len(world) * len(WAYS)
+    done = 0
+    for name in lengths:
+        for ranks in world:
+            total = int(ranks * tokens_per_rank * rounds * FILLED)
+            drawn = draw_batch(name, tokens=total, longest=min(longest, FIXED_SIZE * tokens_per_rank), seed=seed)
+            for way in WAYS:
+                on_progress(done, todo, f"{name}, {ranks} ranks, {way}")
+                yield _row(name, drawn, ranks, tokens_per_rank, machine, way)
+                done += 1
+
+
+def _row(name: str, lengths: list[int], world: int, tokens_per_rank: int, machine: str, way: str) -> Row:
+    layer = layer_cost(hardware(machine), SHAPE)
+    rs.clear_caches()
+    start = time.perf_counter()
+    schedule = WAYS[way](lengths, world, tokens_per_rank, machine, layer)
+    seconds = time.perf_counter() - start
+    taken = sum(max(_group_seconds(group, machine, layer) for group in groups) for groups in schedule)
+    ideal = layer.seconds(sum(lengths), sum(n * (n + 1) // 2 for n in lengths)) / world
+    return {
+        "bench": "pack",
+        "lengths": name,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "world": world,
+        "way": way,
+        "rounds": len(schedule),
+        "ideal_ms": round(ideal * 1e3, 2),
+        "slowest_ms": round(taken * 1e3, 2),
+        "over_ideal": round(taken / ideal, 3),
+        "make_s": round(seconds / max(1, len(schedule)), 3),
+    }
+
+
+def _group_seconds(group: Group, machine: str, layer: LayerCost) -> float:
+    if not group.lengths:
+        return 0.0
+    if group.ranks == 1 and group.plan is None:
+        return layer.seconds(sum(group.lengths), sum(n * (n + 1) // 2 for n in group.lengths))
+    plan = group.plan
+    if plan is None:
+        mask = rs.documents(group.lengths)
+        plan = rs.plan(mask, world=group.ranks, layout="per_document", hardware=machine, shape=SHAPE)
+    workload = workload_of(plan.mask, plan.q_layout, plan.kv_layout, hardware(machine), SHAPE, SAMPLED_RANKS)
+    attention = cost(plans_at(workload, plan.strategy), hardware(machine), SHAPE).seconds
+    return attention + layer.seconds(max(plan.q_layout.counts), 0)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+LENGTHS: dict[str, Callable[[np.random.Generator], float]] = {
+    "web": lambda rng: rng.lognormal(mean=7.0, sigma=1.4),  # most of about 1,000 tokens, few above 50,000
+    "long tail": lambda rng: rng.lognormal(mean=8.5, sigma=1.6),
+    "books and code": lambda rng: rng.uniform(65536, 262144) if rng.random() < 0.03 else rng.lognormal(mean=7.5, sigma=1.2),
+}
+
+
+def draw_batch(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:
+    """Draw documents until they have this many tokens; the last one is cut."""
+    rng = np.random.default_rng(seed)
+    drawn: list[int] = []
+    left = tokens
+    while left:
+        drawn.append(int(min(max(LENGTHS[name](rng), 32), longest, left)))
+        left -= drawn[-1]
+    return drawn
+
+
+# -- ways of packing ---------------------------------------------------------------------------------------------------
+
+
+def in_order(lengths: list[int], world: int, tokens_per_rank: int, machine: str, layer: LayerCost) -> Schedule:
+    size = min(FIXED_SIZE, world)
+    sequences: list[list[int]] = [[]]
+    for n in lengths:
+        if sum(sequences[-1]) + n > size * tokens_per_rank:
+            sequences.append([])
+        sequences[-1].append(n)
+    return _rounds(sequences, size, world)
+
+
+def equal_work(lengths: list[int], world: int, tokens_per_rank: int, machine: str, layer: LayerCost) -> Schedule:
+    size = min(FIXED_SIZE, world)
+    capacity, replicas = size * tokens_per_rank, world // size
+    count = -(-sum(lengths) // (capacity * replicas)) * replicas
+    while True:
+        sequences = _spread(lengths, count, capacity, lambda n: layer.seconds(n, n * (n + 1) // 2))
+        if sequences is not None:
+            return _rounds(sequences, size, world)
+        count += replicas
+
+
+def _spread(lengths: list[int], count: int, capacity: int, load: Callable[[int], float]) -> list[list[int]] | None:
+    """Give each document, the longest first, to the sequence of least load that has room for it."""
+    sequences: list[list[int]] = [[] for _ in range(count)]
+    held, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
+    for n in sorted(lengths, reverse=True):
+        best = int(np.where(held + n <= capacity, loads, np.inf).argmin())
+        if held[best] + n > capacity:
+            return None
+        sequences[best].append(n)
+        held[best] += n
+        loads[best] += load(n)
+    return sequences
+
+
+def _rounds(sequences: list[list[int]], size: int, world: int) -> Schedule:
+    replicas = world // size
+    return [
+        [Group(size, sequence) for sequence in sequences[first : first + replicas]]
+        for first in range(0, len(sequences), replicas)
+    ]
+
+
+def powers_of_two(lengths: list[int], world: int, tokens_per_rank: int, machine: str, layer: LayerCost) -> Schedule:
+    waiting = sorted(lengths, reverse=True)
+    schedule: Schedule = []
+    while waiting:
+        groups, waiting = _one_round(waiting, world, tokens_per_rank)
+        schedule.append(groups)
+    return schedule
+
+
+def _one_round(waiting: list[int], world: int, tokens_per_rank: int) -> tuple[list[Group], list[int]]:
+    """Fill the ranks with groups: a document joins the least loaded group of its size in which it has room, or opens a
+    group. Returns the groups and the documents that are left. Ranks that are left over double the heaviest groups."""
+    groups: list[Group] = []
+    loads: list[float] = []
+    left, free = [], world
+    for n in waiting:
+        size = 1 << max(0, (-(-n // tokens_per_rank) - 1).bit_length())
+        fits = [i for i, group in enumerate(groups) if group.ranks == size and sum(group.lengths) + n <= size * tokens_per_rank]
+        if size <= free and (not fits or min(loads[i] for i in fits) > 0):
+            groups.append(Group(size, [n]))
+            loads.append(n * n / size)
+            free -= size
+        elif fits:
+            i = min(fits, key=loads.__getitem__)
+            groups[i].lengths.append(n)
+            loads[i] += n * n / size
+        else:
+            left.append(n)
+    for i in sorted(range(len(groups)), key=loads.__getitem__, reverse=True):
+        if groups[i].ranks <= free:
+            free -= groups[i].ranks
+            groups[i] = groups[i]._replace(ranks=2 * groups[i].ranks)
+    return groups, left
+
+
+def by_ringspan(lengths: list[int], world: int, tokens_per_rank: int, machine: str, layer: LayerCost) -> Schedule:
+    packed = rs.pack(lengths, world, tokens_per_rank=tokens_per_rank, hardware=machine, shape=SHAPE)
+    return [[Group(world, [*part.lengths], part.plan)] for part in packed]
+
+
+WAYS: dict[str, Callable[[list[int], int, int, str, LayerCost], Schedule]] = {
+    "in order": in_order,
+    "equal work": equal_work,
+    "powers of 2": powers_of_two,
+    "ringspan": by_ringspan,
+}

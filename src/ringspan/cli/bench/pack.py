@@ -1,0 +1,48 @@
+"""``ringspan bench pack``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from ringspan.bench.packing import LENGTHS, packing_rows
+from ringspan.bench.rows import OnProgress, Row
+from ringspan.cli.argument_types import at_least
+
+HELP = "how ways of packing share a batch over all ranks: predicted time of the slowest rank ÷ ideal"
+
+COLUMNS = {
+    "lengths": "lengths",
+    "documents": "documents",
+    "tokens": "tokens",
+    "world": "ranks",
+    "way": "way of packing",
+    "rounds": "rounds",
+    "slowest_ms": "slowest, ms a layer",
+    "over_ideal": "÷ ideal",
+    "make_s": "planning, s a round",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, one = parser.add_argument, at_least(1)
+    add("--lengths", nargs="+", default=[*LENGTHS], choices=[*LENGTHS], help="distributions of lengths (default: all)")
+    add("--world", type=one, nargs="+", default=[64], metavar="N", help="ranks (default: 64)")
+    add("--tokens-per-rank", type=one, default=16384, metavar="N", help="tokens on a rank at a time (default: %(default)s)")
+    add("--longest", type=one, default=262144, metavar="N", help="longest document (default: %(default)s)")
+    add("--rounds", type=one, default=2, metavar="N", help="tokens of the batch, in rounds of all ranks (default: %(default)s)")
+    add("--hardware", default="h200x8", metavar="NAME", help="the machine (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: %(default)s)")
+
+
+def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
+    return packing_rows(
+        lengths=args.lengths,
+        world=args.world,
+        tokens_per_rank=args.tokens_per_rank,
+        longest=args.longest,
+        rounds=args.rounds,
+        machine=args.hardware,
+        seed=args.seed,
+        on_progress=on_progress,
+    )
