@@ -18,9 +18,11 @@ PARALLEL := -n $(JOBS) --dist loadfile
 TORCH      ?=
 TORCH_VENV := .venv-torch-$(TORCH)
 
-# Two stamps, so that a change of pyproject.toml does not install torch again. Both lie inside the environment and name the
-# interpreter: with another PYTHON there are none, and the environment is created again.
+# Three stamps, so that a change of pyproject.toml does not install torch again, and the demo does not install what only the
+# tests need. They lie inside the environment and name the interpreter: with another PYTHON there are none, and the
+# environment is created again.
 HAS_TORCH := $(VENV)/.torch-$(notdir $(PYTHON))
+DEMO      := $(VENV)/.demo-$(notdir $(PYTHON))
 READY     := $(VENV)/.ready-$(notdir $(PYTHON))
 
 .DEFAULT_GOAL := help
@@ -33,7 +35,7 @@ help:  ## this text
 	@echo
 	@echo "Each target creates $(VENV) first if needed. PYTHON=python3.12 chooses another interpreter."
 
-demo: $(READY)  ## train on a sequence split over 4 processes; pictures in ringspan-demo/
+demo: $(DEMO)  ## train on a sequence split over 4 processes; pictures in ringspan-demo/
 	$(BIN)/ringspan demo
 
 docs: $(READY)  ## build the documentation as a site, in build/site/index.html; a warning is an error
@@ -86,4 +88,8 @@ $(HAS_TORCH): constraints.txt
 
 $(READY): $(HAS_TORCH) pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(DEMO): $(HAS_TORCH) pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]"
 	@touch $@

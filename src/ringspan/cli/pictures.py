@@ -1,10 +1,10 @@
-"""The demo's pictures: a mask coloured by the rank that computes it, and two loss curves. Imports matplotlib when
+"""The demo's pictures: a mask coloured by the rank that computes it, loss curves, memory. Imports matplotlib when
 needed."""
 
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +73,62 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
     figure.savefig(path, dpi=DPI)
 
 
-def draw_losses(path: Path, split: Sequence[float], alone: Sequence[float], *, world: int, tolerance: float) -> None:
-    """Draw the two curves, and below them their difference on a log scale with the tolerance."""
+def draw_losses(
+    path: Path,
+    split: Sequence[float],
+    alone: Sequence[float],
+    naive: Sequence[float] = (),
+    *,
+    world: int,
+    tolerance: float,
+) -> None:
+    """Draw the curves, and below them their differences from one process on a log scale, with the tolerance."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     steps = np.arange(1, len(split) + 1)
-    figure = Figure(figsize=(8.8, 6.4), facecolor=PAPER, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    figure = Figure(figsize=(8.8, 6.8), facecolor=PAPER, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.plot(
         steps, alone, color=COLOURS[3], linewidth=6, alpha=0.75, solid_capstyle="round", label="1 process, plain PyTorch"
     )
     ranks = f"{world} process{'es' * (world != 1)}"
     above.plot(steps, split, color=COLOURS[0], linewidth=1.6, marker="o", markersize=3.5, label=f"{ranks}, ringspan")
+    differences = np.abs(np.asarray(split) - np.asarray(alone))
+    off = np.abs(np.asarray(naive) - np.asarray(alone)) if len(naive) else np.zeros(0)
+    if len(naive):
+        words = f"{ranks}, each attends to its own keys only"
+        above.plot(steps, naive, color=COLOURS[5], linewidth=1.6, linestyle="--", marker="s", markersize=3, label=words)
     above.set_ylabel("loss (nats per byte)", color=INK)
     above.legend(frameon=False)
     above.set_title(f"The same training, with the sequence split {world} ways and whole", color=INK)
-    _difference(below, steps, np.abs(np.asarray(split) - np.asarray(alone)), tolerance)
+    _difference(below, steps, differences, tolerance, off)
     below.set(xlabel="step", xlim=(0.5, len(steps) + 0.5))
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, below):
         axes.grid(color=GRID, alpha=0.4, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_memory(path: Path, memory: Mapping[int, int]) -> None:
+    """Draw the memory of the fullest rank by the number of ranks, and the ideal: that of one rank divided by the ranks."""
+    from matplotlib.figure import Figure
+
+    worlds = sorted(memory)
+    held = [memory[n] / 2**20 for n in worlds]
+    figure = Figure(figsize=(7.4, 4.6), facecolor=PAPER, layout="constrained")
+    axes = figure.subplots()
+    bars = axes.bar(range(len(worlds)), held, width=0.6, color=COLOURS[0])
+    axes.plot(range(len(worlds)), [held[0] / n * worlds[0] for n in worlds], "o--", color=COLOURS[3], label="one rank ÷ ranks")
+    for bar, mebibytes in zip(bars, held, strict=True):
+        text = f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
+        axes.text(bar.get_x() + 0.3, mebibytes, text, ha="center", va="bottom", color=INK, fontsize=9)
+    axes.set_xticks(range(len(worlds)), [str(n) for n in worlds])
+    axes.set(xlabel="ranks that share the sequence", ylabel="MiB on the fullest rank", ylim=(0, max(held) * 1.12))
+    axes.set_title("Memory of a rank for one step: activations and buffers of attention", color=INK, fontsize=11)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=DPI)
 
 
@@ -129,7 +163,7 @@ def pale(colour: NDArray[Any]) -> NDArray[Any]:
     return colour + (1 - colour) * np.float32(PALE)
 
 
-def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolerance: float) -> None:
+def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolerance: float, naive: NDArray[Any]) -> None:
     """Draw the differences. Steps that agree to the last bit are hollow points at the lower edge: a log scale has no
     zero."""
     floor = 1e-8
@@ -145,12 +179,15 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
         markersize=4,
         label="equal to the last bit",
     )
+    if len(naive):
+        axes.plot(steps, naive, "s", color=COLOURS[5], markersize=3, label="own keys only")
     axes.axhline(tolerance, color=INK, linewidth=1, linestyle="--")
     axes.text(steps[-1] + 0.4, tolerance, f"allowed: {tolerance:.0e}", ha="right", va="bottom", color=INK, fontsize=9)
     axes.set_yscale("log")
-    axes.set_ylim(floor / 2, max(tolerance * 30, float(np.nanmax(difference, initial=0.0)) * 100))
+    largest = max(float(np.nanmax(values, initial=0.0)) for values in (difference, naive))
+    axes.set_ylim(floor / 2, max(tolerance * 30, largest * 100))
     axes.set_ylabel("difference", color=INK)
-    axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
+    axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=9)
 
 
 def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -17,8 +19,9 @@ import torch
 
 import ringspan as rs
 from ringspan.cli import demo
+from ringspan.cli.demo.config import Config
 from ringspan.cli.demo.data import BEGIN, VOCABULARY, Document, Pack, library_documents, packs
-from ringspan.cli.demo.model import Config, build
+from ringspan.cli.demo.model import build
 from ringspan.cli.demo.report import TOLERANCE, Comparison, as_json, failure, rank_table
 from ringspan.cli.demo.training import RankReport, Training, dense_mask, token_losses, train_alone
 from ringspan.errors import InputError
@@ -137,7 +140,44 @@ def test_text_output(passed: Ran, folder: Path) -> None:
     assert "\x1b" not in passed.err + passed.out
 
 
-@pytest.mark.parametrize("name", ["mask.png", "losses.png"])
+def test_naive_sharding_is_far_off(passed: Ran) -> None:
+    losses = passed.summary["losses"]
+    off = [abs(naive - alone) for naive, alone in zip(losses["naive"], losses["alone"], strict=True)]
+    assert len(off) == STEPS
+    assert min(off) > 10 * TOLERANCE
+    assert "each rank sees only its own keys" in passed.out
+
+
+def test_memory_of_a_rank_falls_as_ranks_are_added(passed: Ran) -> None:
+    memory = {int(world): held for world, held in passed.summary["memory"].items()}
+    assert memory.keys() == {1, 2, WORLD}
+    for world, held in memory.items():
+        assert 1 / world <= held / memory[1] <= 1.3 / world
+
+
+def test_the_report_is_that_of_a_plan_that_most_steps_used(passed: Ran, folder: Path) -> None:
+    page = (folder / "plan.html").read_text(encoding="utf-8")
+    choice, _ = Counter(passed.summary["plans"]).most_common(1)[0]
+    strategy, layout = choice.split(" on ")
+    assert re.search(rf"<title>\s*{strategy}[^<]* on {layout}, {WORLD} ranks", page)
+    assert str(folder / "plan.html") in passed.out
+
+
+@pytest.mark.slow  # the workers import transformers
+def test_a_model_of_transformers_trains_alike(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ran = run("--hf", "--world", 2, "--steps", 2, "--seq-len", 101, "--json", "--out", tmp_path)
+    assert ran.code == 0, ran.err
+    assert ran.summary["max_difference"] < 1e-5
+
+
+def test_hf_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'ringspan\[hf\]'"):
+        run("--hf")
+
+
+@pytest.mark.parametrize("name", ["mask.png", "losses.png", "memory.png"])
 def test_pictures(passed: Ran, folder: Path, name: str) -> None:
     assert str(folder / name) in passed.summary["pictures"]
     image = pytest.importorskip("matplotlib.image").imread(folder / name)

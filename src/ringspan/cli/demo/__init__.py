@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,18 +17,24 @@ import ringspan as rs
 from ringspan.cli import pictures
 from ringspan.cli.argument_types import at_least
 from ringspan.cli.console import show, show_error
-from ringspan.cli.demo import report
+from ringspan.cli.demo import hf_model, report
+from ringspan.cli.demo.config import Config
 from ringspan.cli.demo.data import library_documents, packs
-from ringspan.cli.demo.model import Config, build
-from ringspan.cli.demo.training import SHIFT, Training, train_alone, train_split
+from ringspan.cli.demo.memory import measure_memory
+from ringspan.cli.demo.model import build
+from ringspan.cli.demo.training import SHIFT, Training, train_alone, train_naively, train_split
+from ringspan.cli.plan.facts import facts
+from ringspan.cli.plan.page import page
+from ringspan.cli.plan.study import Question, study
 from ringspan.cli.progress import Progress
+from ringspan.costs import named_hardware
 from ringspan.errors import InputError
 from ringspan.planner import plan
 from ringspan.testing.workers import Pool
 
 EPILOG = """\
 The processes communicate over gloo. The text is the standard library of your Python. Every step packs new
-documents, so every step has a new mask and a new plan. It takes half a minute on two cores.
+documents, so every step has a new mask and a new plan. It takes less than a minute on two cores.
 """
 
 BROKEN = {
@@ -62,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write the pictures; created if needed (default: %(default)s)",
     )
     add("--no-pictures", action="store_true", help="print the figures only")
+    add("--hf", action="store_true", help="train a small Llama of transformers instead of the demo's own model")
     add("--json", action="store_true", help="print all figures as one last line of JSON")
     add(
         "--sabotage",
@@ -78,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     if args.sabotage and args.world == 1:
         raise InputError("--sabotage needs a second rank to compare with: give --world 2 or more")
-    config = Config()
+    missing = hf_model.why_not() if args.hf else None
+    if missing:
+        raise InputError(missing)
+    config = Config(hugging_face=args.hf)
     training = Training(
         config=config,
         packs=packs(library_documents(), count=args.steps, length=args.seq_len, seed=args.seed),
@@ -89,8 +100,10 @@ def run(args: argparse.Namespace) -> int:
     no_pictures = "--no-pictures was given" if args.no_pictures else pictures.why_not()
     if no_pictures and not args.no_pictures:
         show(f"\nNo pictures: {no_pictures}.")
-    comparison = train_both(training, args.world)
+    comparison = train_all(training, args.world)
     show("", report.loss_table(comparison), report.largest_difference(comparison))
+    show(report.naive_difference(comparison))
+    show("\nMemory of the fullest rank for one step (activations, buffers of attention)\n", report.memory_table(comparison))
     show("\nWork of each rank in all steps together (pairs: of each head of each layer)\n", report.rank_table(comparison))
     show(report.traffic(comparison))
     drawn = [] if no_pictures else [str(path) for path in draw(args.out, training, comparison)]
@@ -105,14 +118,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if comparison.parted_at is None else 1
 
 
-def train_both(training: Training, world: int) -> report.Comparison:
-    """Run both trainings at the same time: the split one in a pool of processes, the other in a thread of this
-    process."""
+def train_all(training: Training, world: int) -> report.Comparison:
+    """Run all trainings: those that are split in a pool of processes, the other in a thread of this process meanwhile."""
     stop = threading.Event()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each worker; more threads would compete for the same cores
     try:
-        with Progress(2 * len(training.packs)) as bar, ThreadPoolExecutor(1) as beside:
+        with Progress(3 * len(training.packs)) as bar, ThreadPoolExecutor(1) as beside:
             show = _bar_updater(bar, len(training.packs), world)
 
             def on_step(n: int, loss: float) -> bool:
@@ -123,7 +135,14 @@ def train_both(training: Training, world: int) -> report.Comparison:
             try:
                 with Pool(world) as pool:
                     ranks = pool.run(train_split, training, on_message=lambda _, message: show("split", *message))
-                return report.Comparison(alone=alone.result(), ranks=tuple(ranks))
+                    naive = pool.run(train_naively, training, on_message=lambda _, message: show("naive", *message))
+                    memory = pool.run(measure_memory, training)
+                return report.Comparison(
+                    alone=alone.result(),
+                    ranks=tuple(ranks),
+                    naive=naive[0],
+                    memory={n: max(of_rank.get(n, 0) for of_rank in memory) for n in memory[0]},
+                )
             finally:
                 stop.set()
     finally:
@@ -131,24 +150,61 @@ def train_both(training: Training, world: int) -> report.Comparison:
 
 
 def draw(folder: Path, training: Training, comparison: report.Comparison) -> list[Path]:
-    """Return the mask of the last step, and the curves."""
+    """Draw the curves, the memory, and the mask and the report of a plan that most steps have used."""
     folder.mkdir(parents=True, exist_ok=True)
-    pack = training.packs[-1]
-    last = plan(rs.documents(pack.lengths), world=comparison.world)
-    mask, losses = folder / "mask.png", folder / "losses.png"
-    pictures.draw_mask(mask, last, pack.names, pack.lengths)
-    pictures.draw_losses(losses, comparison.split, comparison.alone, world=comparison.world, tolerance=report.TOLERANCE)
-    return [mask, losses]
+    step = most_used(comparison.ranks[0].choices)
+    pack = training.packs[step]
+    losses, mask, memory, html = (folder / name for name in ("losses.png", "mask.png", "memory.png", "plan.html"))
+    pictures.draw_losses(
+        losses,
+        comparison.split,
+        comparison.alone,
+        comparison.naive,
+        world=comparison.world,
+        tolerance=report.TOLERANCE,
+    )
+    pictures.draw_mask(mask, plan(rs.documents(pack.lengths), world=comparison.world), pack.names, pack.lengths)
+    pictures.draw_memory(memory, comparison.memory)
+    html.write_text(report_page(training, pack.lengths, comparison.world), encoding="utf-8")
+    return [losses, mask, memory, html]
+
+
+def most_used(choices: Sequence[str]) -> int:
+    """Return the last step that has used the strategy and layout of most steps.
+
+    >>> most_used(["ring on zigzag", "exchange on balanced", "exchange on balanced", "ring on contiguous"])
+    2
+    """
+    ((choice, _),) = Counter(choices).most_common(1)
+    return max(n for n, chosen in enumerate(choices) if chosen == choice)
+
+
+def report_page(training: Training, lengths: Sequence[int], world: int) -> str:
+    """Return the page of ``ringspan plan`` for a mask of the run."""
+    config = training.config
+    shape = rs.Shape(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
+    used = plan(rs.documents(lengths), world=world)
+    found = study(
+        Question(
+            mask=used.mask,
+            world=world,
+            machine=named_hardware("h200x8"),
+            shape=shape,
+            layout=used.q_layout.name,
+            strategy=used.strategy,
+        )
+    )
+    return page(found, facts(found))
 
 
 def _bar_updater(bar: Progress, steps: int, world: int) -> Callable[[str, int, float], None]:
     """Return a function to call after each step of either run: it updates the bar with the losses and their largest
     difference."""
-    losses: dict[str, dict[int, float]] = {"split": {}, "alone": {}}
+    losses: dict[str, dict[int, float]] = {"split": {}, "alone": {}, "naive": {}}
 
     def show(run: str, n: int, loss: float) -> None:
         losses[run][n] = loss
-        split, alone = (dict(losses[side]) for side in ("split", "alone"))
+        split, alone, naive = (dict(losses[side]) for side in ("split", "alone", "naive"))
         both = split.keys() & alone.keys()
         apart = f", differ by {max(abs(split[n] - alone[n]) for n in both):.0e} at most" if both else ""
         here = " and ".join(
@@ -156,7 +212,9 @@ def _bar_updater(bar: Progress, steps: int, world: int) -> Callable[[str, int, f
             for count, done in ((world, split), (1, alone))
             if done
         )
-        bar.update(len(split) + len(alone), here + apart)
+        if naive:
+            here += f", own keys only {max(naive) + 1}/{steps}"
+        bar.update(len(split) + len(alone) + len(naive), here + apart)
 
     bar.update(0, f"starting {report.processes(world)}")
     return show
@@ -173,5 +231,6 @@ def _opening(training: Training, world: int) -> str:
         f"A language model of {size:,} parameters trains on {tokens:,} bytes of Python a step{uneven}.\n"
         f"Each of {len(counts)} steps packs {many} functions of the standard library end to end. "
         "No function attends to another.\n"
-        f"It is trained twice: with the sequence split over {report.processes(world)}, and in one process without ringspan.\n"
+        f"It is trained three times: with the sequence split over {report.processes(world)}, in one process without ringspan,\n"
+        "and split without context parallelism, where each rank attends to its own keys only.\n"
     )

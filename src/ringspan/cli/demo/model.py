@@ -9,26 +9,12 @@ Legend: B batch, S tokens here, M model width, H query heads, G key heads (G div
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """The sizes of the model."""
-
-    vocabulary: int = 257
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
+from ringspan.cli.demo.config import Config
+from ringspan.cli.demo.hf_model import HuggingFaceModel
 
 
 class Attention(nn.Module):
@@ -81,11 +67,17 @@ class Transformer(nn.Module):
         return self.head(self.norm(x_BSM))
 
 
-def build(config: Config, seed: int) -> Transformer:
-    """Return the model with weights that depend on the seed alone. The global random generator is left unchanged."""
+def build(config: Config, seed: int, *, attention: str = "ringspan") -> nn.Module:
+    """Return the model with weights that depend on the seed alone. The global random generator is left unchanged.
+
+    ``attention`` is the attention of a model of transformers. The demo's own model needs none: it calls PyTorch's.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer(config)
+        if config.hugging_face:
+            model: nn.Module = HuggingFaceModel(config, attention)
+        else:
+            model = Transformer(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

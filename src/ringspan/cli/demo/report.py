@@ -6,8 +6,9 @@ import json
 import math
 import platform
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +32,26 @@ RANK_COLUMNS = {
     "received": "received",
     "gather_received": "with gather",
 }
+WHAT_IS_DRAWN = {
+    "losses.png": "the curves, and their differences",
+    "mask.png": "which rank computes which pair",
+    "memory.png": "the memory of a rank as ranks are added",
+    "plan.html": "the plan of that mask: candidates, traffic, timeline (open it in a browser)",
+}
 SUMS = ("tokens", "area", "sent", "received", "gather_received")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The losses of both runs. Steps are counted from 1."""
+    """The losses of the runs. Steps are counted from 1. ``naive`` and ``memory`` may be missing.
+
+    ``memory`` has the bytes of the fullest rank by the number of ranks.
+    """
 
     alone: tuple[float, ...]
     ranks: tuple[RankReport, ...]
+    naive: tuple[float, ...] = ()
+    memory: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -81,12 +93,35 @@ def loss_table(comparison: Comparison) -> Table:
     shown = sorted({1, *(max(1, steps * part // 4) for part in (1, 2, 3)), steps})
     columns = {"run": "loss at step", **{str(step): str(step) for step in shown}}
     runs = {f"ringspan, {processes(comparison.world)}": comparison.split, "plain PyTorch, 1 process": comparison.alone}
+    if comparison.naive:
+        runs["each rank sees only its own keys"] = comparison.naive
     return table(columns, [{"run": run, **{str(n): f"{losses[n - 1]:.6f}" for n in shown}} for run, losses in runs.items()])
 
 
 def largest_difference(comparison: Comparison) -> str:
     difference, step = comparison.largest
     return f"largest difference of the two curves: {difference:.1e}, at step {step} (allowed: {TOLERANCE:.0e})"
+
+
+def naive_difference(comparison: Comparison) -> str:
+    """Return how far naive sharding is from the truth, if it was run."""
+    pairs = zip(comparison.naive, comparison.alone, strict=False)
+    off = max((abs(naive - alone) for naive, alone in pairs), default=None)
+    return (
+        ""
+        if off is None
+        else f"with attention over each rank's own keys they differ by {off:.1e}: such a model trains, wrongly"
+    )
+
+
+def memory_table(comparison: Comparison) -> Table:
+    """Return the memory of the fullest rank by the number of ranks."""
+    whole = comparison.memory.get(1, 0)
+    rows = [
+        {"ranks": str(world), "memory": size(held), "share": f"{held / max(1, whole):.0%}"}
+        for world, held in sorted(comparison.memory.items())
+    ]
+    return table({"ranks": "ranks", "memory": "memory a rank", "share": "of one rank"}, rows)
 
 
 def rank_table(comparison: Comparison) -> Table:
@@ -133,7 +168,7 @@ def closing(comparison: Comparison, drawn: Sequence[str], seconds: float) -> str
         "All processes share one CPU here, so this shows exactness, not speed. For speed each rank needs its own device.",
     ]
     if drawn:
-        lines += ["", "The pictures:", *(f"  {path}" for path in drawn)]
+        lines += ["", "Look at:", *(f"  {path:32}  {WHAT_IS_DRAWN[Path(path).name]}" for path in drawn)]
     return "\n".join(
         [
             *lines,
@@ -155,7 +190,8 @@ def as_json(comparison: Comparison, **more: object) -> str:
         "parted_at_step": comparison.parted_at,
         "tolerance": TOLERANCE,
         "world": comparison.world,
-        "losses": {"split": comparison.split, "alone": comparison.alone},
+        "losses": {"split": comparison.split, "alone": comparison.alone, "naive": comparison.naive},
+        "memory": {str(world): held for world, held in comparison.memory.items()},
         "ranks": [
             {
                 "rank": n,

@@ -1,5 +1,5 @@
-"""The demo's two training runs: the sequence split over a group of processes, and the same in one process without
-ringspan."""
+"""The demo's three training runs: the sequence split over a group of processes, the same in one process without
+ringspan, and split by chunks whose attention sees only the keys of its own rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import ringspan as rs
+from ringspan.cli.demo.config import Config
 from ringspan.cli.demo.data import Pack
-from ringspan.cli.demo.model import Config, Transformer, build
+from ringspan.cli.demo.model import build
 from ringspan.planner import bytes_moved
 from ringspan.planner import plan as make_plan
 from ringspan.plans.data import PHASES
@@ -77,15 +78,41 @@ def train_split(rank: int, training: Training) -> RankReport:
         sent=group.traffic.sent - before[0],
         received=group.traffic.received - before[1],
         gather_received=sum(_gather_received(plan, training.config) for plan in plans),
-        choices=tuple(f"{plan.strategy.partition('(')[0]} on {plan.q_layout.name}" for plan in plans),
+        choices=tuple(choice_of(plan) for plan in plans),
         digest=plans[-1].digest,
     )
+
+
+def choice_of(plan: rs.Plan) -> str:
+    """Return strategy and layout of a plan as text, without the arguments of the strategy."""
+    return f"{plan.strategy.partition('(')[0]} on {plan.q_layout.name}"
+
+
+def train_naively(rank: int, training: Training) -> tuple[float, ...]:
+    """Train with the tokens cut into chunks, and attention over the keys of this rank only: the mistake that context
+    parallelism exists to avoid. All else is right. This is a job of one worker of the pool."""
+    model = build(training.config, training.seed, attention="sdpa")
+    optimiser = Adam(model.parameters())
+    losses: list[float] = []
+    for pack in training.packs:
+        cp = rs.ContextParallel(None, rs.documents(pack.lengths), layout="contiguous", strategy="ring")
+        tokens, labels, weights = cp.shard(*pack.tensors(), dim=1)
+        mine = cp.positions()
+        logits = model(tokens, positions=mine, attn_mask=dense_mask(pack)[mine][:, mine])  # not inside `with cp:`
+        loss = cp.mean(token_losses(logits, labels), weights)
+        loss.backward()
+        cp.sum_gradients(model.parameters())
+        optimiser.step()
+        losses.append(loss.item())
+        if rank == 0:
+            send_message((len(losses) - 1, losses[-1]))
+    return tuple(losses)
 
 
 def train_alone(training: Training, on_step: Callable[[int, float], bool]) -> tuple[float, ...]:
     """Train in this process: plain attention through a dense mask. Ends early when ``on_step`` returns
     False."""
-    model = build(training.config, training.seed)
+    model = build(training.config, training.seed, attention="sdpa")
     optimiser = Adam(model.parameters())
     losses: list[float] = []
     for n, pack in enumerate(training.packs):
@@ -141,7 +168,7 @@ def _gather_received(plan: rs.Plan, config: Config) -> int:
     return config.layers * sum(bytes_moved(gather, shape, phase)[1] for phase in PHASES)
 
 
-def _halve_gradients(model: Transformer) -> None:
+def _halve_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= 0.5
