@@ -1,140 +1,51 @@
 """Every causal language model of the installed transformers, tiny, on 2 processes, against one process.
 
-    python benchmarks/transformers_sweep.py                        # a table
-    python benchmarks/transformers_sweep.py --json                 # one JSON line for each model
-    python benchmarks/transformers_sweep.py --only llama gemma2
+    python benchmarks/transformers_sweep.py --jobs 8 --json sweep.json    # 2 processes for each job
+    python benchmarks/transformers_sweep.py --only llama gemma2           # some models, and a table
+    python benchmarks/transformers_sweep.py --json sweep.json --table     # the table of results that exist, in Markdown
 
 Random weights. The logits and the gradients of all parameters are compared with those of one process, with ``sdpa`` as
 the reference where the model has it and ``eager`` where not. Differences are relative to the largest value. All is
 computed in float64: where a model asks for float32 (norms, the softmax of eager attention, routers) it gets float64, in
 one process and in two, since the rounding of float32 would hide errors.
+
+Each model runs in processes of its own, with a time limit. ``--json`` appends one line for each model when it is done;
+models that the file already has are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-import ringspan as rs
-from ringspan.integrations.transformers import ringspan_attention
-from ringspan.testing.float64 import Float64
-from ringspan.testing.workers import Pool, WorkerFailed
-
-TOKENS, BATCH = 29, 2  # 15 and 14 tokens on the two ranks; longer than the windows and chunks below
-VOCABULARY = 96
+TOKENS, BATCH = 29, 2  # 15 and 14 tokens on the two ranks; longer than the windows and chunks of the models
 TOLERANCE = 1e-10
-MAX_PARAMETERS = 5_000_000
-
-# The size of every option that makes a model large, by its name in the config.
-WIDTH, HEADS = 32, 4
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim", "embedding_size"), WIDTH),
-    **dict.fromkeys(("dim", "input_embedding_size", "output_embedding_size", "backbone_hidden_size"), WIDTH),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dim_ff", "dff", "d_inner"), 48),
-    **dict.fromkeys(("ffn_hidden_size", "intermediate_size_mlp", "dense_intermediate_size", "expert_ffn_hidden_size"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 16),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), HEADS),
-    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads", "swa_num_attention_heads"), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "v_head_dim", "kv_channels", "swa_head_dim", "dim_head", "d_head", "global_head_dim"), 8),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "query_pre_attn_scalar"), 8),
-    **dict.fromkeys(("attention_head_dim", "attention_head_size"), 8),
-    "qk_head_dim": 16,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_groups"), 1),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size", "local_attention"), 8),
-    **dict.fromkeys(("attention_window_size",), 8),
-    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "router_hidden_size", "adapter_rank"), 8),
-    "num_kv_shared_layers": 2,
-    "rotary_dim": 4,
-    "pronunciation_vocab_size": VOCABULARY,
-    "shape_vocab_size": VOCABULARY,
-    "zero_expert_num": 2,
-    "max_window_layers": 2,
-    **dict.fromkeys(("attention_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "activation_dropout"), 0.0),
-}
-# What a model needs besides, or instead.
-SPECIAL: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 48, "hidden_size": WIDTH}},
-    "dots1": {"n_shared_experts": 1},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-}
+WORLD = 2
+# Models that hand position_ids on to another, and do not name them; what describes the whole sequence in others.
+HANDS_ON_POSITIONS = {"moss_transcribe_diarize"}
+WHOLE = {"gemma4_unified": "mm_token_type_ids", "git": "token_type_ids"}
+WORST_FIRST = ["wrong", "failed", "not made", "refused", "exact"]
 
 
-def small_config(cls: Any, model_type: str, *, is_part: bool = False) -> Any:
-    """Return a tiny config of a class, with tiny configs of its parts."""
-    fields = {field.name for field in dataclasses.fields(cls)}
-    options: dict[str, Any] = {name: value for name, value in SMALL.items() if name in fields}
-    for name, part in cls.sub_configs.items():
-        if isinstance(part, type) and dataclasses.is_dataclass(part):
-            options[name] = small_config(part, part.model_type, is_part=True)
-    if "qk_rope_head_dim" in fields:  # multi-head latent attention
-        options.pop("head_dim", None)
-        options["num_key_value_heads"] = HEADS
-    kinds = set(_default(cls, "layer_types") or ())
-    if len(kinds) > 1:  # the first layers of a large model are often of one kind
-        options["layer_types"] = (sorted(kinds, reverse=True) * 4)[:4]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"):
-        if name in fields:
-            options[name] = 1
-    if not is_part and "is_decoder" in fields:
-        options["is_decoder"] = True
-    options.update(SPECIAL.get(model_type, {}))
-    return cls(**options)
+# -- in a worker -------------------------------------------------------------------------------------------------------
 
 
-def _default(cls: Any, option: str) -> Any:
-    """The default of an option; None for a config that has none or cannot be made without arguments."""
-    try:
-        return getattr(cls(), option, None)
-    except Exception:
-        return None
+def logits_and_gradients(model: Any, inputs: dict[str, Any], weights: Any, cp: Any = None) -> Any:
+    from ringspan.testing.float64 import Float64
 
-
-def small_model(model_type: str) -> nn.Module:
-    config = small_config(CONFIG_MAPPING[model_type], model_type)
-    torch.manual_seed(0)
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    accepted = cls.config_class
-    if accepted is not None and not isinstance(config, accepted):
-        config = config.get_text_config()
-    with torch.device("meta"):
-        size = sum(x.numel() for x in cls(config).parameters())
-    if size > MAX_PARAMETERS:
-        raise ValueError(f"the tiny config has {size:,} parameters: give it smaller parts in SPECIAL")
-    torch.manual_seed(0)
-    model: nn.Module = cls(config).double().eval()
-    model.set_experts_implementation("eager")  # others are not for float64
-    with torch.no_grad():
-        for name, x in model.named_parameters():  # zeros would hide errors; a bias or a sink is often zero
-            if not x.any():
-                x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
-    return model
-
-
-def logits_and_gradients(model: nn.Module, inputs: dict[str, Any], weights: Tensor, cp: rs.ContextParallel | None) -> Any:
     model.zero_grad(set_to_none=True)
     with Float64():
         logits = model(**inputs, use_cache=False).logits
@@ -144,60 +55,66 @@ def logits_and_gradients(model: nn.Module, inputs: dict[str, Any], weights: Tens
     return logits.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-def compare(rank: int, model_type: str, layout: str) -> dict[str, Any]:
+def compare(model_type: str, layout: str) -> dict[str, Any]:
     """Run one model in one process and on all. Every worker does both, and compares its own tokens."""
+    import torch
+    from tiny_models import VOCABULARY, small_model
+
+    import ringspan as rs
+    from ringspan.integrations.transformers import prepare
+
+    torch.set_default_dtype(torch.float64)
     try:
-        model = small_model(model_type)
+        model: Any = small_model(model_type)
     except Exception as error:
         return {"result": "not made", "why": _one_line(error)}
     ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
     weights = torch.randn(BATCH, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
     reference = "sdpa" if model._supports_sdpa else "eager"
-    takes_positions = "position_ids" in signature(model.forward).parameters
     inputs = {"input_ids": ids, "position_ids": torch.arange(TOKENS).expand(BATCH, -1)}
-    if not takes_positions:
+    if "position_ids" not in signature(model.forward).parameters and model_type not in HANDS_ON_POSITIONS:
         inputs.pop("position_ids")
+    whole = {WHOLE[model_type]: torch.zeros_like(ids)} if model_type in WHOLE else {}
     try:
         model.set_attn_implementation(reference)
-        wanted, wanted_grads = logits_and_gradients(model, inputs, weights, None)
+        wanted, wanted_grads = logits_and_gradients(model, {**inputs, **whole}, weights)
     except Exception as error:
         return {"result": "not made", "why": f"one process: {_one_line(error)}"}
-    if not type(model)._can_set_attn_implementation():
-        return {"result": "own attention", "why": "its layers do not call AttentionInterface"}
-    cp = rs.ContextParallel(None, rs.causal(TOKENS), layout=layout, timeout=8)
-    calls: list[str] = []
+    cp = rs.ContextParallel(None, rs.causal(TOKENS), layout=layout, timeout=60)
     try:
-        model.set_attn_implementation("ringspan")
-        with cp, record_calls(calls):
-            logits, grads = logits_and_gradients(model, cp.shard(inputs, dim=1), cp.shard(weights, dim=1), cp)
+        prepare(model)
+        with cp:
+            mine = {**cp.shard(inputs, dim=1), **whole}
+            logits, grads = logits_and_gradients(model, mine, cp.shard(weights, dim=1), cp)
     except rs.UnplannedAttention as error:
         return {"result": "refused", "why": _one_line(error)}
     except Exception as error:
         return {"result": "failed", "why": _one_line(error)}
     found = {"logits": _difference(logits, cp.shard(wanted, dim=1))}
     found["gradients"] = max(_difference(grads.get(name), x) for name, x in wanted_grads.items())
-    if not calls:
-        return {"result": "own attention", "why": "its layers do not call AttentionInterface"}
     is_exact = all(x <= TOLERANCE for x in found.values())
-    return {"result": "exact" if is_exact else "wrong", "reference": reference, **found}
+    row = {"result": "exact" if is_exact else "wrong", "reference": reference, **found}
+    if "position_ids" in mine:
+        mine.pop("position_ids")
+        row["without position_ids"] = without_positions(model, cp, mine, logits)
+    return row
 
 
-@contextmanager
-def record_calls(calls: list[str]) -> Iterator[None]:
-    """Add the name of each layer that calls attention by its registered name."""
+def without_positions(model: Any, cp: Any, mine: dict[str, Any], logits: Any) -> str:
+    """Return what happens to a user who does not pass position ids: an error, or the same logits, or wrong ones."""
+    import torch
 
-    def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls.append(type(module).__name__)
-        return ringspan_attention(module, *args, **kwargs)
+    import ringspan as rs
 
-    AttentionInterface.register("ringspan", recorded)
     try:
-        yield
-    finally:
-        AttentionInterface.register("ringspan", ringspan_attention)
+        with cp, torch.no_grad():
+            found = model(**mine, use_cache=False).logits
+    except rs.RingspanError:
+        return "refused"
+    return "exact" if _difference(found, logits) <= 1e-4 else "wrong"
 
 
-def _difference(found: Tensor | None, wanted: Tensor) -> float:
+def _difference(found: Any, wanted: Any) -> float:
     if found is None or found.shape != wanted.shape:
         return float("inf")
     if not wanted.numel():
@@ -207,46 +124,145 @@ def _difference(found: Tensor | None, wanted: Tensor) -> float:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{'' if isinstance(error, rs.UnplannedAttention) else type(error).__name__ + ': '}{' '.join(str(error).split())}"
+    name = type(error).__name__
+    return ("" if name == "UnplannedAttention" else f"{name}: ") + " ".join(str(error).split())
 
 
-def sweep(types: list[str], layout: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    pool = Pool(2, timeout=240)
-    for n, model_type in enumerate(types):
-        if pool.is_closed:
-            pool = Pool(2, timeout=240)
+# -- one model, in processes of its own --------------------------------------------------------------------------------
+
+
+def run_one(model_type: str, layout: str) -> dict[str, Any]:
+    """Run a model on forked workers: they share the imports, which take longer than most models."""
+    import torch
+    import transformers
+    from tiny_models import small_model  # noqa: F401
+
+    import ringspan.integrations.transformers  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    with tempfile.NamedTemporaryFile() as store:
+        workers = [
+            context.Process(target=_worker, args=(rank, store.name, model_type, layout, results)) for rank in range(WORLD)
+        ]
+        for worker in workers:
+            worker.start()
+        both = [results.get() for _ in workers]
+        for worker in workers:
+            worker.join()
+    row: dict[str, Any] = min(both, key=lambda found: WORST_FIRST.index(found["result"]))
+    for key in ("logits", "gradients"):
+        if key in row:
+            row[key] = max(found.get(key, float("inf")) for found in both)
+    return {"model": model_type, **row, **versions}
+
+
+def _worker(rank: int, store: str, model_type: str, layout: str, results: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    try:
+        results.put(compare(model_type, layout))
+    except Exception as error:
+        results.put({"result": "failed", "why": _one_line(error)})
+    results.close()
+    results.join_thread()
+    os._exit(0)  # a group cannot be destroyed if not all ranks made the same calls
+
+
+# -- all models --------------------------------------------------------------------------------------------------------
+
+
+def run_limited(model_type: str, layout: str, limit: float) -> dict[str, Any]:
+    """Run one model in a process of its own. It is ended, with its workers, after ``limit`` seconds."""
+    command = [sys.executable, __file__, "--one", model_type, "--layout", layout]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
         try:
-            both = pool.run(compare, model_type, layout)
-            order = ["wrong", "refused", "failed", "not made", "own attention", "exact"]
-            if any(found["result"] == "failed" for found in both):
-                pool.close()  # the group cannot be used after a call that not all ranks have made
-            row = min(both, key=lambda found: order.index(found["result"]))
-            for key in ("logits", "gradients"):
-                if key in row:
-                    row[key] = max(found.get(key, float("inf")) for found in both)
-        except WorkerFailed as error:
-            row = {"result": "failed", "why": " ".join(str(error).split())[-300:]}
-            both = []
-        rows.append({"model": model_type, **row})
-        print(f"{n + 1}/{len(types)} {model_type}: {both or row}", file=sys.stderr)
-    pool.close()
+            printed, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return {"model": model_type, "result": "failed", "why": f"not done after {limit:.0f} s"}
+    lines = [line for line in printed.splitlines() if line.startswith('{"model"')]
+    if not lines:
+        return {"model": model_type, "result": "failed", "why": " ".join(errors.split())[-300:]}
+    return {**json.loads(lines[-1]), "seconds": round(time.perf_counter() - start, 1)}
+
+
+def sweep(types: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = [row for row in read(options.json) if row["model"] in types and row["result"] not in options.again]
+    left = [x for x in types if x not in {row["model"] for row in rows}]
+    if options.json is not None and options.again:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with ThreadPoolExecutor(options.jobs) as executor:
+        for done in as_completed([executor.submit(run_limited, x, options.layout, options.limit) for x in left]):
+            row = done.result()
+            rows.append(row)
+            if options.json is not None:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(f"{len(rows)}/{len(types)} {line_of(row)}", file=sys.stderr, flush=True)
     return rows
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
+
+
+def line_of(row: dict[str, Any]) -> str:
+    figures = f"{row['reference']} {row['logits']:.1e} {row['gradients']:.1e}" if "logits" in row else row["why"]
+    if row.get("without position_ids") == "wrong":
+        figures += ", wrong without position_ids"
+    return f"{row['model']:28} {row['result']:10} {figures}"
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the documentation: how many models have which result, and why."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["model"]):
+        groups.setdefault(row["result"], []).append(row)
+    text = ["| result | models |", "| --- | --- |", *(f"| {name} | {len(groups[name])} |" for name in groups)]
+    exact = groups.get("exact", [])
+    if exact:
+        worst = max(max(row["logits"], row["gradients"]) for row in exact)
+        text += ["", f"Largest difference: {worst:.1e}. Exact: " + ", ".join(f"`{row['model']}`" for row in exact)]
+    others = [row for name, group in groups.items() if name != "exact" for row in group]
+    text += ["", "| model | result | why |", "| --- | --- | --- |"]
+    text += [f"| `{row['model']}` | {row['result']} | {row.get('why', line_of(row))} |" for row in others]
+    return "\n".join(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="model types, as in config.model_type")
     parser.add_argument("--layout", default="zigzag")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time; each has 2 processes of one thread")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for each model")
+    parser.add_argument("--json", type=Path, help="a file of one JSON line for each model; its models are not run again")
+    parser.add_argument("--again", nargs="*", default=[], help="results in the file that are run again: failed, wrong, …")
+    parser.add_argument("--table", action="store_true", help="only print the results in the file, in Markdown")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = sweep(options.only or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.layout)
+    if options.one:
+        print(json.dumps(run_one(options.one, options.layout)), flush=True)
+        return
+    if options.table:
+        print(markdown(read(options.json)))
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    rows = sweep(options.only or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options)
     for row in rows:
-        if options.json:
-            print(json.dumps({**row, "transformers": transformers.__version__, "torch": torch.__version__}))
-        else:
-            figures = f"{row['reference']} {row['logits']:.1e} {row['gradients']:.1e}" if "logits" in row else row["why"]
-            print(f"{row['model']:28} {row['result']:14} {figures}")
+        print(line_of(row))
     print(dict(Counter(row["result"] for row in rows)), file=sys.stderr)
 
 

@@ -26,6 +26,19 @@ MIXED = ["sliding_attention", "full_attention"] * 2
 DEEPSEEK: dict[str, Any] = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 
+DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+BART: dict[str, Any] = {
+    **DECODER,
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "dropout": 0.0,
+}
+GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+NEO: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+FALCON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
 
 def _gemma3_with_images(transformers: Any) -> Any:
     text = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": MIXED}
@@ -75,6 +88,21 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda t: t.DeepseekV3Config(**{**SIZES, **DEEPSEEK}, **MOE, **LATENT, first_k_dense_replace=1),
     ),
     "smollm3": ("SmolLM3ForCausalLM", lambda t: t.SmolLM3Config(**SIZES, no_rope_layer_interval=2)),
+    # these need prepare(model): they count positions, or write attention out in their layers
+    "bart": ("BartForCausalLM", lambda t: t.BartConfig(**BART, is_decoder=True)),
+    "bart with encoder": ("BartForConditionalGeneration", lambda t: t.BartConfig(**BART, encoder_layers=2)),
+    "gptj": ("GPTJForCausalLM", lambda t: t.GPTJConfig(**GPT, rotary_dim=4, n_positions=64)),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        lambda t: t.GPTNeoConfig(**NEO, max_position_embeddings=64, attention_types=[[["global", "local"], 1]], window_size=8),
+    ),
+    "bloom": ("BloomForCausalLM", lambda t: t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
+    "falcon": ("FalconForCausalLM", lambda t: t.FalconConfig(**FALCON)),
+    "openai-gpt": ("OpenAIGPTLMHeadModel", lambda t: t.OpenAIGPTConfig(**GPT, n_positions=64)),
+    "bert": (
+        "BertLMHeadModel",
+        lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),
+    ),
     "gemma3 with images": ("Gemma3ForConditionalGeneration", _gemma3_with_images),
     "t5gemma": ("T5GemmaForConditionalGeneration", _t5gemma),
     "qwen3_next": ("Qwen3NextForCausalLM", lambda t: t.Qwen3NextConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),

@@ -15,6 +15,9 @@ The mask of a layer is the mask that the model makes for it (causal, sliding win
 intersected with the mask of the block. Softcap, sinks and scale are those of the layer. What cannot be made exact
 raises :class:`ringspan.UnplannedAttention` and names the layer. Outside a block the name means PyTorch's SDPA.
 
+Models that count positions themselves or write attention out in their layers (Bart, GPT-J, Bloom, …) need
+``prepare(model)`` in place of ``set_attn_implementation``; the error of such a model says so.
+
 Tensors with one row per token (ids, embeddings, positions) are this rank's. Tensors that describe the sequence for the
 mask (``attention_mask``, ``token_type_ids``, ``cu_seq_lens_q``) are those of the whole sequence, on every rank.
 """
@@ -24,8 +27,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringspan.integrations.transformers.attention import NAME, ringspan_attention
 from ringspan.integrations.transformers.masks import ringspan_mask
 from ringspan.integrations.transformers.packing import packed_mask
+from ringspan.integrations.transformers.prepare import prepare
 
 AttentionInterface.register(NAME, ringspan_attention)
 AttentionMaskInterface.register(NAME, ringspan_mask)
 
-__all__ = ["NAME", "packed_mask", "ringspan_attention", "ringspan_mask"]
+__all__ = ["NAME", "packed_mask", "prepare", "ringspan_attention", "ringspan_mask"]

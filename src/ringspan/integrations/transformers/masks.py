@@ -21,9 +21,15 @@ from ringspan.errors import InputError, RingspanError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
-from ringspan.integrations.transformers.packing import check_positions, check_restarts, packed_ids
-from ringspan.integrations.transformers.refusals import refuse_config
-from ringspan.masks import Mask, documents, window
+from ringspan.integrations.transformers.packing import (
+    check_positions,
+    check_restarts,
+    missing_positions,
+    packed_ids,
+    positions_of_model,
+)
+from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, refuse_config
+from ringspan.masks import Mask, documents, full, window
 from ringspan.plans.data import Side
 
 Sides = tuple[Side, Side]
@@ -36,13 +42,28 @@ class LayerMask:
     """
 
     def __init__(
-        self, mask: Mask, outer: ContextParallel, sides: Sides, *, valid_BN: Tensor | None, packed_BS: Tensor | None
+        self,
+        mask: Mask | RingspanError,
+        outer: ContextParallel,
+        sides: Sides,
+        *,
+        batch: int,
+        valid_BN: Tensor | None,
+        packed_BS: Tensor | None,
+        positions: tuple[bool, Tensor | None] = (False, None),
     ) -> None:
-        self._mask, self._outer, self._sides, self._valid_BN, self._packed_BS = mask, outer, sides, valid_BN, packed_BS
+        self._outer, self._sides, self._valid_BN, self._packed_BS = outer, sides, valid_BN, packed_BS
+        self._positions = positions
+        self._mask = full(*(_layout(outer, side).length for side in sides)) if isinstance(mask, RingspanError) else mask
+        self._batch = batch
+        self.local_lengths = tuple(_layout(outer, side).counts[outer.rank] for side in sides)
         self.tokens = _layout(outer, sides[0]).length
         self._last: tuple[Any, Any, Any, ContextParallel] | None = None
         self._block: ContextParallel | None = None
         self._error: RingspanError | None = None
+        if isinstance(mask, RingspanError):
+            self._error = mask
+            return
         try:
             self._block = self._made(outer.mask)
         except RingspanError as error:
@@ -62,6 +83,11 @@ class LayerMask:
         Raises if its position ids are not those of this rank's tokens, or if its window is not in the mask. All layers
         of a model have the same tensors, which are read once.
         """
+        is_known, of_model = self._positions
+        if position_ids is None and is_known:
+            position_ids = of_model
+            if of_model is None:
+                raise missing_positions()
         last = self._last
         if last is not None and last[0] is position_ids and last[1] is cu_seq_lens and last[2] == window_size:
             return last[3]
@@ -75,6 +101,19 @@ class LayerMask:
             _check_window(block.mask, window_size)
         self._last = (position_ids, cu_seq_lens, window_size, block)
         return block
+
+    def narrowed(self, size: int) -> LayerMask:
+        """Return this mask, of which queries see the last ``size`` keys."""
+        given: dict[str, Any] = {"batch": self._batch, "valid_BN": self._valid_BN, "packed_BS": self._packed_BS}
+        mask = self._error or self._mask & window(left=size - 1)
+        return LayerMask(mask, self._outer, self._sides, **given, positions=self._positions)
+
+    def size(self) -> torch.Size:
+        """Return the shape that a mask tensor would have: (B, 1, S, T), of this rank's tokens."""
+        return torch.Size((self._batch, 1, *self.local_lengths))
+
+    def to(self, *_: Any, **__: Any) -> LayerMask:
+        return self
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this rank has refused a call. They would wait for its messages."""
@@ -137,10 +176,19 @@ def ringspan_mask(
     sequence = Sequence(*(_layout(outer, side).length for side in sides))
     if attention_mask is not None:
         sequence = sequence._replace(padding_BN=_whole(attention_mask, outer, sides[1]))
-    mask = mask_of(mask_function, sequence)
-    if sequence.padding_BN is not None and not sequence.padding_BN.all():
-        mask = mask & padding_mask(sequence.padding_BN, sequence)
-    return LayerMask(mask, outer, sides, valid_BN=sequence.padding_BN, packed_BS=packed_ids(mask_function))
+    mask: Mask | RingspanError
+    try:
+        mask = mask_of(mask_function, sequence)
+        if sequence.padding_BN is not None and not sequence.padding_BN.all():
+            mask = mask & padding_mask(sequence.padding_BN, sequence)
+    except RingspanError as error:  # raised by the layers that use this mask, if any does
+        mask = error
+    packed = packed_ids(mask_function)
+    positions: tuple[bool, Tensor | None] = (False, None)
+    if config is None or config.model_type not in COUNTS_POSITIONS:
+        positions = positions_of_model()
+    of_call: dict[str, Any] = {"batch": batch_size, "valid_BN": sequence.padding_BN, "packed_BS": packed}
+    return LayerMask(mask, outer, sides, **of_call, positions=positions)
 
 
 def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:

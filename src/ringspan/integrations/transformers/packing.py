@@ -12,7 +12,9 @@ Legend: B batch, S tokens of this rank, N tokens of the whole sequence.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from ringspan.errors import InputError, UnplannedAttention
 from ringspan.integrations.transformers.mask_functions import closure_of, is_from_masking_utils
 from ringspan.masks import Mask, documents, mask_mod
 
+MAX_FRAMES = 24  # between a mask function and the forward of a model
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 
 
@@ -63,6 +66,29 @@ def packed_ids(function: Callable[..., Any]) -> Tensor | None:
     return None
 
 
+def positions_of_model() -> tuple[bool, Tensor | None]:
+    """Return whether the forward that makes a mask has position ids, and these; None for a user who passed none.
+
+    Many models do not hand them on to the layers: those that add position embeddings to the tokens, for example. So
+    they are read from the variable ``position_ids`` of the calling forward.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "forward" and "position_ids" in frame.f_locals:
+            return True, frame.f_locals["position_ids"]
+        frame = frame.f_back
+    return False, None
+
+
+def missing_positions() -> UnplannedAttention:
+    return UnplannedAttention(
+        "this model was called without position_ids, and counts the tokens of this rank from 0: pass "
+        "position_ids=cp.positions()[None], or cp.shard(position_ids, dim=1), to the model"
+    )
+
+
 def check_restarts(ids_BS: Tensor, tokens_S: NDArray[np.int64], mask: Mask) -> None:
     """Raise if positions restart between two neighbouring tokens that are in one document of the block's mask."""
     if mask.predicate is not None:  # its documents are not known
@@ -81,7 +107,11 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
     are no padding. ``mask`` is None for a sequence without documents. The ids of padding are not checked.
     """
     if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
-        return  # several kinds of positions for each token; what they mean depends on the model
+        # several kinds of positions for each token; what they mean depends on the model, but not all count from 0 here
+        counted = torch.arange(len(tokens_S), device=position_ids.device)
+        if position_ids.shape[-1] == len(tokens_S) and tokens_S[-1] >= len(tokens_S) and bool((position_ids == counted).all()):
+            raise missing_positions()
+        return
     given_BS = position_ids.cpu().numpy()
     allowed: list[NDArray[np.int64]] = [tokens_S]
     is_padding: Any = np.zeros(len(tokens_S), dtype=bool)

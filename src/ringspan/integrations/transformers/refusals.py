@@ -11,15 +11,47 @@ from ringspan.errors import UnplannedAttention
 # Kinds of layers, as in ``config.layer_types``, that are softmax attention under a mask.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
-_COUNTS = "it counts the positions of the tokens that it gets, which are this rank's, and takes no position_ids"
-_TENSOR = "it computes with its attention mask as a tensor"
+# Model types that count the positions of the tokens that they get, and take no position_ids.
+COUNTS_POSITIONS = {
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+    *("musicgen_decoder", "musicgen_melody_decoder", "roformer", "trocr", "whisper"),
+}
+
+# Model types whose layers write attention out -> the class of these layers.
+WRITES_OUT = {
+    "big_bird": "BigBirdSelfAttention",
+    "bloom": "BloomAttention",
+    "codegen": "CodeGenAttention",
+    "falcon": "FalconAttention",
+    "git": "GitSelfAttention",
+    "gpt_neo": "GPTNeoSelfAttention",
+    "gpt_neox_japanese": "GPTNeoXJapaneseAttention",
+    "gptj": "GPTJAttention",
+    "megatron-bert": "MegatronBertSelfAttention",
+    "mpt": "MptAttention",
+    "mvp": "MvpAttention",
+    "openai-gpt": "Attention",
+    "rembert": "RemBertSelfAttention",
+    "roformer": "RoFormerSelfAttention",
+    "trocr": "TrOCRAttention",
+    "xglm": "XGLMAttention",
+}
 
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
-    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus"), _COUNTS),
-    **dict.fromkeys(("plbart", "musicgen_decoder", "musicgen_melody_decoder", "whisper"), _COUNTS),
-    "doge": _TENSOR,
+    "doge": "it computes with its attention mask as a tensor",
 }
+
+
+class PreparedName(str):
+    """The name of the attention of a model that was given to ``prepare``. Copies of the config keep it."""
+
+    __slots__ = ()
+
+
+def is_prepared(config: Any) -> bool:
+    """Return whether the model of a config, or the model it is a copy of, was given to ``prepare``."""
+    return isinstance(config._attn_implementation, PreparedName)
 
 
 def refuse_config(config: Any) -> None:
@@ -34,6 +66,12 @@ def refuse_config(config: Any) -> None:
         raise UnplannedAttention(
             f"{model_type} has layers that are not softmax attention under a mask ({layers}). They would mix only the tokens "
             "of this rank: this model cannot run under context parallelism"
+        )
+    if model_type in COUNTS_POSITIONS | WRITES_OUT.keys() and not is_prepared(config):
+        how = "counts the positions of its tokens" if model_type in COUNTS_POSITIONS else "writes attention out in its layers"
+        raise UnplannedAttention(
+            f"{model_type} {how}, which sees the tokens of this rank only: call "
+            "ringspan.integrations.transformers.prepare(model) first"
         )
     if model_type in REFUSED_MODELS:
         raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")

@@ -1,0 +1,97 @@
+"""Models that need more than ``set_attn_implementation("ringspan")``.
+
+* Models that count the positions of the tokens they get, and take no ``position_ids`` (Bart and its relatives). Their
+  position embeddings are computed for the whole sequence, and this rank's rows are taken.
+* Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringspan.errors import InputError
+from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.current_block import current_block
+from ringspan.integrations.transformers.attention import NAME
+from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, PreparedName
+from ringspan.integrations.transformers.written_out import attention_over_ranks
+from ringspan.plans.data import Side
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Let a model use ringspan inside a ``ContextParallel`` block, and return it.
+
+    For most models this is ``model.set_attn_implementation("ringspan")``. In addition it replaces the ``forward`` of
+    position embeddings that count tokens, and of layers that write attention out. Outside a block these compute what
+    they did before.
+
+    >>> from transformers import GPTJConfig, GPTJForCausalLM
+    >>> config = GPTJConfig(vocab_size=8, n_embd=8, n_head=2, n_layer=1, rotary_dim=2, n_positions=8)
+    >>> prepare(GPTJForCausalLM(config)).config._attn_implementation
+    'ringspan'
+    """
+    parts: list[Any] = [x for x in model.modules() if hasattr(x, "config") and hasattr(x, "set_attn_implementation")]
+    for part in parts:
+        if part.config.model_type not in WRITES_OUT:  # transformers ignores the call for these
+            part.set_attn_implementation(NAME)
+    for part in parts:
+        for module in part.modules():
+            _prepare_module(module, part.config.model_type)
+        part.config._attn_implementation_internal = PreparedName(NAME)
+    return model
+
+
+def _prepare_module(module: Any, model_type: str) -> None:
+    cls: Any = type(module)
+    name = cls.__name__
+    if name == WRITES_OUT.get(model_type):
+        module.__class__ = _subclass(cls, attention_over_ranks)
+    elif model_type in COUNTS_POSITIONS and name.endswith("PositionalEmbedding"):
+        module.__class__ = _subclass(cls, _positions_of_shard)
+
+
+@cache
+def _subclass(cls: Any, forward: Callable[..., Any]) -> Any:
+    """Return a class of the same name whose forward is ``forward(self, cls.forward, ...)``.
+
+    A module gets another class, and not another attribute ``forward``, so that its copies work.
+    """
+    if getattr(cls, "_ringspan_forward", None) is forward:
+        return cls
+    original = cls.forward
+
+    def forward_of_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, original, *args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward_of_module, "_ringspan_forward": forward})
+
+
+def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the position embeddings of this rank's tokens, of those of the whole sequence."""
+    block = current_block()
+    if block is None:
+        return original(self, tokens, *args, **kwargs)
+    count = tokens.shape[-1] if isinstance(tokens, Tensor) else tokens[-1]
+    side = _side(block, count)
+    if isinstance(tokens, Tensor):  # (B, S), or (B, codebooks, S); some modules count the tokens that are no padding
+        tokens = block.unshard(tokens.detach(), dim=tokens.ndim - 1, of=side)
+    else:
+        tokens = torch.Size((*tokens[:-1], (block.plan.q_layout if side == "q" else block.plan.kv_layout).length))
+    rows: Tensor = original(self, tokens, *args, **{key: x for key, x in kwargs.items() if key != "position_ids"})
+    return block.shard(rows, dim=rows.ndim - 2, of=side)
+
+
+def _side(block: ContextParallel, count: int) -> Side:
+    """Return which of the two sequences of a block has this number of tokens on this rank."""
+    q_count, kv_count = (layout.counts[block.rank] for layout in (block.plan.q_layout, block.plan.kv_layout))
+    if q_count == kv_count and block.plan.q_layout != block.plan.kv_layout:
+        raise InputError(
+            f"rank {block.rank} has {count} tokens of both sequences of this cross-attention, so that the positions of the "
+            "encoder and of the decoder cannot be told apart: use a layout with other numbers of tokens"
+        )
+    return "kv" if count == kv_count != q_count else "q"
