@@ -22,7 +22,7 @@ from ringspan.costs.timeline import Seconds
 from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Mask
 from ringspan.masks.table import Table, area
-from ringspan.plans.data import PHASES, Phase
+from ringspan.plans.data import PHASES, DkvDtype, PayloadKind, Phase
 from ringspan.plans.moving_side import KEYS, QUERIES, MovingSide
 from ringspan.plans.problem import Ints, union, whole_tiles
 from ringspan.plans.shape import Shape
@@ -51,6 +51,7 @@ class Workload:
     ranks: tuple[int, ...]
     machine: Hardware
     shape: Shape
+    dkv_dtype: DkvDtype = "float32"
 
     @property
     def world(self) -> int:
@@ -60,6 +61,10 @@ class Workload:
     def whole(self) -> Workload:
         """The same workload with all ranks."""
         return replace(self, ranks=tuple(range(self.world)))
+
+    def message_row_bytes(self, what: PayloadKind, phase: Phase) -> int:
+        """Return the bytes of one row of all heads in a message."""
+        return self.shape.message_row_bytes(what, phase, dkv_dtype=self.dkv_dtype)
 
     def demand(self, moving: MovingSide) -> Demand:
         """Return the work and the rows if keys move to the queries, or queries to the keys."""

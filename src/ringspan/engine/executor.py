@@ -156,25 +156,25 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
             options["mods"] = indexed_mods(mods, plan, task, like.device)
         k_BGTD, v_BGTE = keys[task.kv_slot]
         for grads in config.kernel.attend_backward(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
-            dk_TBGD, dv_TBGE = grads.dk_BGTD.movedim(2, 0), grads.dv_BGTE.movedim(2, 0)
+            dq_SBHD, dk_TBGD, dv_TBGE = (x.movedim(2, 0) for x in (grads.dq_BHSD, grads.dk_BGTD, grads.dv_BGTE))
             if settings.debug:
-                dq_SBHD = grads.dq_BHSD.movedim(2, 0)
                 found = {
                     "dq": (grads.rows.start, dq_SBHD),
                     "dk": (grads.keys.start, dk_TBGD),
                     "dv": (grads.keys.start, dv_TBGE),
                 }
                 check_results_finite(plan, "backward", step, task, config.kernel, found)
-            dq[task.q_slot].add(grads.rows.start, grads.rows.stop, grads.dq_BHSD.movedim(2, 0))
+            dq[task.q_slot].add(grads.rows.start, grads.rows.stop, dq_SBHD)
             dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, dk_TBGD, dv_TBGE)
             for total, grad in zip(dlearned, grads.dlearned, strict=True):
                 total.add_(grad)
-            del grads, dk_TBGD, dv_TBGE  # else they would be held while the next are computed
+            del grads, dq_SBHD, dk_TBGD, dv_TBGE  # else they would be held while the next are computed
 
     def finish() -> tuple[Tensor, ...]:
         return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
-    slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv})
+    dkv_dtype = None if program.dkv_dtype == "float32" else getattr(torch, program.dkv_dtype)
+    slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv}, dkv_dtype=dkv_dtype)
     return Pass(slots, compute, finish)
 
 

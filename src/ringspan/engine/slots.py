@@ -28,6 +28,7 @@ class Slots:
 
     What arrives overwrites ``rows`` ("q", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``.
     When other queries or keys overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
+    ``dkv_dtype`` is the dtype of "dkv" in messages to and from other ranks (None: that of the accumulators).
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Slots:
         *,
         outputs: list[OutputAccumulator] | None = None,
         gradients: dict[str, list[GradientAccumulator]] | None = None,
+        dkv_dtype: torch.dtype | None = None,
     ) -> None:
+        self._dkv_dtype = dkv_dtype
         self.rows, self.outputs, self.gradients = rows, outputs or [], gradients or {}
         self._row_accumulators: dict[str, Sequence[Any]] = {
             "q": self.outputs or self.gradients.get("dq", []),
@@ -64,6 +67,9 @@ class Slots:
                 self._arriving.append((t, recv_buffers[buffer]))
             elif self._row_accumulators[t.what]:
                 self._arriving.append((t, None))  # received in place: only accumulators are cleared
+        if self._dkv_dtype is not None:  # not for messages of this rank to itself, which are in _arriving already
+            for n in {n for _, n in messages.sends if messages.payloads[n].transfer.what == "dkv"}:
+                payloads[n] = payloads[n].to(self._dkv_dtype)
         sends, recvs = [], []
         for peer, payload in messages.sends:
             sends.append((peer, payloads[payload]))
@@ -105,7 +111,8 @@ class Slots:
             accumulator = self.outputs[t.slot] if t.what == "out" else self.gradients[t.what][t.slot]
             like, (_, batch, heads, width) = accumulator.like, accumulator.shape
         heads = heads if t.heads is None else t.heads[1] - t.heads[0]
-        return like.new_empty((t.count, batch, heads, width + (t.what == "out")))
+        dtype = self._dkv_dtype if t.what == "dkv" else None
+        return like.new_empty((t.count, batch, heads, width + (t.what == "out")), dtype=dtype)
 
     def _merge(self, t: Transfer, message: Tensor) -> None:
         at = 0
@@ -120,9 +127,12 @@ class Slots:
 
     def _add(self, t: Transfer, message: Tensor) -> None:
         if is_packed(t):
-            _heads(self._rows_of(t), t).index_add_(0, _index(t.rows, message.device), message)
-        else:
+            rows = self._rows_of(t)
+            _heads(rows, t).index_add_(0, _index(t.rows, message.device), message.to(rows.dtype))
+        elif message.dtype == self.gradients[t.what][t.slot].like.dtype:
             self.gradients[t.what][t.slot].add(*t.rows[0], message)
+        else:  # a rounded message is not a kernel's result: the accumulator must not keep it as it is
+            self._rows_of(t).add_(message)
 
     def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
         if message is not None:

@@ -31,7 +31,7 @@ from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import Plan, plan
 from ringspan.plans import Shape
-from ringspan.plans.data import Side
+from ringspan.plans.data import DkvDtype, Side
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.transports import ProcessGroupTransport, as_transport
@@ -74,6 +74,9 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
     Strategy and layout are chosen by the constructor, before there are tensors. Pass ``hardware`` and ``shape`` to
     choose for your machine and model, as in :func:`ringspan.plan`.
 
+    ``dkv_dtype="bfloat16"`` sends gradients of keys and values in bfloat16, which halves their bytes and rounds each
+    message (docs/numerics.md). By default they are sent as they are accumulated, in float32.
+
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
 
     A block in which no attention was ever intercepted raises :class:`ringspan.UnplannedAttention` when it ends: the
@@ -91,6 +94,7 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
         kv_layout: LayoutLike | None = None,
         hardware: str | Hardware | None = None,
         shape: Shape | None = None,
+        dkv_dtype: DkvDtype = "float32",
         backend: str = "auto",
         timeout: float | None = None,
         expect_attention: bool = True,
@@ -107,6 +111,7 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
             kv_layout=kv_layout,
             hardware=hardware,
             shape=shape,
+            dkv_dtype=dkv_dtype,
         )
         super().__init__(mask)
         self._strategy, self._requested_layout, self._requested_kv_layout = strategy, layout, kv_layout
@@ -149,6 +154,7 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
             kv_layout=layouts[1],
             hardware=self._hardware,
             shape=self._shape,
+            dkv_dtype=self.plan.program.dkv_dtype,
             backend=self.backend,
             expect_attention=self._expect_attention,
         )
@@ -178,6 +184,7 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
                 kv_layout=self._requested_kv_layout,
                 hardware=self._hardware,
                 shape=self._shape,
+                dkv_dtype=self.plan.program.dkv_dtype,
                 backend=self.backend,
                 expect_attention=self._expect_attention,
             )

@@ -118,7 +118,8 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a BlockMask of the whole sequence on the layouts of another plan. It is made once."""
     known = _convert(given, like.mask.lengths)
-    wanted = (like.q_layout, like.kv_layout, like.rank, strategy, hardware, shape)
+    dkv_dtype = like.program.dkv_dtype
+    wanted = (like.q_layout, like.kv_layout, like.rank, strategy, hardware, shape, dkv_dtype)
     found = known.plans.get(wanted)
     if found is None:
         found = make_plan(
@@ -130,6 +131,7 @@ def plan_of(
             kv_layout=like.kv_layout,
             hardware=hardware,
             shape=shape,
+            dkv_dtype=dkv_dtype,
         )
         if len(known.plans) >= MAX_PLANS:
             known.plans.clear()

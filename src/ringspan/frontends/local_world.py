@@ -23,6 +23,7 @@ from ringspan.layouts import Layout, LayoutLike, check_world, make_layout
 from ringspan.masks import Mask, full
 from ringspan.masks.offsets import offsets
 from ringspan.planner import Plan, plan
+from ringspan.plans.data import DkvDtype
 from ringspan.strategies import Strategy
 from ringspan.torch_private.dynamo import dynamo_disable
 from ringspan.torch_private.function_modes import disable_torch_function
@@ -62,6 +63,7 @@ class LocalWorld:
         kv_layout: LayoutLike | None = None,
         scale: float | None = None,
         score_mod: ScoreMod | None = None,
+        dkv_dtype: DkvDtype = "float32",
         return_lse: Literal[False] = False,
         backend: str = "auto",
     ) -> Tensor: ...
@@ -78,6 +80,7 @@ class LocalWorld:
         kv_layout: LayoutLike | None = None,
         scale: float | None = None,
         score_mod: ScoreMod | None = None,
+        dkv_dtype: DkvDtype = "float32",
         return_lse: Literal[True],
         backend: str = "auto",
     ) -> Partial: ...
@@ -94,6 +97,7 @@ class LocalWorld:
         kv_layout: LayoutLike | None = None,
         scale: float | None = None,
         score_mod: ScoreMod | None = None,
+        dkv_dtype: DkvDtype = "float32",
         return_lse: bool = False,
         backend: str = "auto",
     ) -> Tensor | Partial:
@@ -101,9 +105,10 @@ class LocalWorld:
         result.
 
         The sequence is split over the ranks, and every rank executes its own plan. Differentiable.
-        ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention.
+        ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. ``dkv_dtype`` is as in
+        :func:`ringspan.plan`.
         """
-        plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout)
+        plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout, dkv_dtype=dkv_dtype)
         result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
         return result if return_lse else result.out
 
@@ -204,10 +209,17 @@ class LocalWorld:
         return windows_back(torch.cat(parts).index_select(0, _inverse_order(made, x.device)), x, dim)
 
     def plans(
-        self, mask: Mask, *, strategy: str | Strategy = "auto", layout: LayoutLike = "auto", kv_layout: LayoutLike | None = None
+        self,
+        mask: Mask,
+        *,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        dkv_dtype: DkvDtype = "float32",
     ) -> list[Plan]:
         """Return the plans of all ranks."""
-        first = plan(check_mask(mask), world=self.world, rank=0, strategy=strategy, layout=layout, kv_layout=kv_layout)
+        options: dict[str, Any] = {"strategy": strategy, "layout": layout, "kv_layout": kv_layout, "dkv_dtype": dkv_dtype}
+        first = plan(check_mask(mask), world=self.world, rank=0, **options)
         return [first.at(rank) for rank in range(self.world)]
 
     @dynamo_disable

@@ -167,7 +167,13 @@ def _plan_of_call(plan: Plan, q_bounds: Bounds, k_bounds: Bounds, left: int, rig
         return None
     _check_documents(plan.mask, _mask(q_bounds, k_bounds, NO_LIMIT, NO_LIMIT))
     return make_plan(
-        mask, world=plan.world, rank=plan.rank, strategy=plan.strategy, layout=plan.q_layout, kv_layout=plan.kv_layout
+        mask,
+        world=plan.world,
+        rank=plan.rank,
+        strategy=plan.strategy,
+        layout=plan.q_layout,
+        kv_layout=plan.kv_layout,
+        dkv_dtype=plan.program.dkv_dtype,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from ringspan.caching.by_digest import cache_by_digest
@@ -15,6 +16,7 @@ from ringspan.planner.choose import Choice, OnProgress, choose
 from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_request import PlanRequest
 from ringspan.planner.samples import sample
+from ringspan.plans.data import DkvDtype
 from ringspan.plans.shape import EXAMPLE, Shape
 from ringspan.strategies.registry import BY_STRATEGY_NAME
 
@@ -30,6 +32,7 @@ def best(
     *,
     machine: Hardware | None,
     shape: Shape | None,
+    dkv_dtype: DkvDtype = "float32",
     on_progress: OnProgress | None = None,
 ) -> Choice:
     """Choose the layouts and the strategy that the request does not name.
@@ -49,6 +52,7 @@ def best(
         EXAMPLE if shape is None else shape,
         shape is not None or request.strategy is not None,
         machine is not None,
+        dkv_dtype,
     )
 
 
@@ -62,11 +66,14 @@ def _find(
     shape: Shape,
     may_split_heads: bool,
     must_fit: bool,
+    dkv_dtype: DkvDtype,
     on_progress: OnProgress | None = None,
 ) -> Choice:
     layouts = layouts_for(mask, world, machine, shape, kv_layout) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
-    workloads = [workload_of(mask, one, kv_layout or one, machine, shape, SAMPLE_SIZE) for one in layouts]
+    workloads = [
+        replace(workload_of(mask, one, kv_layout or one, machine, shape, SAMPLE_SIZE), dkv_dtype=dkv_dtype) for one in layouts
+    ]
     return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
 
 
@@ -81,7 +88,7 @@ def workload_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardwa
 def plans_at(workload: Workload, strategy: str) -> Sequence[Plan]:
     """Return the plans of the workload's ranks, fitted to the heads of its tensors."""
     mask, q_layout, kv_layout, shape = workload.mask, workload.q_layout, workload.kv_layout, workload.shape
-    plans = (plan_rank(mask, q_layout, kv_layout, strategy, rank) for rank in workload.ranks)
+    plans = (plan_rank(mask, q_layout, kv_layout, strategy, rank, (), workload.dkv_dtype) for rank in workload.ranks)
     return [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
 
 

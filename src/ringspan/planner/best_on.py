@@ -10,7 +10,9 @@ from ringspan.layouts import LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import auto
 from ringspan.planner.choose import Choice, OnProgress
+from ringspan.planner.plan_class import check_dkv_dtype
 from ringspan.planner.plan_request import check_request
+from ringspan.plans.data import DkvDtype
 from ringspan.plans.shape import Shape, check_shape
 from ringspan.strategies.protocol import Strategy
 
@@ -24,6 +26,7 @@ def best_on(
     strategy: str | Strategy = "auto",
     layout: LayoutLike = "auto",
     kv_layout: LayoutLike | None = None,
+    dkv_dtype: DkvDtype = "float32",
     on_progress: OnProgress | None = None,
     hear: OnProgress | None = None,
 ) -> Choice:
@@ -39,4 +42,5 @@ def best_on(
         on_progress = on_progress or hear
     request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout)
     shape = None if shape is None else check_shape(shape)
-    return auto.best(mask, world, request, machine=named_hardware(hardware), shape=shape, on_progress=on_progress)
+    machine, dkv_dtype = named_hardware(hardware), check_dkv_dtype(dkv_dtype)
+    return auto.best(mask, world, request, machine=machine, shape=shape, dkv_dtype=dkv_dtype, on_progress=on_progress)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware, hardware
 from ringspan.costs.plan_cost import Cost, cost
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
-from ringspan.plans.data import RankPlan
+from ringspan.plans.data import DKV_DTYPES, DkvDtype, Program, RankPlan
 from ringspan.plans.explain import explain
 from ringspan.plans.files import from_json, to_json
 from ringspan.plans.shape import EXAMPLE, Shape, check_shape
@@ -29,7 +31,7 @@ class Plan(RankPlan):
         """Return the plan of another rank of the same world."""
         if rank == self.rank:
             return self
-        return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes)
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, self.strategy, rank, self.notes, self.program.dkv_dtype)
 
     def for_heads(self, heads: int, kv_heads: int) -> Plan:
         """Return the plan for tensors with these numbers of heads: this plan, unless it splits heads and was made for
@@ -38,7 +40,7 @@ class Plan(RankPlan):
             return self
         strategy = strategy_for_heads(self.strategy, heads, kv_heads)
         notes = (*self.notes, f"strategy {strategy}: for the heads of the tensors")
-        return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes)
+        return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes, self.program.dkv_dtype)
 
     def verify(self) -> Plan:
         """Check the plans of all ranks by simulating them (:mod:`ringspan.plans.verify`).
@@ -74,7 +76,7 @@ class Plan(RankPlan):
         plan = from_json(text, Plan)
         if not trust:
             expected = make_program(plan.mask, plan.q_layout, plan.kv_layout, plan.strategy, plan.rank)
-            if plan.program != expected:
+            if plan.program != replace(expected, dkv_dtype=plan.program.dkv_dtype):
                 raise PlanError(
                     f"plan.forward, plan.backward: the program in the file is not the one that {plan.strategy} makes for this "
                     "mask and these layouts. The file was changed, or another version of the strategy wrote it: make the plan "
@@ -88,18 +90,45 @@ def _cost(plan: Plan, machine: Machine, shape: Shape) -> Cost:
     return cost([fitted.at(rank) for rank in range(plan.world)], hardware(machine), shape)
 
 
-def plan_rank(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...] = ()) -> Plan:
+def check_dkv_dtype(given: object) -> DkvDtype:
+    """Return the argument ``dkv_dtype=`` of a user: the name of a dtype, or a ``torch.dtype``."""
+    name = str(given).removeprefix("torch.")
+    for allowed in DKV_DTYPES:
+        if name == allowed:
+            return allowed
+    raise PlanError(f"dkv_dtype must be one of {', '.join(map(repr, DKV_DTYPES))}, not {given!r}")
+
+
+def plan_rank(
+    mask: Mask,
+    q_layout: Layout,
+    kv_layout: Layout,
+    strategy: str,
+    rank: int,
+    notes: tuple[str, ...] = (),
+    dkv_dtype: DkvDtype = "float32",
+) -> Plan:
     """Return the plan of one rank for given layouts and a given strategy. A repeated call is a dictionary look-up.
 
     A plan holds its mask, and a mask with a function holds the tensors that the function has captured, perhaps on a
     GPU. So the plan of such a mask is not cached, only its program.
     """
     make = _make_cached if mask.predicate is None else _make
-    return make(mask, q_layout, kv_layout, strategy, rank, notes)
+    return make(mask, q_layout, kv_layout, strategy, rank, notes, dkv_dtype)
 
 
-def _make(mask: Mask, q_layout: Layout, kv_layout: Layout, strategy: str, rank: int, notes: tuple[str, ...]) -> Plan:
+def _make(
+    mask: Mask,
+    q_layout: Layout,
+    kv_layout: Layout,
+    strategy: str,
+    rank: int,
+    notes: tuple[str, ...],
+    dkv_dtype: DkvDtype,
+) -> Plan:
     program = make_program(mask, q_layout, kv_layout, strategy, rank)
+    if dkv_dtype != "float32" and isinstance(program, Program):
+        program = replace(program, dkv_dtype=dkv_dtype)
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
 
 

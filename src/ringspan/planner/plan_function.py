@@ -12,8 +12,9 @@ from ringspan.errors import PlanError
 from ringspan.layouts import LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import auto
-from ringspan.planner.plan_class import Plan, plan_rank
+from ringspan.planner.plan_class import Plan, check_dkv_dtype, plan_rank
 from ringspan.planner.plan_request import check_request
+from ringspan.plans.data import DkvDtype
 from ringspan.plans.shape import Shape, check_shape
 from ringspan.strategies.protocol import Strategy
 
@@ -30,6 +31,7 @@ def plan(
     kv_layout: LayoutLike | None = None,
     hardware: str | Hardware | None = None,
     shape: Shape | None = None,
+    dkv_dtype: DkvDtype = "float32",
 ) -> Plan:
     """Make the plan of one rank. It is deterministic: every rank makes its own plan, and the plans match.
 
@@ -37,6 +39,9 @@ def plan(
     given. ``"auto"`` chooses the fastest on ``hardware`` (a name such as ``"h200x8"``, or a :class:`Hardware`) for
     tensors of a ``shape``. If these are not given they are assumed, and :meth:`Plan.explain` says so. Without a shape
     no strategy is chosen that splits heads, because their number is not known.
+
+    ``dkv_dtype`` is the dtype in which gradients of keys and values are sent. ``"bfloat16"`` halves their bytes and
+    rounds each message; docs/numerics.md has the errors.
 
     >>> from ringspan import causal
     >>> plan(causal(16), world=4, rank=1, strategy="ring", layout="zigzag")
@@ -46,13 +51,15 @@ def plan(
         raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
     request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout)
     text, q_layout, k_layout, notes = request
+    dkv_dtype = check_dkv_dtype(dkv_dtype)
     if text is None or q_layout is None:
         machine = None if hardware is None else named_hardware(hardware)
         shape = None if shape is None else check_shape(shape)
-        choice = auto.best(mask, world, request, machine=machine, shape=shape)
+        choice = auto.best(mask, world, request, machine=machine, shape=shape, dkv_dtype=dkv_dtype)
         text, q_layout = choice.best.strategy, choice.best.layout
         notes += auto.describe(choice, machine, shape)
-    made = plan_rank(mask, q_layout, k_layout or q_layout, text, _check_rank(rank, q_layout.world), notes)
+    rank = _check_rank(rank, q_layout.world)
+    made = plan_rank(mask, q_layout, k_layout or q_layout, text, rank, notes, dkv_dtype)
     log.debug("made %r of %s", made, mask.name)
     return made
 

@@ -46,6 +46,8 @@ PAYLOAD_KINDS: tuple[PayloadKind, ...] = ("kv", "q", "out", "dq", "dkv")
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Side = Literal["q", "kv"]
+DkvDtype = Literal["float32", "bfloat16"]
+DKV_DTYPES: tuple[DkvDtype, ...] = ("float32", "bfloat16")
 
 
 def side(what: str) -> Side:
@@ -114,7 +116,9 @@ class Program:
     """What a strategy returns: the steps of the forward and the backward pass, and the slots they use.
 
     ``heads`` are the numbers of query and key heads that the program is for. None: no transfer or slot selects heads,
-    so the program works for any number of heads.
+    so the program works for any number of heads. ``dkv_dtype`` is the dtype of dkv in messages. They are accumulated in
+    float32 (float64 for float64 tensors) in any case; "float32" sends them as they are. It is not a strategy's to
+    choose: the planner sets it.
     """
 
     forward: tuple[Step, ...]
@@ -122,6 +126,7 @@ class Program:
     q_slots: tuple[Slot, ...]
     kv_slots: tuple[Slot, ...]
     heads: tuple[int, int] | None = None
+    dkv_dtype: DkvDtype = "float32"
 
     @property
     def approximate_bytes(self) -> int:
@@ -171,12 +176,14 @@ class RankPlan(LocalRows):
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits of mask, layouts and strategy: equal on all ranks.
+        """Sixteen hex digits of mask, layouts, strategy and dkv_dtype: equal on all ranks.
 
-        The program is not hashed: mask, layouts and strategy determine it. :meth:`ringspan.Plan.verify` checks that the
+        The steps are not hashed: mask, layouts and strategy determine them. :meth:`ringspan.Plan.verify` checks that the
         program is correct for this mask, not that it is the one that the strategy makes.
         """
-        parts = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
+        parts: tuple[object, ...] = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
+        if self.program.dkv_dtype != "float32":
+            parts += (self.program.dkv_dtype,)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @cached_property

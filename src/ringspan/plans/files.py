@@ -13,10 +13,11 @@ from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import MAX_LENGTH, Q0, Q1
-from ringspan.plans.data import PAYLOAD_KINDS, VERSION, Program, RankPlan, Slot, Step, Task, Transfer
+from ringspan.plans.data import DKV_DTYPES, PAYLOAD_KINDS, VERSION, Program, RankPlan, Slot, Step, Task, Transfer
 from ringspan.plans.slot_tokens import SlotTokens
 
 T = TypeVar("T")
+L = TypeVar("L")
 P = TypeVar("P", bound=RankPlan)
 
 MAX_HEADS = 2**16  # bounds the memory of verify() for a file from an unknown source
@@ -46,6 +47,7 @@ def to_json(plan: RankPlan) -> str:
             "q_slots": [_slot_out(slot) for slot in plan.program.q_slots],
             "kv_slots": [_slot_out(slot) for slot in plan.program.kv_slots],
             "heads": plan.program.heads,
+            **({"dkv_dtype": plan.program.dkv_dtype} if plan.program.dkv_dtype != "float32" else {}),
             "forward": [_step_out(step) for step in plan.program.forward],
             "backward": [_step_out(step) for step in plan.program.backward],
             "notes": plan.notes,
@@ -82,6 +84,7 @@ def from_json(text: str, kind: type[P]) -> P:
             q_slots=top.get("q_slots").items(_slot),
             kv_slots=top.get("kv_slots").items(_slot),
             heads=top.get("heads").optional(_heads),
+            dkv_dtype=top.get("dkv_dtype").one_of(DKV_DTYPES) if "dkv_dtype" in data else "float32",
         ),
         notes=top.get("notes").items(_Field.text),
     )
@@ -116,6 +119,12 @@ class _Field:
         if not isinstance(self.value, str):
             raise self.wrong("text")
         return self.value
+
+    def one_of(self, allowed: tuple[L, ...]) -> L:
+        for value in allowed:
+            if self.value == value:
+                return value
+        raise self.wrong(f"one of {', '.join(map(str, allowed))}")
 
     def items(self, read: Callable[[_Field], T], size: int | None = None) -> tuple[T, ...]:
         if not isinstance(self.value, list) or (size is not None and len(self.value) != size):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringspan.errors import InputError, PlanError
-from ringspan.plans.data import PayloadKind, Phase, Program, RankPlan, Slot, Transfer, side
+from ringspan.plans.data import DkvDtype, PayloadKind, Phase, Program, RankPlan, Slot, Transfer, side
 
 # The alignment in bytes that kernels require of rows they read in place.
 ROW_ALIGNMENT = 16
@@ -65,7 +65,7 @@ class Shape:
         return f"batch {self.batch}, {self.heads} query heads, {self.kv_heads} key heads, head dim {width}, {self.dtype}"
 
     def row_bytes(self, what: PayloadKind, phase: Phase, heads: int | None = None) -> int:
-        """Return the bytes of one row in a message and in a slot."""
+        """Return the bytes of one row in a slot, and in a message unless dkv is sent in another dtype."""
         d, dv = self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
         if side(what) == "kv":
             heads = self.kv_heads if heads is None else heads
@@ -74,6 +74,15 @@ class Shape:
         if what == "q":
             return self.batch * heads * (d * self.item if phase == "forward" else saved_bytes(d, dv, self.item))
         return self.batch * heads * (d if what == "dq" else dv + 1) * self.accumulator_item
+
+    def message_row_bytes(
+        self, what: PayloadKind, phase: Phase, heads: int | None = None, *, dkv_dtype: DkvDtype = "float32"
+    ) -> int:
+        """Return the bytes of one row in a message."""
+        stored = self.row_bytes(what, phase, heads)
+        if what != "dkv" or dkv_dtype == "float32":
+            return stored
+        return stored // self.accumulator_item * ITEM_BYTES[dkv_dtype]
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Return the bytes of a message: of the heads it names, or of all heads of its slot."""
@@ -90,7 +99,7 @@ class Shape:
         for (what, slot, named), count in rows.items():
             slots = program.kv_slots if side(what) == "kv" else program.q_slots
             heads = slots[slot].heads if named is None else named[1] - named[0]
-            total += count * self.row_bytes(what, phase, heads)
+            total += count * self.message_row_bytes(what, phase, heads, dkv_dtype=program.dkv_dtype)
         return total
 
     def slot_bytes(self, slot: Slot, what: PayloadKind, phase: Phase) -> int:

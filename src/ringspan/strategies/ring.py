@@ -125,7 +125,7 @@ def _both(a: Step, b: Step) -> Step:
 def _loads(workload: Workload) -> dict[Phase, Loads]:
     """Return a lower bound of the seconds of each step. A rank receives the block of the next step and, one step later,
     its gradient. The last transfer of a gradient, to the owner, is not counted."""
-    world, shape, machine = workload.world, workload.shape, workload.machine
+    world, machine = workload.world, workload.machine
     rows = np.array(workload.kv_layout.counts)
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))
     hops = int(reach.max())
@@ -139,7 +139,8 @@ def _loads(workload: Workload) -> dict[Phase, Loads]:
     before = nearest(rank[:, 0], world)[(rank[:, 0] - 1) % world]
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
-        kv, dkv = blocks * shape.row_bytes("kv", phase), gradients * shape.row_bytes("dkv", phase)
+        kv = blocks * workload.message_row_bytes("kv", phase)
+        dkv = gradients * workload.message_row_bytes("dkv", phase)
         dkv *= phase == "backward"
         received = np.stack([(kv + dkv) * is_near, (kv + dkv) * ~is_near])
         found[phase] = Loads(

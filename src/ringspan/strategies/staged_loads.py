@@ -25,12 +25,12 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
         computing[:, : stages + 1] = _by_stage(demand.seconds[phase], receive_stage, stages)
         sent, received = (np.zeros((2, *computing.shape)) for _ in range(2))
         copied, peers = np.zeros(computing.shape), [*stage_peers, *[NO_PEERS] * (steps - stages)]
-        sent[:, :, :stages] = leaving * workload.shape.row_bytes(what, phase)
-        received[:, :, :stages] = arriving * workload.shape.row_bytes(what, phase)
+        sent[:, :, :stages] = leaving * workload.message_row_bytes(what, phase)
+        received[:, :, :stages] = arriving * workload.message_row_bytes(what, phase)
         if returned:  # the results of a stage are sent back two steps after its rows arrived
-            sent[:, :, 2:] += arriving * workload.shape.row_bytes(returned, phase)
-            received[:, :, 2:] += leaving * workload.shape.row_bytes(returned, phase)
-            copied[:, 2:] = leaving.sum(axis=0) * workload.shape.row_bytes(returned, phase)
+            sent[:, :, 2:] += arriving * workload.message_row_bytes(returned, phase)
+            received[:, :, 2:] += leaving * workload.message_row_bytes(returned, phase)
+            copied[:, 2:] = leaving.sum(axis=0) * workload.message_row_bytes(returned, phase)
             peers = [_both(a, b) for a, b in zip(peers, [NO_PEERS, NO_PEERS, *stage_peers], strict=True)]
         communication = communication_seconds(sent, received, workload.machine)
         found[phase] = Loads(workload.launched(computing), communication, copied / workload.machine.copy_bytes_per_s, peers)

@@ -99,7 +99,7 @@ def check_agreement(
         rank = next(r for r, other in enumerate(signatures) if other.fitted_digest != signatures[0].fitted_digest)
         raise PeerMismatch(
             f"the ranks disagree on the plan: rank 0 has {texts[0]}, rank {rank} has {texts[rank]}. All ranks must make "
-            "ContextParallel with the same mask (the same documents), layout, strategy, hardware and shape"
+            "ContextParallel with the same mask (the same documents), layout, strategy, hardware, shape and dkv_dtype"
         )
     problem = first_disagreement(signatures, lengths)
     if problem:
