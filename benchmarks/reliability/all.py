@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.reliability import exits, kills, leaks, link_down, mismatches, mutations, restart, soak
+from benchmarks.reliability import exits, kills, leaks, link_down, mismatches, mutations, numerics, restart, soak
 from benchmarks.reliability.experiments import Experiment, add_common_options, main_of
 
 COUNTS = {
@@ -45,7 +45,10 @@ def experiments(jobs: int, divisor: int, names: list[str]) -> list[Experiment]:
         "restarts": lambda: restart.experiment(n["restarts"]),
         "link down": lambda: link_down.experiment(1),
     }
-    return [make() for name, make in everything.items() if name in (names or everything)]
+    found = [make() for name, make in everything.items() if name in (names or everything)]
+    if not names or "numerics" in names:
+        found += numerics.experiments() if divisor == 1 else numerics.experiments(worlds=(1, 4), dtypes=("bfloat16",))
+    return found
 
 
 def main() -> None:

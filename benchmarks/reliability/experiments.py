@@ -159,10 +159,11 @@ def report(experiments: Sequence[Experiment], found: dict[str, Progress]) -> tup
     return "\n\n".join(parts), rows_by_name
 
 
-def parser_of(text: str | None, trials: int) -> argparse.ArgumentParser:
+def parser_of(text: str | None, trials: int | None = None) -> argparse.ArgumentParser:
     """Return a parser with the options of every experiment."""
     parser = argparse.ArgumentParser(description=(text or "").partition("\n\n")[0])
-    parser.add_argument("--trials", type=int, default=trials, help=f"how many (default {trials:,})")
+    if trials is not None:
+        parser.add_argument("--trials", type=int, default=trials, help=f"how many (default {trials:,})")
     add_common_options(parser, jobs=2)
     return parser
 
