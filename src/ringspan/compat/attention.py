@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ringspan.compat.block_masks import batch_row
 from ringspan.compat.call_settings import hold_settings, settings_of
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
-from ringspan.compat.meshes import BlockLayouts, close_block, innermost_block, open_block
+from ringspan.compat.meshes import BlockLayouts, MeshBlock, innermost_block, mesh_key
 from ringspan.engine import PlanHandle
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
 from ringspan.frontends import ContextParallel
@@ -173,21 +173,13 @@ class MaskFromCallMode(AttentionCatcher):
         return own
 
 
-class BlockMode(MaskFromCallMode):
+class BlockMode(MaskFromCallMode, MeshBlock):
     """The mode of a ``context_parallel`` block, which is open while the mode is entered: also in a recomputation."""
 
     def __init__(self, contexts: ContextCache, layouts: BlockLayouts) -> None:
-        super().__init__(contexts, block={**(innermost_block(contexts.mesh) or {}), **layouts})
-
-    def __enter__(self) -> Self:
-        if not torch.compiler.is_dynamo_compiling():
-            open_block(self._contexts.mesh, self._block)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        if not torch.compiler.is_dynamo_compiling():
-            close_block()
+        self.mesh_key = mesh_key(contexts.mesh)
+        self.layouts = {**(innermost_block(contexts.mesh) or {}), **layouts}
+        super().__init__(contexts, block=self.layouts)
 
 
 def _local_tokens(x: Tensor) -> int:

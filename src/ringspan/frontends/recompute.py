@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from ringspan.torch_private.checkpoints import (
 )
 
 Block = AbstractContextManager[Any]
+B = TypeVar("B")
 
 
 class InBlocks:
@@ -111,14 +112,18 @@ def is_entered_here(block: Block) -> bool:
     if not here:
         # Entered by compiled code, which notes no entry; or by another task.
         return not any(entry.block is block for entry in _entries.stack)
-    generator = here[-1].generator
+    _check_not_suspended(here[-1])
+    return True
+
+
+def _check_not_suspended(entry: _Entry) -> None:
+    generator = entry.generator
     if generator is not None and not is_running(generator):
         raise UnplannedAttention(
-            f"attention was called while the generator {generator.f_code.co_qualname} is suspended inside a block "
+            f"attention or sharding was called while the generator {generator.f_code.co_qualname} is suspended inside a block "
             "(`with cp:`): leave the block before the yield or, if the block is meant for the caller, make the generator a "
             "context manager with contextlib.contextmanager"
         )
-    return True
 
 
 def check_no_other_task() -> None:
@@ -141,6 +146,18 @@ def entered_blocks() -> list[Block]:
         else:
             blocks.append(entry.block)
     return blocks
+
+
+def blocks_of_task(kind: type[B]) -> list[B]:
+    """Return the blocks of a type that the current task has entered and not left, the innermost last.
+
+    Blocks inside which ``local_attention()`` is open are among them: their tensors keep their layouts. Raises if a
+    generator is suspended inside one of them.
+    """
+    of_task = [entry for entry in _entries.stack if isinstance(entry.block, kind) and entry in _of_task.get()]
+    for entry in of_task:
+        _check_not_suspended(entry)
+    return [entry.block for entry in of_task if isinstance(entry.block, kind)]
 
 
 def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:
