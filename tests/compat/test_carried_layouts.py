@@ -257,6 +257,12 @@ def inside_a_block(rank: int) -> None:
         in_a_module = sdpa_style(mesh)(q.clone(), k, v, is_causal=True)
         with pytest.raises(rs.InputError, match=r"in the order of <Layout zigzag.*outside of the block"):
             clones(mesh, whole, None)
+        vars(_cp_options)["enable_load_balance"] = False  # as _context_parallel_shard without a balancer sets it
+        with (
+            pytest.raises(rs.InputError, match=r"in the order of <Layout zigzag.*outside of the block"),
+            context_parallel(mesh, buffers=[torch.arange(N)], buffer_seq_dims=[0]),
+        ):
+            raise AssertionError  # attention over the outer buffers would be computed in the order of the inner block
         shards = clones(mesh, whole, theirs._HeadTailLoadBalancer(N, mesh.size(), "cpu"))
         again = F.scaled_dot_product_attention(*shards, is_causal=True)
         other_length = _context_parallel_shard(mesh, [torch.arange(N // 2)], [0])[0]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ringspan.compat.attention_calls import AttentionCall, FlexLengthError, parse_call
+from ringspan.compat.attention_calls import AttentionCall, FlexCall, FlexLengthError, parse_call
 from ringspan.compat.balancers import Layouts, same_order
-from ringspan.compat.block_masks import batch_row
-from ringspan.compat.call_settings import hold_settings, settings_of
+from ringspan.compat.block_masks import MaskOrigin, batch_row
+from ringspan.compat.call_settings import hold_settings, note_change_of_blocks, settings_of
 from ringspan.compat.context_cache import ContextCache, ContextKey
 from ringspan.compat.default_layouts import contiguous_of_counts, default_layouts
+from ringspan.compat.error_texts import in_torchs_names
 from ringspan.compat.meshes import BlockLayouts, MeshBlock, innermost_block, mesh_key
 from ringspan.engine import PlanHandle
 from ringspan.errors import InputError, PeerMismatch, UnplannedAttention
@@ -34,17 +35,14 @@ NAME_THE_LAYOUT = (
 class MaskFromCallMode(AttentionCatcher):
     """Passes each attention call on to a :class:`ContextParallel` that was made for the call's mask.
 
-    The layouts of a call are, in this order: those of its sharded BlockMask; those of the ``context_parallel`` block that
-    was open over the mesh when this mode was made; what ``_cp_options.enable_load_balance`` says. The rotate method is the
+    The layouts of a call are, in this order: those of its sharded BlockMask; ``block``, those of the ``context_parallel``
+    block around it, or None if there is no block; what ``_cp_options.enable_load_balance`` says. The rotate method is the
     one that was set when this mode was made. ``traced`` handles calls of compiled functions inside a module.
     """
 
-    def __init__(
-        self, contexts: ContextCache, traced: AttentionCatcher | None = None, block: BlockLayouts | None = None
-    ) -> None:
+    def __init__(self, contexts: ContextCache, traced: AttentionCatcher | None = None, *, block: BlockLayouts | None) -> None:
         super().__init__()
         self._contexts, self._strategy, self._traced = contexts, settings_of(contexts.shardings).strategy, traced
-        block = innermost_block(contexts.mesh) if block is None else block
         self._block, self._is_in_block = block or {}, block is not None
         # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
         self._ready: dict[bool, ContextParallel] = {}
@@ -80,12 +78,14 @@ class MaskFromCallMode(AttentionCatcher):
     @torch.compiler.disable  # after a graph break in the caller, torch.compile would try to trace the planner
     def _planned(self, func: Any, call: AttentionCall) -> Any:
         layouts, kv_layouts = self._layouts(call)
+        _check_lengths_of_mask(call, (layouts[0].length, kv_layouts[0].length))
         try:
             return self._attend(func, call, layouts, kv_layouts)
         except (InputError, PeerMismatch) as error:
+            translated = in_torchs_names(error) or error
             if call.has_block_mask and not self._lengths_fit(call, layouts[0], kv_layouts[0]):
-                raise FlexLengthError(str(error)) from error
-            raise
+                raise FlexLengthError(str(translated)) from None
+            raise translated from None
 
     def keep_settings(self) -> None:
         hold_settings(self._contexts.shardings)
@@ -125,12 +125,7 @@ class MaskFromCallMode(AttentionCatcher):
     def _layouts(self, call: AttentionCall) -> tuple[Layouts, Layouts]:
         block, origin = self._block, call.mask_origin
         if origin is not None:
-            own = block.get(origin.layouts[0].length, origin.layouts)
-            if not same_order(own, origin.layouts):
-                raise InputError(
-                    f"the BlockMask was sharded by {origin.layouts[0]!r}, but the buffers of the context_parallel block by "
-                    f"{own[0]!r}: shard the mask and the tensors in one way"
-                )
+            self._check_order_of_mask(origin)
             return origin.layouts, origin.kv_layouts
         if len(block) == 1:  # ContextParallel compares its length with the tensors
             (own,) = block.values()
@@ -141,6 +136,24 @@ class MaskFromCallMode(AttentionCatcher):
         if not call.depends_on_order:
             return (contiguous_of_counts(q_counts),), (contiguous_of_counts(kv_counts),)
         return self._by_switch(q_counts), self._by_switch(kv_counts)
+
+    def _check_order_of_mask(self, origin: MaskOrigin) -> None:
+        """Raise if the tensors of a call cannot be in the order of its BlockMask."""
+        own = self._block.get(origin.layouts[0].length)
+        if own is not None:
+            if not same_order(own, origin.layouts):
+                raise InputError(
+                    f"the BlockMask was sharded by {origin.layouts[0]!r}, but the buffers of the context_parallel block by "
+                    f"{own[0]!r}: shard the mask and the tensors in one way"
+                )
+            return
+        for layout in (origin.layouts[0], origin.kv_layouts[0]):
+            others = () if origin.order is None else self._contexts.shardings.of_others(origin.order, layout.length)
+            if others and layout.world > 1:
+                raise InputError(
+                    f"the BlockMask is in {origin.order} order, but all tensors of {layout.length} tokens were sharded in "
+                    f"another ({', '.join(others)}): shard the mask and the tensors with the same load_balancer"
+                )
 
     def _by_switch(self, counts: tuple[int, ...]) -> Layouts:
         return default_layouts(counts, settings_of(self._contexts.shardings).orders_of(sum(counts)), remedy=NAME_THE_LAYOUT)
@@ -155,12 +168,8 @@ class MaskFromCallMode(AttentionCatcher):
         return q_counts, kv_counts
 
     def _lengths_fit(self, call: AttentionCall, layout: Layout, kv_layout: Layout) -> bool:
-        rank, arguments = self._contexts.group.rank, call.arguments()
-        tokens = _local_tokens(call.query), _local_tokens(call.key)
-        return tokens == (layout.counts[rank], kv_layout.counts[rank]) and tuple(arguments["block_mask"].seq_lengths) == (
-            layout.length,
-            kv_layout.length,
-        )
+        rank = self._contexts.group.rank
+        return (_local_tokens(call.query), _local_tokens(call.key)) == (layout.counts[rank], kv_layout.counts[rank])
 
     def _of_block(self, length: int) -> Layouts:
         own = self._block.get(length)
@@ -180,6 +189,31 @@ class BlockMode(MaskFromCallMode, MeshBlock):
         self.mesh_key = mesh_key(contexts.mesh)
         self.layouts = {**(innermost_block(contexts.mesh) or {}), **layouts}
         super().__init__(contexts, block=self.layouts)
+
+    def __enter__(self) -> Self:
+        if not torch.compiler.is_dynamo_compiling():
+            note_change_of_blocks()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            if not torch.compiler.is_dynamo_compiling():
+                note_change_of_blocks()
+
+
+def _check_lengths_of_mask(call: AttentionCall, lengths: tuple[int, int]) -> None:
+    """Raise if a BlockMask that is not a shard is not one of the whole sequence."""
+    if not isinstance(call, FlexCall) or call.block_mask is None or call.mask_origin is not None:
+        return
+    given = tuple(call.block_mask.seq_lengths)
+    if given != lengths:
+        raise FlexLengthError(
+            f"this BlockMask is over {given[0]} × {given[1]} (queries × keys), but the whole sequence is {lengths[0]} × "
+            f"{lengths[1]}. Give the mask of the whole sequence, or what _context_parallel_shard returned for it: a part of a "
+            "shard (block_mask[...]), or a mask made of its mask_mod, has no known layout. Index the whole mask, then shard it"
+        )
 
 
 def _local_tokens(x: Tensor) -> int:

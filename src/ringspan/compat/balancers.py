@@ -149,6 +149,11 @@ def layouts_of(balancer: _LoadBalancer | None, length: int, world: int) -> Layou
         order = None if balancer is None else balancer._generate_indices()
         if order is None:
             return (contiguous(full(length), world),)
+        if order.ndim != 2:
+            raise LayoutError(
+                f"_generate_indices of {type(balancer).__name__} must return indices of shape (1, tokens) or (batch, tokens), "
+                f"not {tuple(order.shape)}"
+            )
         layouts = tuple(_split_order(row, world) for row in order.cpu().numpy())
     for row, layout in enumerate(layouts):
         if (layout.length, layout.world) != (length, world):
@@ -166,7 +171,7 @@ def layouts_of(balancer: _LoadBalancer | None, length: int, world: int) -> Layou
 
 
 def same_order(a: Layouts, b: Layouts) -> bool:
-    """Whether two layouts give every rank the same tokens in the same order, however their spans are cut."""
+    """Return whether two layouts give every rank the same tokens in the same order, however their spans are cut."""
     if a == b:
         return True
     pairs = zip(a, b, strict=False)

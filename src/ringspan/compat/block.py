@@ -12,7 +12,7 @@ from ringspan.compat.attention import BlockMode
 from ringspan.compat.buffers import check_buffer, restore_buffer, shard_in_place
 from ringspan.compat.call_settings import settings_of
 from ringspan.compat.context_cache import ContextCache
-from ringspan.compat.sharding import normalize_dim
+from ringspan.compat.sharding import check_order_of_block, normalize_dim
 from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL
 from ringspan.errors import InputError
 from ringspan.layouts import contiguous, zigzag
@@ -42,6 +42,8 @@ def context_parallel(
     is_balanced = settings_of(contexts.shardings).is_balanced
     make, order = (zigzag, HEAD_TAIL) if is_balanced else (contiguous, CONTIGUOUS)
     layouts = {length: (make(full(length), mesh.size()),) for length in {x.shape[dim] for x, dim in dims.values()}}
+    for of_length in layouts.values():
+        check_order_of_block(mesh, of_length)
     with ExitStack() as on_exit:
         for buffer, dim in dims.values():
             sharded = shard_in_place(buffer, dim, layouts[buffer.shape[dim]][0], rank)

@@ -28,11 +28,15 @@ from ringspan.masks.survey import FULL, HIDDEN, PARTIAL
 
 
 class MaskOrigin(NamedTuple):
-    """What a sharded mask was made from: the mask of the whole sequence, and the layouts of its queries and keys."""
+    """What a sharded mask was made from: the mask of the whole sequence, and the layouts of its queries and keys.
+
+    ``order`` is the name of their order (:mod:`ringspan.compat.shardings`), or None if it is not known.
+    """
 
     whole: BlockMask
     layouts: Layouts
     kv_layouts: Layouts
+    order: str | None = None
 
 
 # By the mask_mod of the shard, which BlockMask.to() and similar methods keep.
@@ -101,7 +105,9 @@ def batch_row(block_mask: BlockMask, row: int) -> BlockMask:
     return rows[row]
 
 
-def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: Layouts | None = None) -> BlockMask:
+def shard_block_mask(
+    whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: Layouts | None = None, *, order: str | None = None
+) -> BlockMask:
     """Return the mask of this rank's queries over all keys, in rank order. ``kv_layouts`` are those of the queries if None."""
     kv_layouts = layouts if kv_layouts is None else kv_layouts
     kinds_BHQK = kinds(whole)
@@ -121,7 +127,7 @@ def shard_block_mask(whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: 
     )
     flat = [torch.from_numpy(np.stack([t.ravel() for t in tokens])).to(kinds_BHQK.device) for tokens in (q_tokens, k_tokens)]
     mask_mod = _sharded_mask_mod(whole, kinds_BHQK, *flat)
-    _register(mask_mod, MaskOrigin(whole, layouts, kv_layouts))
+    _register(mask_mod, MaskOrigin(whole, layouts, kv_layouts, order))
     return BlockMask.from_kv_blocks(
         *_block_lists(kinds_BHIJ == PARTIAL),
         *_block_lists(kinds_BHIJ == FULL),

@@ -74,6 +74,11 @@ def settings_at(number: int, shardings: Shardings) -> AbstractContextManager[Non
     return HeldSettings(shardings, CallSettings(is_balanced, _cp_options.strategy, orders))
 
 
+def note_change_of_blocks() -> None:
+    """Give the present state a new number: a block was entered or left."""
+    STATES.note(_cp_options.enable_load_balance, blocks_changed=True)
+
+
 def hold_settings(shardings: Shardings) -> None:
     """Let the checkpoints around this call run their functions again with the settings that are in force now."""
     for contexts in contexts_of_recomputation():

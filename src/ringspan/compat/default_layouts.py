@@ -26,12 +26,13 @@ def record_sharding(shardings: Shardings, balancer: _LoadBalancer | None, layout
     """Record a call of ``_context_parallel_shard`` with the layouts of its tensors, and set the switch as torch does."""
     vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would declare the order of earlier ones
     for of_tensor in layouts:
-        order, counts = _order(balancer, of_tensor), of_tensor[0].counts
+        order, counts = order_of(balancer, of_tensor), of_tensor[0].counts
         shardings.record(order, sum(counts), is_even=len(set(counts)) == 1)
     STATES.note(balancer is not None)
 
 
-def _order(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
+def order_of(balancer: _LoadBalancer | None, layouts: Layouts) -> str:
+    """Return the order of tensors that a balancer has sharded: one of the two named orders, or the balancer's class."""
     if balancer is None:
         return CONTIGUOUS
     if type(balancer) is _HeadTailLoadBalancer:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.compat.error_texts import in_torchs_names
 from ringspan.engine import PlanHandle
 from ringspan.engine.autograd import positive_scale, saved_tensors
 from ringspan.engine.operator import fake_gradients, fake_results, refuse_second_derivative, save_for_backward
+from ringspan.errors import InputError, PeerMismatch
 from ringspan.kernels import Partial
 
 
@@ -48,10 +50,13 @@ torch.library.define(
 @torch.library.impl("ringspan::attend_rows", "CompositeExplicitAutograd")
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, plan_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     attend = torch.ops.ringspan.attend
-    if _all_equal(plan_ids):
-        out, lse = attend(q, k, v, plan_ids[0], scale)
-        return out, lse
-    rows = [attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], plan_ids[b], scale) for b in range(len(q))]
+    try:
+        if _all_equal(plan_ids):
+            out, lse = attend(q, k, v, plan_ids[0], scale)
+            return out, lse
+        rows = [attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], plan_ids[b], scale) for b in range(len(q))]
+    except (InputError, PeerMismatch) as error:
+        raise in_torchs_names(error) or error from None
     return torch.cat([out for out, _ in rows], dim=1), torch.cat([lse for _, lse in rows], dim=1)
 
 

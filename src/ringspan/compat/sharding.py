@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ringspan.compat.balancers import Layouts, _LoadBalancer, layouts_of, same_order
 from ringspan.compat.block_masks import shard_block_mask
 from ringspan.compat.call_settings import settings_of
-from ringspan.compat.default_layouts import default_layouts, record_sharding
+from ringspan.compat.default_layouts import default_layouts, order_of, record_sharding
 from ringspan.compat.meshes import check_mesh, innermost_block
 from ringspan.compat.shardings import shardings_of
 from ringspan.errors import InputError
@@ -49,7 +49,7 @@ def _context_parallel_shard(
         elif isinstance(leaf, Tensor):
             dim = normalize_dim(leaf, given)
             layouts = layouts_of(load_balancer, leaf.shape[dim], mesh.size())
-            _check_block(mesh, layouts)
+            check_order_of_block(mesh, layouts)
             shards.append(local_shard(leaf, dim, layouts, mesh.get_local_rank()))
             layouts_of_tensors.append(layouts)
         else:
@@ -69,7 +69,7 @@ def shard_mask(mesh: DeviceMesh, mask: BlockMask, balancer: _LoadBalancer | None
                 "one way: shard it, the queries and the keys without a balancer"
             )
         kv_layouts = layouts_of(None, kv_length, mesh.size())
-    return shard_block_mask(mask, layouts, mesh.get_local_rank(), kv_layouts)
+    return shard_block_mask(mask, layouts, mesh.get_local_rank(), kv_layouts, order=order_of(balancer, layouts))
 
 
 @torch.no_grad()
@@ -93,8 +93,8 @@ def context_parallel_unshard(
         layouts = layouts_of(load_balancer, sum(counts), group.world) if load_balancer else _layouts_to_unshard(mesh, counts)
         if layouts[0].counts != counts:
             raise InputError(
-                f"the ranks hold {counts} tokens, but {layouts[0]!r} has {layouts[0].counts}: unshard with the layout that "
-                "sharded this tensor"
+                f"the ranks hold {counts} tokens, but {layouts[0]!r} has {layouts[0].counts}: give the load_balancer= "
+                "with which this tensor was sharded"
             )
         rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD)).movedim(0, dim)
         whole.append(select_tokens(rows, dim, [torch.from_numpy(layout.order()).argsort() for layout in layouts]))
@@ -110,7 +110,7 @@ def _layouts_to_unshard(mesh: DeviceMesh, counts: tuple[int, ...]) -> Layouts:
     return default_layouts(counts, orders, remedy="give load_balancer=")
 
 
-def _check_block(mesh: DeviceMesh, layouts: Layouts) -> None:
+def check_order_of_block(mesh: DeviceMesh, layouts: Layouts) -> None:
     """Raise if the open block has another order for this length: its attention would take these tensors for its own."""
     own = (innermost_block(mesh) or {}).get(layouts[0].length, layouts)
     if not same_order(own, layouts):

@@ -10,6 +10,7 @@ on which tensors are alive.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,12 @@ HEAD_TAIL = "head-tail"
 # The orders of tensors by their length.
 Orders = Mapping[int, tuple[str, ...]]
 
+# What distinguishes the calls of compiled code in one state: the module, the mask and the lengths.
+CallKey = tuple[object, ...]
+AMBIGUOUS: Any = object()
+
+T = TypeVar("T")
+
 
 class Shardings:
     """The orders of the tensors that were sharded over one process group, for each sequence length.
@@ -35,22 +42,28 @@ class Shardings:
         # The orders that inputs of attention outside of blocks can have, by length. Replaced and never changed.
         self.of_inputs: Orders = {}
         self._of_blocks: Orders = {}
+        self._of_all: Orders = {}  # by functions and by blocks, whatever was declared since
 
     def record(self, order: str, length: int, *, is_even: bool) -> None:
         """Record tensors that were sharded by a function."""
         self.has_uneven |= not is_even
-        self.of_inputs = _with(self.of_inputs, length, order)
+        self.of_inputs, self._of_all = _with(self.of_inputs, length, order), _with(self._of_all, length, order)
 
     def record_block(self, order: str, length: int, *, is_even: bool) -> None:
         """Record a block that was left. Its results can be unsharded, but attention over its tensors belongs inside
         it."""
         self.has_uneven |= not is_even
-        self._of_blocks = _with(self._of_blocks, length, order)
+        self._of_blocks, self._of_all = _with(self._of_blocks, length, order), _with(self._of_all, length, order)
 
     def of_results(self, length: int) -> tuple[str, ...]:
         """Return the possible orders of a tensor of this length that is to be unsharded: those of inputs, and of blocks
         that were left."""
         return tuple(dict.fromkeys((*self.of_inputs.get(length, ()), *self._of_blocks.get(length, ()))))
+
+    def of_others(self, order: str, length: int) -> tuple[str, ...]:
+        """Return the orders of all tensors of this length, if there are any and none is in the given order; else ()."""
+        orders = self._of_all.get(length, ())
+        return () if order in orders or order in self.of_inputs.get(length, ()) else orders
 
     def declare(self, order: str) -> None:
         """Take all tensors that were sharded until now to be in this order."""
@@ -58,7 +71,7 @@ class Shardings:
         self._of_blocks = dict.fromkeys(self._of_blocks, (order,))
 
     def clear(self) -> None:
-        self.of_inputs, self._of_blocks = {}, {}
+        self.of_inputs, self._of_blocks, self._of_all = {}, {}, {}
 
 
 def _with(orders: Orders, length: int, order: str) -> Orders:
@@ -75,27 +88,48 @@ def shardings_of(group: dist.ProcessGroup) -> Shardings:
 
 
 class States:
-    """The latest states of the switch and of all shardings, by number.
+    """The latest states of the switch, of all shardings and of the open blocks, by number.
 
     Compiled code passes ``number`` on as an input of its graph. If a graph computes a checkpoint again in its backward
     pass, the input is still that of the forward pass.
     """
 
-    LIMIT = 64
+    LIMIT = 1024
 
     def __init__(self) -> None:
         self.number = torch.tensor(0)
         self._states: dict[int, tuple[bool, dict[Shardings, Orders]]] = {}
+        # The layouts of the block around each call of compiled code, by the number of the state and the call. Blocks
+        # belong to tasks, so a state does not determine them.
+        self._blocks: dict[int, dict[CallKey, Any]] = {}
 
-    def note(self, is_balanced: bool) -> None:
+    def note(self, is_balanced: bool, *, blocks_changed: bool = False) -> None:
         """Give the present state a new number, if it differs from the latest."""
         state = is_balanced, {shardings: shardings.of_inputs for shardings in _of_groups.values()}
         number = int(self.number)
-        if self._states.get(number) == state:
+        if self._states.get(number) == state and not blocks_changed:
             return
         self.number = torch.tensor(number + 1)
         self._states[number + 1] = state
-        self._states.pop(number + 1 - self.LIMIT, None)
+        for by_number in (self._states, self._blocks):
+            by_number.pop(number + 1 - self.LIMIT, None)
+
+    def block_of_call(self, number: int, call: CallKey, innermost: T) -> T:
+        """Return the block of a call of compiled code: ``innermost`` or, in a recomputation, that of the forward pass.
+
+        Two tasks can make equal calls in one state, in different blocks. Then a recomputation raises.
+        """
+        known = self._blocks.setdefault(number, {})
+        if number == int(self.number):
+            known[call] = innermost if known.get(call, innermost) == innermost else AMBIGUOUS
+            return innermost
+        found: T = known.get(call, innermost)
+        if found is AMBIGUOUS:
+            raise InputError(
+                "several tasks have called this compiled checkpoint in different context_parallel blocks, and its backward "
+                "pass attends again: compile the function inside the checkpoint"
+            )
+        return found
 
     def find(self, number: int, shardings: Shardings) -> tuple[bool, Orders] | None:
         """Return the switch and the orders of inputs in an earlier state, or None for the present state."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ringspan.compat.attention import MaskFromCallMode
 from ringspan.compat.context_cache import ContextCache
+from ringspan.compat.meshes import innermost_block
 from ringspan.compat.style_hooks import StyleHooks
 from ringspan.compat.traced_style import TracedStyleMode
 from ringspan.errors import InputError
@@ -43,8 +44,11 @@ class _ContextParallel(StyleHooks, ParallelStyle):
         contexts = ContextCache(mesh)
         traced, inner = TracedStyleMode(contexts), _function_of(module)
 
+        def eager() -> MaskFromCallMode:
+            return MaskFromCallMode(contexts, traced, block=innermost_block(mesh))
+
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with traced if torch.compiler.is_dynamo_compiling() else MaskFromCallMode(contexts, traced):
+            with traced if torch.compiler.is_dynamo_compiling() else eager():
                 return inner(self, *args, **kwargs)
 
         # Not hooks: after a graph break Dynamo takes a mode that a hook has entered off the stack. A method, so that a copy

@@ -24,6 +24,7 @@ from ringspan.compat.attention_calls import FlexCall, SdpaCall
 from ringspan.compat.block_masks import MaskOrigin, number_of, origin_of_number
 from ringspan.compat.call_settings import hold_settings, settings_at
 from ringspan.compat.context_cache import ContextCache
+from ringspan.compat.meshes import innermost_block
 from ringspan.compat.row_operator import attend_rows, ids_of
 from ringspan.compat.shardings import STATES
 from ringspan.errors import InputError
@@ -54,7 +55,7 @@ class TracedStyleMode(AttentionMode):
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            return MaskFromCallMode(self._contexts).caught(func, args, kwargs)
+            return MaskFromCallMode(self._contexts, block=innermost_block(self._contexts.mesh)).caught(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
             q, k, v, scale = self._checked_sdpa(*args, **kwargs)
             if q.ndim != 4:
@@ -125,9 +126,13 @@ def _plans_of_call(
     origin = None if mask_number is None else origin_of_number(mask_number)
     settings = nullcontext() if state_number is None else settings_at(int(state_number), contexts.shardings)
     hold_settings(contexts.shardings)
+    block = innermost_block(contexts.mesh)
+    if state_number is not None:
+        call = (int(style_number), None if mask_number is None else int(mask_number), is_causal, q.shape[2], k.shape[2])
+        block = STATES.block_of_call(int(state_number), call, block)
     # Planning evaluates the user's mask_mod by torch.vmap, which the dispatcher has turned off inside an operator.
     with settings, disable_torch_function(), default_dispatch_keys(), torch.inference_mode(torch.is_inference_mode_enabled()):
-        return ids_of(MaskFromCallMode(contexts).handles_of(TracedCall(q, k, is_causal, origin)), q.shape[0])
+        return ids_of(MaskFromCallMode(contexts, block=block).handles_of(TracedCall(q, k, is_causal, origin)), q.shape[0])
 
 
 @torch.library.register_fake("ringspan::plans_of_call")

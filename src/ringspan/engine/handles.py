@@ -37,7 +37,7 @@ from ringspan.transports import (
     digest_as_int64,
     report_refusal,
 )
-from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, VERSION, Agreements, agreements
+from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
 from ringspan.user_functions.digests import function_digest
 
 log = logging.getLogger("ringspan.engine")
@@ -189,7 +189,7 @@ class PlanHandle:
         if signature != planned and planned in self._agreed:  # so the peers skip the handshake
             error = InputError(
                 f"rank {plan.rank} has {signature.queries} queries and {signature.keys} keys where the plan says "
-                f"{plan.q_rows} and {plan.kv_rows}: shard with cp.shard, or make a plan for these lengths"
+                f"{plan.q_rows} and {plan.kv_rows}: {SHARD_ADVICE}"
             )
             self.group.refuse(CallDescription("forward", plan.digest), error)
             raise error

@@ -151,13 +151,14 @@ def entered_blocks() -> list[Block]:
 def blocks_of_task(kind: type[B]) -> list[B]:
     """Return the blocks of a type that the current task has entered and not left, the innermost last.
 
-    Blocks inside which ``local_attention()`` is open are among them: their tensors keep their layouts. Raises if a
-    generator is suspended inside one of them.
+    Blocks inside which ``local_attention()`` is open are among them: their tensors keep their layouts. In the
+    recomputation of a checkpoint, they are the blocks of its forward pass. Raises if a generator is suspended inside
+    one of them.
     """
     of_task = [entry for entry in _entries.stack if isinstance(entry.block, kind) and entry in _of_task.get()]
     for entry in of_task:
         _check_not_suspended(entry)
-    return [entry.block for entry in of_task if isinstance(entry.block, kind)]
+    return [entry.block for entry in of_task if isinstance(entry.block, kind) and not was_absent_in_forward(entry.block)]
 
 
 def keep_blocks(blocks: list[Block], *, compiled: bool = False) -> None:

@@ -63,6 +63,8 @@ LABEL = "the handshake"
 log = logging.getLogger("ringspan.transports")
 
 # RankSignature.dtype is an index into this tuple.
+# What to do about tensors of a wrong length. ringspan.compat names its own functions instead.
+SHARD_ADVICE = "shard with cp.shard, or make a plan for these lengths"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_SCORE_MOD = 0
 
@@ -143,10 +145,7 @@ def first_disagreement(signatures: Sequence[RankSignature], lengths: Iterable[tu
     for rank, (other, (queries, keys)) in enumerate(zip(signatures, lengths, strict=True)):
         for name, actual, planned in (("queries", other.queries, queries), ("keys", other.keys, keys)):
             if actual != planned:
-                return (
-                    f"rank {rank} has {actual} {name} where the plan says {planned}: "
-                    "shard with cp.shard, or make a plan for these lengths"
-                )
+                return f"rank {rank} has {actual} {name} where the plan says {planned}: {SHARD_ADVICE}"
     return None
 
 

@@ -58,7 +58,8 @@ def _check_placement(placement: Placement, mesh: DeviceMesh, axis: int, *, is_se
         if dim != TOKENS:
             raise InputError(
                 f"q, k and v are {placement} on the axis {name!r} of their mesh, whose ranks split the sequence: they must be "
-                f"Shard({TOKENS}), the dim of the tokens. Redistribute them, or take cp.shard's tokens with DTensor.from_local"
+                f"Shard({TOKENS}), the dim of the tokens. Redistribute them, or make them of this rank's shards with "
+                "DTensor.from_local"
             )
         return
     if dim not in (BATCH, HEADS) and placement != Replicate():
