@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import ringspan as rs
-from ringspan.compat import context_parallel_unshard, flex_cp_allgather
+from ringspan.compat import context_parallel_unshard, flex_cp_allgather, flex_cp_allgather_backward
 from tests.compat.jobs import mesh_of_all
 from tests.conftest import Pools
 
@@ -38,6 +38,12 @@ def gathers_keys_and_sums_gradients(rank: int) -> None:
     assert torch.equal(k.grad[0, 1, :, 2], torch.arange(3.0 * rank, 3.0 * rank + 3) * sum(range(1, world + 1)))
     with pytest.raises(rs.InputError, match="only equal shards can be gathered"):
         flex_cp_allgather(*[torch.zeros(1, 1, 2 + rank % 2, 4)] * 2, 2, name)
+    weights = weight.expand(1, 2, -1, -1).contiguous()
+    grad_k, grad_v = flex_cp_allgather_backward(weights, 2 * weights, 2, name)  # what autograd calls
+    assert torch.equal(
+        grad_k, torch.arange(3.0 * world)[3 * rank : 3 * rank + 3, None].expand(1, 2, 3, 1) * sum(range(world + 1))
+    )
+    assert torch.equal(grad_v, 2 * grad_k)
 
 
 def errors_name_the_operation(rank: int) -> None:

@@ -1,51 +1,22 @@
-"""docs/compat.md names all that torch's modules define, and the code of docs/migration.md trains like one process."""
+"""The code of ``docs/migration.md`` trains like one process."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import experimental
 
-from ringspan import compat
 from tests.compat.jobs import mesh_of_all
 from tests.conftest import Pools
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 BLOCKS = re.findall(r"```python\n(.*?)```", (DOCS / "migration.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-MODULES = ("_attention", "_load_balancer", "_cp_custom_ops")
 TOKENS, BATCH = 64, 2
-
-
-def names_of(module: ModuleType) -> list[str]:
-    """The names that a module defines itself, types and constants included."""
-    found = []
-    for name, x in vars(module).items():
-        home = getattr(x, "__module__", None) or getattr(type(x), "__module__", "")
-        if not name.startswith("__") and name != "_" and home == module.__name__:
-            found.append(name)
-    return found
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_name_of_torch_is_in_the_page(module: str) -> None:
-    page = (DOCS / "compat.md").read_text(encoding="utf-8")
-    names = names_of(importlib.import_module(f"{experimental.__name__}._context_parallel.{module}"))
-    assert [name for name in names if not re.search(rf"`\.?{name}`", page)] == []
-
-
-def test_every_name_of_compat_is_in_the_page() -> None:
-    page = (DOCS / "compat.md").read_text(encoding="utf-8")
-    assert [name for name in compat.__all__ if f"`{name}`" not in page] == []
-    named = re.findall(r"\b(test_[a-z_]+)(?:, | \|)", page)
-    assert [name for name in named if not (Path(__file__).parent / f"{name}.py").exists()] == []
 
 
 def code() -> dict[str, Any]:

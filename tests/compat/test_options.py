@@ -37,7 +37,7 @@ def test_an_unknown_rotate_method_is_refused_and_changes_nothing() -> None:
     assert _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL
 
 
-def test_merging_in_the_dtype_of_the_inputs_is_refused_with_a_warning() -> None:
+def test_summing_in_the_dtype_of_the_inputs_is_refused_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"convert_to_f32=False does not change attention.*at least float32"):
         _cp_options.convert_to_f32 = False
     assert _cp_options.convert_to_f32 is False  # what code that reads it, such as a merger of the user, obeys

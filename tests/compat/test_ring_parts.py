@@ -12,10 +12,13 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import ringspan as rs
 from ringspan.compat import (
+    _AllGatherRotater,
+    _AllToAllRotater,
     _context_parallel_shard,
     _create_cp_block_mask,
     _create_rotater,
     _HeadTailLoadBalancer,
+    _RingRotater,
     _RotateMethod,
     _SDPAMerger,
     _templated_ring_attention,
@@ -30,6 +33,8 @@ from tests.conftest import Pools
 def rotate(rank: int, method: _RotateMethod | None) -> None:
     mesh = mesh_of_all()
     rotater, mine = _create_rotater(mesh.get_group(), 2, method), torch.arange(6.0) + 10 * rank
+    assert isinstance(rotater, _RingRotater)
+    assert type(rotater) is (_AllToAllRotater if method is _RotateMethod.ALL_TO_ALL else _AllGatherRotater)
     buffer = mine
     for i in range(1, mesh.size()):
         rotater.exchange_buffers(buffer)

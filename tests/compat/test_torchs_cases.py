@@ -1,5 +1,7 @@
 """Every test case of PyTorch's ``test/distributed/tensor/test_attention.py``, under its name, on CPUs over gloo.
 
+The cases of the hooks of ``_ContextParallel`` are in ``test_torchs_hooks.py``.
+
 PyTorch's file needs several GPUs. Here each case runs over 2 and 4 processes, against float64 attention of one process.
 ``docs/compat.md`` lists where the expectations differ, and why. The classes have the names of PyTorch's.
 """
@@ -10,7 +12,6 @@ import random
 from collections.abc import Callable
 from itertools import accumulate, product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ from ringspan.compat import (
     context_parallel_unshard,
     register_cp_sharding_rules,
     set_rotate_method,
-    style_hooks,
     unregister_cp_sharding_rules,
 )
 from tests.compat.jobs import assert_near, mesh_of_all, qkv, single_process
@@ -117,6 +117,26 @@ def _ring_attention_sdpa(
             assert_near(got_grad, want_grad)
 
 
+def sdpa_of_a_short_sequence(rank: int) -> None:
+    """As many tokens as ranks, and lengths that 2 × ranks do not divide. The switch is as before after the block."""
+    mesh = mesh_of_all()
+    for tokens, balance in product((mesh.size(), 3 * mesh.size(), 2 * mesh.size() + 1), (True, False)):
+        _cp_options.enable_load_balance = balance
+        want, want_grads = single_process(*qkv(tokens), is_causal=True)
+        buffers = qkv(tokens)
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[DIM] * 3):
+            for x in buffers:
+                x.requires_grad = True
+            out = F.scaled_dot_product_attention(*buffers, is_causal=True)
+            out.square().sum().backward()
+            got, *got_grads = context_parallel_unshard(mesh, [out, *(x.grad for x in buffers)], [DIM] * 4)
+            for x in buffers:
+                x.requires_grad = False
+        assert _cp_options.enable_load_balance is balance
+        for one, expected in zip((got, *got_grads), (want, *want_grads), strict=True):
+            assert_near(one, expected)
+
+
 def check_causal_behavior() -> None:
     causal, everything, nothing = _CausalBehavior.IS_CAUSAL, _CausalBehavior.NOT_IS_CAUSAL, _CausalBehavior.SKIP
     for balance, table in ((False, [[causal, nothing], [causal, everything]]), (True, [[causal, everything]] * 2)):
@@ -149,6 +169,10 @@ class TestRingAttention:
 
     def test_is_causal_behavior(self) -> None:
         check_causal_behavior()
+
+    @pytest.mark.parametrize("world", [2, 4])
+    def test_context_parallel_sdpa_short_sequence(self, pools: Pools, world: int) -> None:
+        pools(world).run(sdpa_of_a_short_sequence)
 
 
 # -- FlexAttention -----------------------------------------------------------------------------------------------------
@@ -320,81 +344,3 @@ class TestWithLocalTensor:
         for rank, of_rank in shard._local_tensors.items():
             expected = head_and_tail(whole._local_tensors[rank], dim, rank, simulated_mesh.size())
             assert torch.equal(of_rank, expected)
-
-
-# -- the style's hooks -------------------------------------------------------------------------------------------------
-
-ARGUMENTS = {
-    "all_positional": ("query", "key", "value"),
-    "all_keyword": (),
-    "query_positional_kv_keyword": ("query",),
-    "qk_positional_v_keyword": ("query", "key"),
-}
-
-
-def flex_input_fn(rank: int, positional: tuple[str, ...], extra: bool) -> None:
-    mesh, tensors = mesh_of_all(), dict(zip(("query", "key", "value"), qkv(16), strict=True))
-    gathered = tensors["key"] * 2, tensors["value"] * 3
-    expected = {"query": tensors["query"], "key": gathered[0], "value": gathered[1]}
-    style = _ContextParallel(seq_dim=DIM, attention_type=_ContextParallel.AttentionType.FLEX)
-    args = (*(tensors[name] for name in positional), *((causal_mask, None) if extra else ()))
-    kwargs = {name: x for name, x in tensors.items() if name not in positional} | ({"enable_gqa": False} if extra else {})
-    with patch.object(style_hooks, "flex_cp_allgather", return_value=gathered) as gather:
-        got_args, got_kwargs = style.flex_input_fn(None, args, kwargs, mesh)
-    gather.assert_called_once()
-    assert len(got_args) == len(args)
-    assert set(got_kwargs) == set(kwargs)
-    for name, got in [*zip(positional, got_args, strict=False), *got_kwargs.items()]:
-        assert torch.equal(got, expected[name]) if name in expected else got is False
-    assert got_args[3:] == args[3:]
-    # Without the patch: the keys and values of all ranks.
-    (query, key, value), _ = style.flex_input_fn(None, tuple(tensors.values()), {}, mesh)
-    assert query is tensors["query"]
-    assert torch.equal(key, torch.cat([tensors["key"]] * mesh.size(), DIM))
-    assert torch.equal(value, torch.cat([tensors["value"]] * mesh.size(), DIM))
-    with pytest.raises(ValueError, match="value must be a tensor, not NoneType"):
-        style.flex_input_fn(None, (query, key), {}, mesh)
-
-
-def sdpa_input_fn(rank: int, positional: tuple[str, ...]) -> None:
-    mesh, tensors = mesh_of_all(), dict(zip(("query", "key", "value"), qkv(16), strict=True))
-    style = _ContextParallel(seq_dim=DIM, attention_type=_ContextParallel.AttentionType.SDPA)
-    args = tuple(tensors[name] for name in positional)
-    kwargs = {name: x for name, x in tensors.items() if name not in positional}
-    got_args, got_kwargs = style.sdpa_input_fn(None, args, kwargs, mesh)
-    assert len(got_args) == len(args)
-    assert list(got_kwargs) == list(kwargs)
-    for got, given in zip((*got_args, *got_kwargs.values()), (*args, *kwargs.values()), strict=True):
-        assert isinstance(got, DTensor)
-        assert tuple(got.placements) == (Shard(DIM),)
-        assert torch.equal(got.to_local(), given)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-class TestContextParallelStyle:
-    def test_flex_input_fn_all_positional(self, pools: Pools, world: int) -> None:
-        pools(world).run(flex_input_fn, ARGUMENTS["all_positional"], False)
-
-    def test_flex_input_fn_all_keyword(self, pools: Pools, world: int) -> None:
-        pools(world).run(flex_input_fn, ARGUMENTS["all_keyword"], False)
-
-    def test_flex_input_fn_query_positional_kv_keyword(self, pools: Pools, world: int) -> None:
-        pools(world).run(flex_input_fn, ARGUMENTS["query_positional_kv_keyword"], False)
-
-    def test_flex_input_fn_qk_positional_v_keyword(self, pools: Pools, world: int) -> None:
-        pools(world).run(flex_input_fn, ARGUMENTS["qk_positional_v_keyword"], False)
-
-    def test_flex_input_fn_with_extra_args(self, pools: Pools, world: int) -> None:
-        pools(world).run(flex_input_fn, ARGUMENTS["all_positional"], True)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-class TestContextParallelStyleSDPA:
-    def test_sdpa_input_fn_all_positional(self, pools: Pools, world: int) -> None:
-        pools(world).run(sdpa_input_fn, ARGUMENTS["all_positional"])
-
-    def test_sdpa_input_fn_all_keyword(self, pools: Pools, world: int) -> None:
-        pools(world).run(sdpa_input_fn, ARGUMENTS["all_keyword"])
-
-    def test_sdpa_input_fn_query_positional_kv_keyword(self, pools: Pools, world: int) -> None:
-        pools(world).run(sdpa_input_fn, ARGUMENTS["query_positional_kv_keyword"])

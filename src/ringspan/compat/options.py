@@ -26,7 +26,7 @@ class _ContextParallelOptions:
 
     It is read when a ``context_parallel`` block is opened, and by calls whose tensors carry no layout.
     ``convert_to_f32=False`` is obeyed by :class:`_SDPAMerger` of the user only: attention always merges partial results
-    in at least float32.
+    and sums gradients in at least float32 (float64 for float64 tensors, which torch rounds to float32 if it is True).
     """
 
     convert_to_f32: bool = True
@@ -48,8 +48,8 @@ class _ProcessOptions(_ContextParallelOptions):
             STATES.note(bool(value))
         elif name == "convert_to_f32" and not value:
             warnings.warn(
-                "_cp_options.convert_to_f32=False does not change attention: ringspan always merges partial results in at "
-                "least float32, which is at least as exact. Remove the assignment",
+                "_cp_options.convert_to_f32=False does not change attention: ringspan always merges partial results and sums "
+                "gradients in at least float32, which is at least as exact. Remove the assignment",
                 stacklevel=2,
             )
 

@@ -53,7 +53,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
-    """``F.multi_head_attention_forward``, with ``attend`` for its attention. Tensors are (S, B, M) or (S, M)."""
+    """Compute ``F.multi_head_attention_forward`` with ``attend`` for its attention. Tensors are (S, B, M) or (S, M)."""
     _refuse_if(need_weights, "need_weights=True (the default) asks for the weights of all pairs. Pass need_weights=False")
     _refuse_if(key_padding_mask is not None, "it has a key_padding_mask. Give the mask of the whole sequence to the block")
     _refuse_if(bias_k is not None or bias_v is not None or add_zero_attn, "add_bias_kv and add_zero_attn add keys on each rank")
@@ -79,14 +79,14 @@ def multi_head_attention(
 
 
 def _heads(x_SBM: Tensor, heads: int) -> Tensor:
-    """(S, B, M) or (S, M) as (B, H, S, D)."""
+    """Reshape (S, B, M) or (S, M) to (B, H, S, D)."""
     if x_SBM.ndim == 2:
         x_SBM = x_SBM.unsqueeze(1)
     return x_SBM.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
 
 
 def _thirds(x: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The parts of a parameter for q, k and v."""
+    """Return the parts of a parameter for q, k and v."""
     return (None, None, None) if x is None else x.chunk(3)
 
 

@@ -65,12 +65,12 @@ class VarlenCall(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """How many keys before and after its own a query sees; NO_LIMIT for all of its document."""
+        """Return how many keys before and after its own a query sees; NO_LIMIT for all of its document."""
         left, right = (NO_LIMIT, NO_LIMIT) if self.window_size is None else self.window_size
         return max(left, NO_LIMIT), 0 if self.is_causal else max(right, NO_LIMIT)
 
     def cu_seqs(self) -> tuple[Tensor, Tensor]:
-        """``cu_seq_q`` and ``cu_seq_k``; an error for a call with a KV cache."""
+        """Return ``cu_seq_q`` and ``cu_seq_k``. Raise for a call with a KV cache."""
         if self.seqused_k is not None or self.block_table is not None or self.cu_seq_k is None:
             raise UnplannedAttention(
                 "this call of varlen_attn reads a KV cache (seqused_k, block_table, or no cu_seq_k), which is not split over "
@@ -79,7 +79,7 @@ class VarlenCall(NamedTuple):
         return self.cu_seq_q, self.cu_seq_k
 
     def four_dims(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q (1, H, S, D), k (1, G, T, D) and v (1, G, T, E)."""
+        """Return q (1, H, S, D), k (1, G, T, D) and v (1, G, T, E)."""
         q, k, v = self.query, self.key, self.value
         if not q.ndim == k.ndim == v.ndim == 3:
             raise InputError(
@@ -89,7 +89,7 @@ class VarlenCall(NamedTuple):
 
 
 def from_four_dims(result: Partial) -> tuple[Tensor, Tensor]:
-    """out (S, H, E) and lse (H, S)."""
+    """Return out (S, H, E) and lse (H, S)."""
     out_1HSE, lse_1HS = result
     return out_1HSE.transpose(1, 2).squeeze(0), lse_1HS.squeeze(0)
 
