@@ -135,6 +135,12 @@ class Records:
                     found[rank] = record
         return found
 
+    def exchange_checkpoints(self, own: list[tuple[int, int]], peer: int) -> list[tuple[int, int]]:
+        """Write the checkpoints of this rank, and read those of another; none if it has written none yet."""
+        store, key = self._store(), f"{self._prefix}/%d/{self._generation}/checkpoints"
+        store.set(key % self._rank, json.dumps(own))
+        return [(n, checksum) for n, checksum in json.loads(store.get(key % peer))] if store.check([key % peer]) else []
+
     def write_call(self, call: Call) -> None:
         """Write the description of a call, and delete the one that was written before the last.
 

@@ -26,13 +26,14 @@ import torch.distributed as dist
 
 from ringspan.errors import PeerMismatch, PeerTimeout, TransportError
 from ringspan.transports.bounded import BoundedCalls
-from ringspan.transports.calls import Call, GroupCalls, waiting_seconds
+from ringspan.transports.calls import Call, Failure, GroupCalls, waiting_seconds
 from ringspan.transports.diagnosis import describe_difference, describe_ranks, diagnose
 from ringspan.transports.records import CallRecord, RankRecord, Records, record_of
 
 NO_PROGRESS_LIMIT = 1.0  # seconds without progress before a rank writes its record
 PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
+CHECKPOINT_PERIOD = 2.0  # seconds between two comparisons of checkpoints, on a backend without tags
 NO_RECORD_LIMIT = 6.0  # seconds after which the last record of a peer is too old to say where the peer is
 
 STORE_LIMIT = 4.0  # seconds to wait for the store
@@ -51,6 +52,8 @@ class WatchedGroup:
         self.calls, self.rank, self.global_ranks = calls, rank, global_ranks
         self._group = ref(group)
         self._has_tags = all(entry.endswith("gloo") for entry in dist.get_backend_config(group).split(","))
+        if not self._has_tags:
+            calls.keep_checkpoints()
         self._records: Records | None = Records.of(group, global_ranks, rank)
         # The store is used by the watchdog, and by a rank that fails. It waits without a limit if the network is down.
         self._store = BoundedCalls("the store of the process group", STORE_LIMIT)
@@ -58,6 +61,7 @@ class WatchedGroup:
         self._position: tuple[object, ...] = ()
         self._position_since = 0.0
         self._written_at = 0.0
+        self._checkpoint_at, self._checkpoint = 0.0, 0  # when checkpoints were compared, and the number of the last
         self._last_records: dict[int, tuple[int, float]] = {}  # rank -> the number of its last record, and when it was read
 
     # -- in the watchdog's thread ------------------------------------------------------------------------------------
@@ -65,6 +69,9 @@ class WatchedGroup:
     def check(self) -> None:
         """Write a record if this rank makes no progress, and end a wait for a message that will never come."""
         calls, now = self.calls, time.monotonic()
+        if calls.checkpoints and now - self._checkpoint_at >= self._checkpoint_period:
+            self._checkpoint_at = now
+            self._compare_checkpoints(list(calls.checkpoints))
         current = calls.current
         position = (calls.number, current.label if current else "", current.waiting_since if current else None, calls.failure)
         if position != self._position:
@@ -92,6 +99,38 @@ class WatchedGroup:
         if isinstance(error, PeerMismatch):
             self.fail_group(error)
 
+    @property
+    def _checkpoint_period(self) -> float:
+        """Seconds. One store serves all ranks, so that more ranks compare less often."""
+        return max(CHECKPOINT_PERIOD, len(self.global_ranks) / 100)
+
+    def _compare_checkpoints(self, own: list[tuple[int, int]]) -> None:
+        """Compare the checksums of the calls so far with those of the next rank, on a backend without tags.
+
+        It finds calls that differed although their messages had equal sizes, so that no rank had to wait.
+        """
+        if self._records is None or self.calls.group_error is not None or own[-1][0] == self._checkpoint:
+            return
+        peer = (self.rank + 1) % len(self.global_ranks)
+        try:
+            theirs = dict(self._store.run(partial(self._records.exchange_checkpoints, own, peer)))
+        except (RuntimeError, OSError) as error:
+            log.debug("rank %d cannot compare its calls: %s", self.rank, error)
+            return
+        same, common = 0, [(number, checksum == theirs[number]) for number, checksum in own if number in theirs]
+        self._checkpoint = max((number for number, _ in common), default=0)
+        for number, is_same in common:
+            if not is_same:
+                low, high = sorted((self.rank, peer))
+                since = f"after call {same}" if same else "at some time"
+                text = (
+                    f"rank {low} and rank {high} have made different calls {since}, and before call {number + 1}: results "
+                    "since then are wrong. All ranks must make the same calls in the same order. RINGSPAN_DEBUG=1 names it"
+                )
+                self.fail_group(PeerMismatch(text), since=same)
+                return
+            same = number
+
     # -- in either thread --------------------------------------------------------------------------------------------
 
     def diagnose(self, peers: tuple[int, ...]) -> TransportError | None:
@@ -117,8 +156,11 @@ class WatchedGroup:
             time.sleep(PERIOD / 8)
         return self.diagnose(peers)
 
-    def fail_group(self, error: TransportError) -> None:
-        """Make ``error`` the error of the group, tell the other ranks, and close the connections."""
+    def fail_group(self, error: TransportError, *, since: int | None = None) -> None:
+        """Make ``error`` the error of the group, tell the other ranks, and close the connections.
+
+        ``since`` is the last call that was not affected, if the error is not of the current call.
+        """
         calls = self.calls
         with self._failing:
             if calls.group_error is not None:
@@ -126,7 +168,9 @@ class WatchedGroup:
             # A copy: the traceback of the error that is raised holds the tensors of the call.
             calls.group_error = type(error)(str(error))
             current = calls.current
-            if current is not None:
+            if since is not None:
+                calls.failure = Failure(since, type(error).__name__, str(error), is_final=True)
+            elif current is not None:
                 calls.fail(current, error, is_final=True)
         log.error("rank %d: %s: %s", self.rank, type(error).__name__, error)
         self._write()
