@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -33,3 +35,16 @@ def test_a_call_that_does_not_return_raises_at_the_limit_and_until_it_returns() 
     returns.set()
     time.sleep(0.3)
     assert store.run(lambda: 3) == 3
+
+
+def test_the_interpreter_waits_for_a_call_that_is_about_to_return() -> None:
+    program = """
+import time
+from ringspan.transports.bounded import BoundedCalls
+try:
+    BoundedCalls("the store", 0.1).run(lambda: (time.sleep(1.0), print("returned", flush=True)))
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["the store has not answered for 0.1 s", "returned"]

@@ -64,6 +64,13 @@ def skipped_call(layers: Layers) -> None:
     layers.cps[0].mean(torch.ones(2))
 
 
+def skipped_equal_layer(layers: Layers) -> None:
+    """The calls of the layers are equal, so that the first call of another kind is the one that differs."""
+    for _ in range(2 if layers.differs else 3):
+        layers.attend(0)
+    layers.cps[0].mean(torch.ones(2))
+
+
 def other_scale(layers: Layers) -> None:
     layers.attend(0, scale=0.25 if layers.differs else 0.5)
 
@@ -116,6 +123,7 @@ CASES: dict[str, Callable[[Layers], None]] = {
         other_order,
         extra_call,
         skipped_call,
+        skipped_equal_layer,
         other_scale,
         backward_on_other_ranks_only,
         mean_skipped,

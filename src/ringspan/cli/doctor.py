@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     found = examine(args.head_dim, args.v_dim or args.head_dim, args.dtype)
     print(json.dumps(found) if args.json else _text(found))
-    return 0 if found.get("loopback", {"works": True})["works"] else 1
+    return 0 if found["loopback"]["works"] else 1
 
 
 def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
@@ -86,11 +86,8 @@ def _text(found: dict[str, Any]) -> str:
         f"ringspan {found['ringspan']}, torch {found['torch']}, Python {found['python']}",
         f"transports  {', '.join(found['transports'])}",
     ]
-    if "loopback" in found:
-        loopback = found["loopback"]
-        lines.append(
-            f"loopback    {'works' if loopback['works'] else 'FAILED'}: {loopback['text']} ({loopback['seconds']:.1f} s)"
-        )
+    loopback = found["loopback"]
+    lines.append(f"loopback    {'works' if loopback['works'] else 'FAILED'}: {loopback['text']} ({loopback['seconds']:.1f} s)")
     if list(found["devices"]) != ["cpu"]:
         merging = "one Triton kernel" if found["triton"] else "plain torch (pip install triton for one kernel)"
         lines += [f"merging     {merging}", f"sdpa flash  {_sdpa_flash(**found['sdpa_flash'])}"]

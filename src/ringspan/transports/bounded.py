@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
+
+EXIT_LIMIT = 4.0  # seconds to wait for running calls when the interpreter ends
 
 
 class BoundedCalls:
@@ -37,6 +42,7 @@ class BoundedCalls:
                     errors.append(error)
 
             self._thread = threading.Thread(target=call, name="ringspan-store", daemon=True)
+            _threads.add(self._thread)
             self._thread.start()
             self._thread.join(self._seconds)
             if errors:
@@ -46,3 +52,16 @@ class BoundedCalls:
             return results[0]
         finally:
             self._lock.release()
+
+
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+def _await_threads() -> None:
+    """Wait for running calls, before the interpreter ends. One that returned from C++ later would abort the process."""
+    end = time.monotonic() + EXIT_LIMIT
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+atexit.register(_await_threads)

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ringspan.transports.process_group import ProcessGroupTransport, group_state
-from ringspan.transports.requests import Traffic
 
 
 class SingleRank(ProcessGroupTransport):
     """This process alone, out of the ranks of another transport. It sends nothing."""
 
     def __init__(self, ranks: ProcessGroupTransport) -> None:
-        vars(self).update(vars(ranks))
+        super().__init__(ranks.group)
+        self.timeout = ranks.timeout
         own = ranks.global_ranks[ranks.rank]
         self.rank, self.world, self.global_ranks = 0, 1, [own]
-        self.traffic = Traffic()
         self._state = group_state(ranks.group, (own,), 0)
 
     def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
