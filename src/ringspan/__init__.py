@@ -54,6 +54,7 @@ from ringspan.frontends import (
     sdpa,
     shift_labels,
     softcap,
+    strict,
     tiled,
     with_sinks,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "shift_labels",
     "sliding_window",
     "softcap",
+    "strict",
     "tiled",
     "tree",
     "window",

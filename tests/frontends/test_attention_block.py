@@ -346,8 +346,30 @@ def test_a_block_without_attention_raises(attend: Callable[..., Any]) -> None:
         attend(*qkv(1))
     with cp.with_mask(rs.full(N)), cp:  # the inner block intercepts the call
         F.scaled_dot_product_attention(*qkv(1))
-    with cp:  # used before: an optimiser step, or a replay of a CUDA graph
-        attend(*qkv(1))
+    if attend is not by_hand:
+        with cp:  # used before: an optimiser step, or a replay of a CUDA graph
+            attend(*qkv(1))
+
+
+def test_attention_by_hand_in_a_block_that_was_used_before_raises() -> None:
+    cp = rs.ContextParallel(None, MASK)
+    with cp:
+        F.scaled_dot_product_attention(*qkv(1))
+    with pytest.raises(rs.UnplannedAttention, match="no attention was intercepted in this block"), cp:
+        by_hand(*qkv(1))
+    with cp:  # beside attention that was intercepted: for rs.strict()
+        by_hand(*qkv(1))
+        F.scaled_dot_product_attention(*qkv(1))
+    with cp, rs.local_attention():
+        by_hand(*qkv(1))
+
+
+def test_a_softmax_over_something_else_is_no_attention() -> None:
+    cp = rs.ContextParallel(None, MASK)
+    with cp:
+        F.scaled_dot_product_attention(*qkv(1))
+    with cp:
+        torch.randn(2, N, 5).softmax(-1)
 
 
 def test_functions_without_attention_may_run_before_attention() -> None:

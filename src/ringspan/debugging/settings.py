@@ -2,7 +2,8 @@
 
     ===============================  =================================================================================
     RINGSPAN_DEBUG=1                 compare every call with those of the other ranks, the values that a score_mod
-                                     captures included; raise for non-finite inputs and partial results. Slow
+                                     captures included; raise for non-finite inputs and partial results; compare
+                                     sharded tokens and parameters of all ranks; ``rs.strict()``. Slow
     RINGSPAN_FLIGHT_RECORD=path      write the last exchanges of this rank to ``path.<rank>.json`` when a call fails
     ===============================  =================================================================================
 
@@ -22,10 +23,11 @@ OFF = ("", "0", "false", "no", "off")
 class Settings:
     """What the environment variables say. Attributes, because they are read in every call."""
 
-    __slots__ = ("debug", "flight_record")
+    __slots__ = ("debug", "flight_record", "strict")
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.debug = environment.get("RINGSPAN_DEBUG", "").lower() not in OFF
+        self.strict = self.debug
         self.flight_record = environment.get("RINGSPAN_FLIGHT_RECORD") or None
 
 

@@ -12,6 +12,7 @@ from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, so
 from ringspan.frontends.sdpa import activate, available, current, restore
 from ringspan.frontends.tiled import tiled
 from ringspan.frontends.tries import Targets, Trie, fold
+from ringspan.frontends.watched_block import strict
 
 __all__ = [
     "ContextParallel",
@@ -34,6 +35,7 @@ __all__ = [
     "sdpa",
     "shift_labels",
     "softcap",
+    "strict",
     "tiled",
     "with_sinks",
 ]

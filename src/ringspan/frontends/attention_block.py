@@ -143,6 +143,11 @@ class AttentionCatcher(FlexInterceptor):
         kwargs = kwargs or {}
         if treatment == "unflatten":
             return torch.unflatten(*args, **kwargs)  # the method calls super(), which Dynamo cannot trace under a mode
+        if treatment == "watched":
+            result = func(*args, **kwargs)
+            if not torch.compiler.is_dynamo_compiling() and is_entered_here(self) and not self._was_absent_in_forward():
+                self.watch(func, args, kwargs, result)
+            return result
         if not torch.compiler.is_dynamo_compiling() and not is_entered_here(self):
             return func(*args, **kwargs)  # reaches the blocks of this task
         if treatment != "runs functions":
@@ -207,6 +212,9 @@ class AttentionCatcher(FlexInterceptor):
         # A mode is off the stack while it handles a call.
         keep_blocks([*(mode for mode in function_mode_stack() if isinstance(mode, AttentionCatcher)), self])
         self.keep_settings()
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Look at a call of a function that is not attention, and raise if it needs the tokens of other ranks."""
 
     def keep_settings(self) -> None:
         """Store settings of the process that :meth:`caught` reads, for the recomputation of a checkpoint around the

@@ -12,20 +12,22 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringspan.costs import Hardware
+from ringspan.debugging.settings import settings
 from ringspan.engine import PlanHandle, attend
-from ringspan.errors import InputError, UnplannedAttention
+from ringspan.errors import InputError
 from ringspan.frontends.attention import attend_tensors, registered_handle
-from ringspan.frontends.attention_block import AttentionMode, under_autocast
+from ringspan.frontends.attention_block import under_autocast
 from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.groups import Group
 from ringspan.frontends.losses import Losses
 from ringspan.frontends.neighbours import Neighbours
-from ringspan.frontends.recompute import entered_blocks
+from ringspan.frontends.rank_comparison import LAYOUT, TokensOfRanks, check_layout, compare_layouts
 from ringspan.frontends.reporting import report_error, reports_errors
 from ringspan.frontends.validate import check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
+from ringspan.frontends.watched_block import WatchedBlock
 from ringspan.kernels import ScoreMod
 from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
@@ -44,16 +46,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NO_ATTENTION = (
-    "no attention was intercepted in this block, so every rank has attended to its own keys only, if at all. The block sees "
-    "F.scaled_dot_product_attention, flex_attention, varlen_attn and nn.MultiheadAttention, called in its thread. It does not "
-    'see attention that is written as matmul and softmax (in transformers attn_implementation="eager": use "sdpa"), '
-    "functions of torch.jit, kernels of other packages, and other threads. If the block is meant to have no attention, give "
-    "ContextParallel expect_attention=False"
-)
 
-
-class ContextParallel(AttentionMode, Neighbours, Losses):
+class ContextParallel(WatchedBlock, Neighbours, Losses):
     """A sequence split over the ranks of a group, and its attention mask.
 
     ::
@@ -79,9 +73,10 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
 
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
 
-    A block in which no attention was ever intercepted raises :class:`ringspan.UnplannedAttention` when it ends: the
-    model computes attention in a way that the block cannot see, each rank on its own keys. ``expect_attention=False``
-    allows it.
+    A block in which no attention was intercepted raises :class:`ringspan.UnplannedAttention` when it ends, if it was
+    never used before or a softmax over this rank's keys was computed in it: the model computes attention in a way that
+    the block cannot see, each rank on its own keys. ``expect_attention=False`` allows it. :func:`ringspan.strict` finds
+    such attention beside intercepted calls as well.
     """
 
     def __init__(
@@ -101,6 +96,7 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
     ) -> None:
         self.group: ProcessGroupTransport = as_transport(group, timeout)
         self._expect_attention = expect_attention
+        self.tokens_of_ranks = TokensOfRanks()
         self.backend = backend
         self.plan: Plan = plan(
             check_mask(mask),
@@ -191,14 +187,6 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
         finally:
             planner.shutdown(wait=False)  # the thread ends when the plan is made
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        if torch.compiler.is_dynamo_compiling():
-            return
-        # Functions of torch.cond run in an entry of their own, inside the user's.
-        if raised[0] is None and self._expect_attention and not self.was_used and self not in entered_blocks():
-            raise UnplannedAttention(NO_ATTENTION)
-
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
 
     @overload
@@ -231,7 +219,12 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
                 f"{layout.length}{self._hint(of, x.shape[dim])}: "
                 "shard whole sequences, and give the sequence dim as dim="
             )
-        return x.index_select(dim, self.positions(of, device=x.device))
+        if settings.debug:
+            self.tokens_of_ranks.note(x)
+        mine = x.index_select(dim, self.positions(of, device=x.device))
+        if not torch.compiler.is_dynamo_compiling():
+            setattr(mine, LAYOUT, layout.digest)
+        return mine
 
     @reports_errors("unshard")
     def unshard(self, x: Tensor, *, dim: int, of: Side = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
@@ -253,6 +246,10 @@ class ContextParallel(AttentionMode, Neighbours, Losses):
                 f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "
                 "unshard what cp.shard gave"
             )
+        if not torch.compiler.is_dynamo_compiling():
+            check_layout(x, layout)
+        if settings.debug:
+            compare_layouts(layout, self.group, x.device)
         result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
         return result
 

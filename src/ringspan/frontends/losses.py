@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ringspan.debugging.settings import settings
 from ringspan.errors import InputError
 from ringspan.frontends.cross_entropy import check_cross_entropy, summed_cross_entropy
 from ringspan.frontends.dtensor import is_dtensor
 from ringspan.frontends.groups import Group, groups_of
 from ringspan.frontends.labels import IGNORED
+from ringspan.frontends.rank_comparison import compare_parameters
 from ringspan.frontends.reporting import reports_errors
 from ringspan.frontends.sums import Grads, all_sum, sum_gradients, sum_of_shares
 from ringspan.frontends.validate import check_parameters, check_weights
@@ -87,7 +89,10 @@ class Losses:
         A gradient that is None on this rank counts as zero. One that is None on all ranks stays None, so that an
         optimiser skips the parameter.
         """
-        sum_gradients(check_parameters(parameters), self._ranks(over))
+        checked = check_parameters(parameters)
+        if settings.debug:
+            compare_parameters(checked, self.group)
+        sum_gradients(checked, self._ranks(over))
 
     def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
         return [self.group] if over is None else groups_of(over)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.caching.registry import on_clear_caches
+from ringspan.debugging.settings import settings
 from ringspan.torch_private.attention_operators import (
     NATIVE_MULTI_HEAD_ATTENTION,
     TRANSFORMER_ENCODER_LAYER,
@@ -39,9 +40,9 @@ BACKWARD = re.compile(r"bwd|backward", re.IGNORECASE)
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 # The treatment of a call in a block: intercept it; run its function arguments inside the block; replace the method by
-# the function of the same name; compute it around the attention of the block. None: call it unchanged, as almost all
-# functions.
-Treatment = Literal["attention", "runs functions", "unflatten", "multi-head"] | None
+# the function of the same name; compute it around the attention of the block; look at its result. None: call it
+# unchanged, as almost all functions. In strict mode these are looked at, too.
+Treatment = Literal["attention", "runs functions", "unflatten", "multi-head", "watched"] | None
 
 # function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It
 # has functions of torch only: a closure of the user could hold tensors, and be made anew for every call.
@@ -62,6 +63,8 @@ def find_treatment(func: Any) -> Treatment:
         treatment = "unflatten"
     elif func is F.multi_head_attention_forward:
         treatment = "multi-head"
+    elif settings.strict or name == "softmax":
+        treatment = "watched"
     if _is_of_torch(func) and isinstance(func, Hashable) and len(treatments) < MAX_TREATMENTS:
         treatments[func] = treatment
     return treatment

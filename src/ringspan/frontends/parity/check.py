@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.frontends.context_parallel import NO_ATTENTION, ContextParallel
+from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.parity.causes import Cause
 from ringspan.frontends.parity.diagnosis import Diagnosis, GroupFindings, compare_without_cp, diagnose, rows_of
 from ringspan.frontends.parity.findings import (
@@ -29,6 +29,7 @@ from ringspan.frontends.parity.probe import Probe, mixes_tokens
 from ringspan.frontends.parity.result import Parity, ParityRow
 from ringspan.frontends.parity.trace import NOT_INTERCEPTED, Recorder, Trace, leaves
 from ringspan.frontends.reporting import report_error
+from ringspan.frontends.watched_block import NO_ATTENTION
 from ringspan.torch_private.pytree import tree_map_only
 from ringspan.transports.single_rank import SingleRank
 

@@ -1,0 +1,95 @@
+"""Compare what must be equal on all ranks: sharded tokens, parameters, and layouts. With ``RINGSPAN_DEBUG=1`` only.
+
+Digests of tokens are kept when they are sharded and compared when the next block is entered, which all ranks do. A rank
+may shard in another thread, or shard less often than others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ringspan.errors import InputError, PeerMismatch
+from ringspan.frontends.dtensor import is_dtensor
+from ringspan.layouts import Layout
+from ringspan.transports import ProcessGroupTransport
+from ringspan.user_functions.values import values_digest
+
+# An attribute of the results of cp.shard: the digest of their layout.
+LAYOUT = "_ringspan_layout"
+
+
+class TokensOfRanks:
+    """The digests of the tokens that a rank has sharded since the last comparison."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] = []
+        self._device: torch.device | None = None
+
+    def note(self, x: Tensor) -> None:
+        """Note a whole sequence. Only integers count: the others may have been computed with rounding errors."""
+        if not x.is_floating_point() and not x.is_complex() and not is_dtensor(x):
+            self._digests.append(values_digest([], [x]))
+            self._device = x.device
+
+    def compare(self, group: ProcessGroupTransport) -> None:
+        digests, self._digests = self._digests, []
+        if self._device is None or group.world == 1:
+            return
+        _compare_digests(
+            "".join(digests),
+            group,
+            self._device,
+            "the tokens or labels that were sharded differ between ranks {ranks}: all ranks of a sequence need the same whole "
+            "batch. Use the same seed, or broadcast it",
+        )
+
+
+def compare_parameters(parameters: Iterable[Tensor], group: ProcessGroupTransport) -> None:
+    """Raise if parameters differ between ranks. Those that are DTensors are left out: FSDP shards them."""
+    plain = [p for p in parameters if not is_dtensor(p)]
+    if plain and group.world > 1:
+        digest = "".join([values_digest([], [p.detach()]) for p in plain])
+        _compare_digests(
+            digest,
+            group,
+            plain[0].device,
+            "parameters differ between ranks {ranks}: all ranks of a sequence need the same ones. Use the same seed when the "
+            "model is made, or broadcast them",
+        )
+
+
+def compare_layouts(layout: Layout, group: ProcessGroupTransport, device: torch.device) -> None:
+    """Raise if ranks unshard with different layouts."""
+    if group.world > 1:
+        message = "the ranks {ranks} call unshard with different layouts: use the same cp on all ranks"
+        _compare_digests(layout.digest, group, device, message)
+
+
+def check_layout(x: Tensor, layout: Layout) -> None:
+    """Raise if x comes from ``cp.shard`` of a ContextParallel with another layout."""
+    if getattr(x, LAYOUT, layout.digest) != layout.digest:
+        raise InputError(
+            "this tensor was sharded by a ContextParallel with another layout, so unshard would give its tokens in a wrong "
+            f"order (this one has {layout.name}): unshard with the cp that has sharded it, or make both with the same layout="
+        )
+
+
+def _compare_digests(text: str, group: ProcessGroupTransport, device: torch.device, message: str) -> None:
+    number = hash_to_int(text)
+    numbers = [n for (n,) in group.all_gather_ints([number], device, label="RINGSPAN_DEBUG=1")]
+    differ = [rank for rank, n in enumerate(numbers) if n != numbers[0]]
+    if differ:
+        raise PeerMismatch(f"rank {group.rank}: " + message.format(ranks=f"0 and {', '.join(map(str, differ))}"))
+
+
+def hash_to_int(text: str) -> int:
+    """Return 62 bits of a digest.
+
+    >>> hash_to_int("a") == hash_to_int("a") != hash_to_int("b")
+    True
+    """
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

@@ -1,0 +1,172 @@
+"""Find computations in a ``with cp:`` block that need the tokens of other ranks and that the block cannot intercept.
+
+Always: a block that ends without attention raises, if it was never used before or has seen a softmax over this rank's
+keys. In strict mode (``rs.strict()``, ``RINGSPAN_DEBUG=1``) the functions of the block are watched as well::
+
+    scores = q @ k.mT               softmax of (…, queries here, keys here): the result is marked
+    weights = scores.softmax(-1)    results of the same shape as a marked tensor are marked (dropout, to, mul)
+    out = weights @ v               a product of a marked tensor raises
+
+and a convolution, a norm over the sequence and a mean cross-entropy raise. Watching costs nothing when it is off: the
+functions have no treatment (:mod:`ringspan.frontends.treatments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ringspan.debugging.settings import settings
+from ringspan.errors import InputError, UnplannedAttention
+from ringspan.frontends.attention_block import AttentionMode
+from ringspan.frontends.rank_comparison import TokensOfRanks
+from ringspan.frontends.recompute import entered_blocks
+from ringspan.frontends.treatments import name_of, treatments
+from ringspan.planner import Plan
+from ringspan.transports import ProcessGroupTransport
+
+NO_ATTENTION = (
+    "no attention was intercepted in this block, so every rank has attended to its own keys only, if at all. The block sees "
+    "F.scaled_dot_product_attention, flex_attention, varlen_attn and nn.MultiheadAttention, called in its thread. It does not "
+    'see attention that is written as matmul and softmax (in transformers attn_implementation="eager": use "sdpa"), '
+    "functions of torch.jit, kernels of other packages, and other threads. If the block is meant to have no attention, give "
+    "ContextParallel expect_attention=False"
+)
+
+PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm"})
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+NORMS_OF_CHANNELS = frozenset({"batch_norm", "instance_norm", "group_norm"})
+# An attribute of tensors that come from a softmax over this rank's keys.
+MARK = "_ringspan_local_attention"
+
+_ESCAPE = "or wrap it in `with rs.local_attention():` if this layer is not part of the split sequence"
+
+
+class strict:  # noqa: N801 (used as `with strict():`)
+    """Watch the functions in ``with cp:`` blocks, and raise for those that silently use this rank's tokens only.
+
+    These are attention written as matmul, softmax and matmul, convolutions and norms over the sequence, and
+    ``F.cross_entropy`` with a mean, as in transformers' ``model(labels=...)``. Call it once at the start of a program, or
+    use it as a context manager. ``rs.strict(False)`` turns it off. ``RINGSPAN_DEBUG=1`` turns it on, too. It is for
+    development: it inspects every function call in a block. Compiled code is not watched.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._before = settings.strict
+        _set_strict(enabled)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _set_strict(self._before)
+
+
+def _set_strict(enabled: bool) -> None:
+    if settings.strict != enabled:
+        settings.strict = enabled
+        treatments.clear()
+
+
+class WatchedBlock(AttentionMode):
+    """A block that raises if it has no attention, and that watches its functions."""
+
+    plan: Plan
+    group: ProcessGroupTransport
+    tokens_of_ranks: TokensOfRanks
+    _expect_attention: bool
+    _was_used_before = False
+    _has_local_softmax = False
+
+    def __enter__(self) -> Self:
+        if not torch.compiler.is_dynamo_compiling() and self not in entered_blocks():
+            self._was_used_before, self._has_local_softmax = self._was_used_before or self.was_used, False
+            self.was_used = False
+            if settings.debug:
+                self.tokens_of_ranks.compare(self.group)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if torch.compiler.is_dynamo_compiling():
+            return
+        # Functions of torch.cond run in an entry of their own, inside the user's.
+        if raised[0] is not None or not self._expect_attention or self.was_used or self in entered_blocks():
+            return
+        if not self._was_used_before or self._has_local_softmax:  # later: an optimiser step, or a replay of a CUDA graph
+            raise UnplannedAttention(NO_ATTENTION)
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = name_of(func)
+        here = (self.plan.q_rows, self.plan.kv_rows)
+        is_local_softmax = name == "softmax" and isinstance(result, Tensor) and tuple(result.shape[-2:]) == here
+        if is_local_softmax:
+            self._has_local_softmax = True
+        if settings.strict:
+            _check_call(name, args, kwargs, self.plan.q_rows)
+            _follow_attention(name, args, kwargs, result, is_local_softmax)
+
+
+def _follow_attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_local_softmax: bool) -> None:
+    marked = [x for x in _tensors((args, kwargs)) if hasattr(x, MARK)]
+    if marked and name in PRODUCTS:
+        raise UnplannedAttention(
+            f"attention written as matmul and softmax: {name} of the softmax of a {tuple(marked[0].shape)} tensor would see "
+            'only the keys of this rank: call F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), '
+            f"{_ESCAPE}"
+        )
+    shapes = {x.shape for x in marked}
+    for x in _tensors(result):
+        if is_local_softmax or x.shape in shapes:
+            setattr(x, MARK, True)
+
+
+def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
+    """Raise for a convolution or norm over this rank's tokens, and for a mean over them."""
+    x = next(_tensors((args, kwargs)), None)
+    if x is None or tokens < 2:
+        return
+    if name == "cross_entropy":
+        _check_cross_entropy(*args, tokens=tokens, **kwargs)
+    elif name in CONVOLUTIONS:
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        sizes = zip(x.shape[2 - weight.ndim :], weight.shape[2:], strict=True)
+        if any(size == tokens and width > 1 for size, width in sizes):
+            raise InputError(
+                f"{name} over the {tokens} tokens of this rank: tokens at the edges of a shard need those of other ranks. Use "
+                f"cp.halo, or cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1), {_ESCAPE}"
+            )
+    elif name in NORMS_OF_CHANNELS and tokens in x.shape[2:]:
+        raise InputError(
+            f"{name} of a {tuple(x.shape)} tensor has the mean and variance of this rank's {tokens} tokens, not of the whole "
+            f"sequence. Use cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1), {_ESCAPE}"
+        )
+    elif name == "layer_norm" and tokens in (args[1] if len(args) > 1 else kwargs["normalized_shape"]):
+        raise InputError(
+            f"layer_norm over a dim of {tokens}, the number of this rank's tokens, normalizes over a part of the sequence. Use "
+            f"cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1), {_ESCAPE}"
+        )
+
+
+def _check_cross_entropy(input: Tensor, target: Tensor, *args: Any, tokens: int, reduction: str = "mean", **_: Any) -> None:
+    if reduction == "mean" and isinstance(target, Tensor) and target.numel() and target.numel() % tokens == 0:
+        raise InputError(
+            f"F.cross_entropy inside the block is the mean over this rank's {tokens} tokens, which is not the mean over all "
+            "ranks; and transformers' model(labels=...) shifts labels inside each shard. Shift with rs.shift_labels before "
+            'cp.shard, call the model without labels, and compute cp.mean(F.cross_entropy(..., reduction="none"), labels >= 0) '
+            "after the block"
+        )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for x in tree:
+            yield from _tensors(x)
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))

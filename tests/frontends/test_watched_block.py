@@ -1,0 +1,205 @@
+"""``rs.strict()`` and the comparisons of ``RINGSPAN_DEBUG=1``: each was a mistake that gave wrong results in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.debugging.settings import settings
+from ringspan.frontends.treatments import treatments
+from tests.conftest import Pools
+
+N = 12
+QKV = torch.randn(3, 1, 2, N, 8).unbind()
+
+
+@pytest.fixture
+def cp(world_of_one: None) -> rs.ContextParallel:
+    return rs.ContextParallel(None, rs.causal(N), expect_attention=False)
+
+
+@pytest.fixture(autouse=True)
+def _strict_is_off_afterwards() -> Iterator[None]:
+    before = settings.strict
+    yield
+    assert settings.strict == before
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As the eager attention of transformers."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+    scores = scores + torch.zeros(N, N)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, p=0.0, training=True)
+    return torch.matmul(weights, v)
+
+
+ATTENTION_BY_HAND: dict[str, Callable[..., Tensor]] = {
+    "eager": eager,
+    "operators": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "module": lambda q, k, v: torch.nn.Softmax(-1)(q @ k.mT) @ v,
+    "einsum": lambda q, k, v: torch.einsum("bhst,bhtd->bhsd", torch.einsum("bhsd,bhtd->bhst", q, k).softmax(-1), v),
+    "bmm": lambda q, k, v: torch.bmm(torch.softmax(torch.bmm(q[0], k[0].mT), 2), v[0]),
+    "masked": lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(N, N).triu(1).bool(), -1e9).softmax(-1).mul(1.0) @ v,
+}
+
+
+@pytest.mark.parametrize("attend", ATTENTION_BY_HAND.values(), ids=ATTENTION_BY_HAND)
+def test_attention_by_hand_is_found_beside_intercepted_calls(cp: rs.ContextParallel, attend: Callable[..., Tensor]) -> None:
+    with cp:  # without strict it is not noticed
+        F.scaled_dot_product_attention(*QKV)
+        attend(*QKV)
+    with rs.strict(), cp:
+        F.scaled_dot_product_attention(*QKV)
+        with pytest.raises(rs.UnplannedAttention, match="attention written as matmul and softmax"):
+            attend(*QKV)
+    with rs.strict(), cp, rs.local_attention():
+        attend(*QKV)
+
+
+X = torch.randn(2, 6, N)
+MIXING: dict[str, tuple[str, Callable[[], Any]]] = {
+    "conv1d": (r"conv1d over the 12 tokens.*cp\.halo", lambda: F.conv1d(X, torch.randn(6, 6, 3), padding=1)),
+    "Conv1d": (r"conv1d over the 12 tokens", lambda: torch.nn.Conv1d(6, 6, 4)(X)),
+    "BatchNorm1d": (r"batch_norm .* mean and variance of this rank's 12 tokens", lambda: torch.nn.BatchNorm1d(6)(X)),
+    "InstanceNorm1d": (r"instance_norm", lambda: torch.nn.InstanceNorm1d(6)(X)),
+    "GroupNorm": (r"group_norm", lambda: torch.nn.GroupNorm(2, 6)(X)),
+    "LayerNorm": (r"layer_norm over a dim of 12", lambda: torch.nn.LayerNorm(N)(X)),
+    "cross_entropy": (
+        r"model\(labels=\.\.\.\) shifts labels inside each shard",
+        lambda: F.cross_entropy(torch.randn(N, 7), torch.randint(7, (N,))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), MIXING.values(), ids=MIXING)
+def test_layers_that_mix_tokens_are_found(cp: rs.ContextParallel, message: str, call: Callable[[], Any]) -> None:
+    with cp:
+        call()
+    with rs.strict(), cp, pytest.raises(rs.InputError, match=message):
+        call()
+
+
+def test_what_treats_every_token_alone_is_allowed(cp: rs.ContextParallel) -> None:
+    x = torch.randn(2, N, 6)
+    with rs.strict(), cp:
+        torch.nn.LayerNorm(6)(x)
+        torch.nn.RMSNorm(6)(x)
+        F.conv1d(X, torch.randn(6, 6, 1))
+        F.cross_entropy(torch.randn(1, 7, N), torch.randint(7, (1, N)), reduction="none")
+        (x @ torch.randn(6, 5)).softmax(-1) @ torch.randn(5, 6)  # a router of a mixture of experts
+        F.scaled_dot_product_attention(*QKV)
+
+
+def test_strict_costs_nothing_when_it_is_off(cp: rs.ContextParallel) -> None:
+    with cp:
+        torch.relu(X)
+    assert treatments[torch.relu] is None
+    with rs.strict(), cp:
+        torch.relu(X)
+        assert treatments[torch.relu] == "watched"
+    with cp:
+        torch.relu(X)
+    assert treatments[torch.relu] is None
+
+
+def test_strict_can_be_turned_on_and_off(cp: rs.ContextParallel) -> None:
+    rs.strict()
+    try:
+        with cp, pytest.raises(rs.UnplannedAttention):
+            eager(*QKV)
+    finally:
+        rs.strict(False)
+    with cp:
+        eager(*QKV)
+
+
+def test_compiled_functions_run_in_strict_mode(cp: rs.ContextParallel) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x).relu(), backend="eager", fullgraph=True)
+    with cp:
+        expected = F.scaled_dot_product_attention(QKV[0], QKV[0], QKV[0]).relu()
+    with rs.strict(), cp:
+        assert torch.allclose(compiled(QKV[0]), expected)
+
+
+# -- several ranks -------------------------------------------------------------------------------------------------------
+
+
+def debugging(call: Callable[[], Any]) -> str:
+    settings.debug = True
+    try:
+        call()
+    except rs.RingspanError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        settings.debug = False
+    return "no error"
+
+
+def shard_and_attend(rank: int, seed: int) -> str:
+    torch.manual_seed(seed)
+    cp = rs.ContextParallel(None, rs.causal(N))
+    tokens = torch.randint(100, (1, N))
+
+    def step() -> None:
+        cp.shard(tokens, torch.randn(1, N) + rank, dim=1)  # floating-point numbers are not compared
+        with cp:
+            F.scaled_dot_product_attention(*cp.shard(*torch.ones(3, 1, 1, N, 4), dim=2))
+
+    return debugging(step)
+
+
+def shard_other_tokens(rank: int) -> str:
+    return shard_and_attend(rank, seed=rank)
+
+
+def shard_the_same_tokens(rank: int) -> str:
+    return shard_and_attend(rank, seed=3)
+
+
+def sum_gradients(rank: int, same: bool) -> str:
+    torch.manual_seed(0 if same else rank)
+    layer = torch.nn.Linear(3, 3)
+    layer(torch.ones(3)).sum().backward()
+    cp = rs.ContextParallel(None, rs.causal(N), expect_attention=False)
+    return debugging(lambda: cp.sum_gradients(layer.parameters()))
+
+
+def unshard_with_another_cp(rank: int, debug: bool) -> str:
+    cps = [rs.ContextParallel(None, rs.causal(N), layout=x, strategy="ring") for x in ("zigzag", "contiguous")]
+    mine = cps[0].shard(torch.arange(N), dim=0)
+    if debug:  # through a model, which makes new tensors; and another cp on each rank
+        return debugging(lambda: cps[rank].unshard(mine + 0, dim=0))
+    try:
+        cps[1].unshard(mine, dim=0)
+    except rs.InputError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_tokens_on_another_rank_are_found(pools: Pools) -> None:
+    for printed in pools(2).run(shard_other_tokens):
+        assert "PeerMismatch" in printed
+        assert "the tokens or labels that were sharded differ between ranks 0 and 1" in printed
+    assert pools(2).run(shard_the_same_tokens) == ["no error"] * 2
+
+
+def test_other_parameters_on_another_rank_are_found(pools: Pools) -> None:
+    for printed in pools(2).run(sum_gradients, False):
+        assert "PeerMismatch" in printed
+        assert "parameters differ between ranks 0 and 1" in printed
+    assert pools(2).run(sum_gradients, True) == ["no error"] * 2
+
+
+def test_unshard_with_another_layout_is_refused(pools: Pools) -> None:
+    for printed in pools(2).run(unshard_with_another_cp, False):
+        assert "sharded by a ContextParallel with another layout" in printed
+    for printed in pools(2).run(unshard_with_another_cp, True):
+        assert "call unshard with different layouts" in printed
