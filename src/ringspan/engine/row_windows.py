@@ -1,4 +1,5 @@
-"""Rows at fixed distances from each token, by the transfers of a plan: ``cp.roll`` and ``cp.halo``.
+"""Rows at fixed distances from each token, by the transfers of a plan: ``cp.roll``, ``cp.halo`` and, at distance 0 from
+another layout, ``cp.route``.
 
 The plan is one of the mask :func:`ringspan.masks.offsets.offsets` by ``exchange(stages=1)``: it delivers the rows of
 other ranks that its queries see. Where attention would compute scores, the rows are copied::
@@ -47,10 +48,11 @@ class Window(NamedTuple):
     fill: float = 0.0
 
 
-def window_plan(lengths: Any, layout: Layout, window: Window, rank: int) -> Plan:
-    """Return the plan that delivers the rows of the windows of a rank. ``lengths`` are those of the documents."""
+def window_plan(lengths: Any, layout: Layout, window: Window, rank: int, source: Layout | None = None) -> Plan:
+    """Return the plan that delivers the rows of the windows of a rank. ``lengths`` are those of the documents, and
+    ``source`` is the layout of the rows before, if it is another one."""
     mask = offsets(lengths, window.first, window.last)
-    return plan(mask, world=layout.world, rank=rank, strategy=STRATEGY, layout=layout)
+    return plan(mask, world=layout.world, rank=rank, strategy=STRATEGY, layout=layout, kv_layout=source)
 
 
 def windows_of_ranks(plans: Sequence[Plan], xs_SF: Sequence[Tensor], window: Window, run: Run, kind: str) -> list[Tensor]:
@@ -68,8 +70,9 @@ class SourceRows:
 def source_rows(plan: Plan, first: int, last: int) -> SourceRows:
     """Find the rows. Call it as ``plan.derived(source_rows, first, last)``, which caches the result."""
     own = plan.q_layout.positions(plan.rank)
+    before = plan.kv_layout.positions(plan.rank)
     received = [task.kv_tokens.expand(0) for step in plan.program.forward for task in step.tasks if task.kv_tokens is not None]
-    held = np.concatenate([own, *received])
+    held = np.concatenate([before, *received])
     order = np.argsort(held)
     wanted_SW = own[:, None] + np.arange(first, last + 1)
     table = plan.mask.table  # one band for each document

@@ -25,6 +25,7 @@ from ringspan.frontends.losses import Losses
 from ringspan.frontends.neighbours import Neighbours
 from ringspan.frontends.rank_comparison import LAYOUT, TokensOfRanks, check_layout, compare_layouts
 from ringspan.frontends.reporting import report_error, reports_errors
+from ringspan.frontends.routing import Routing
 from ringspan.frontends.validate import check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.frontends.watched_block import WatchedBlock
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ContextParallel(WatchedBlock, Neighbours, Losses):
+class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
     """A sequence split over the ranks of a group, and its attention mask.
 
     ::
