@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py            the whole page, some minutes
     python benchmarks/scaling.py --most 64  only up to 64 GPUs
+    python benchmarks/scaling.py --only documents   only the tables whose title has this word; the others stay
 
 If there are many ranks, a sample is planned and simulated: those with the most work, those that wait longest for keys,
 and others evenly spread. The others are assumed to have the timeline of the nearest sampled rank.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 import ringspan as rs
+from ringspan.bench.layouts import fewest_rows
 from ringspan.costs import Cost, named_hardware
 from ringspan.costs.hardware import Hardware
 from ringspan.planner import cost
@@ -42,6 +44,8 @@ class Study(NamedTuple):
 
 
 FEW = 32
+# The balance that `balanced(per_node=8)` keeps.
+EVEN_WORK = 1.02
 
 
 def documents(n: int) -> rs.Mask:
@@ -63,7 +67,7 @@ STUDIES = {
     ),
     "Weak scaling, packed documents": Study(
         "16,384 tokens a GPU, in documents of log-normal length, 8,192 tokens on average: the work of a GPU stays the same.",
-        "balanced",
+        "balanced(per_node=8)",
         512,
         lambda world: documents(TOKENS_PER_RANK * world),
     ),
@@ -75,18 +79,27 @@ MOVE_EVERYTHING = ("ring", "gather")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=max(WORLDS), help="the largest number of GPUs (default 4096)")
+    parser.add_argument("--only", default="", help="write only the tables whose title has this word")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
     machine = named_hardware(MACHINE)
+    head, _, rest = args.page.read_text().partition("<!-- tables -->")
+    old, _, conclusions = rest.partition("<!-- end of tables -->")
     tables = []
     for title, study in STUDIES.items():
+        if args.only not in title:
+            tables.append(_section(old, title))
+            continue
         print(title, file=sys.stderr)
         rows = [row for world in WORLDS if world <= args.most for row in _rows(study, world, machine)]
         tables.append(f"## {title}\n\n{study.text} Layout `{study.layout}`.\n\n{_table(rows)}\n")
-    head, _, tail = args.page.read_text().partition("<!-- tables -->")
-    conclusions = tail.partition("<!-- end of tables -->")[2]
     args.page.write_text(f"{head}<!-- tables -->\n\n" + "\n".join(tables) + f"\n<!-- end of tables -->{conclusions}")
     return 0
+
+
+def _section(tables: str, title: str) -> str:
+    """Return a section of the page as it stands."""
+    return f"## {title}\n" + tables.partition(f"## {title}\n")[2].partition("\n## ")[0].rstrip() + "\n"
 
 
 def _rows(study: Study, world: int, machine: Hardware) -> Iterator[list[str]]:
@@ -94,6 +107,7 @@ def _rows(study: Study, world: int, machine: Hardware) -> Iterator[list[str]]:
     found: list[tuple[float, list[str]]] = []
     mask = study.mask_for(world)
     ideal = _ideal_seconds(mask, world, machine)
+    bound = ideal / max(ideal, _wire_seconds(mask, world, machine))
     for strategy in _strategies(world, machine):
         print(f"  {world} GPUs, {strategy}", file=sys.stderr)
         most = world if world <= study.exact and strategy not in MOVE_EVERYTHING else FEW
@@ -108,6 +122,7 @@ def _rows(study: Study, world: int, machine: Hardware) -> Iterator[list[str]]:
                     f"{figures.seconds * 1e3:,.0f}",
                     f"{figures.exposed_s / figures.seconds:.0%}",
                     f"{ideal / figures.seconds:.0%}",
+                    f"{bound:.0%}",
                     f"{figures.peak_bytes / 2**30:,.1f}",
                 ],
             )
@@ -137,9 +152,28 @@ def _ideal_seconds(mask: rs.Mask, world: int, machine: Hardware) -> float:
     return mask.area / world * 2 * SHAPE.heads * (2 * d / machine.forward.full + 5 * d / machine.backward.full)
 
 
+def _wire_seconds(mask: rs.Mask, world: int, machine: Hardware) -> float:
+    """Return a lower bound of the time that keys travel between nodes, for any layout with equal tokens and work.
+
+    The last row of the longest document sees all its keys. The node that has this row can have only so many other rows
+    of the document: its tokens limit them, and so does its work, even if they are the rows with the least work. All
+    other keys come from other nodes, over all ports of the node, and so do they in the backward pass, whose gradients
+    return in float32. Nor can all nodes together receive less than ``fewest_rows`` over all ports.
+    """
+    nodes = -(-world // machine.per_node)
+    if nodes == 1:
+        return 0.0
+    longest = int(np.diff(mask.documents()).max())
+    work, tokens = EVEN_WORK * mask.area / nodes, mask.lengths[0] / nodes
+    missing = max(0.0, longest - min(tokens, (2 * work) ** 0.5))
+    row = SHAPE.kv_heads * 2 * SHAPE.head_dim * (SHAPE.item + SHAPE.accumulator_item)
+    everywhere = fewest_rows(np.diff(mask.documents()).tolist(), nodes, EVEN_WORK) / nodes
+    return max(missing, everywhere) * row / (machine.per_node * machine.between.bytes_per_s)
+
+
 def _table(rows: list[list[str]]) -> str:
-    head = ["GPUs", "strategy", "forward + backward, ms", "exposed", "of the ideal", "buffers, GiB"]
-    lines = [head, ["---:", "---", "---:", "---:", "---:", "---:"], *rows]
+    head = ["GPUs", "strategy", "forward + backward, ms", "exposed", "of the ideal", "wire allows", "buffers, GiB"]
+    lines = [head, ["---:", "---", "---:", "---:", "---:", "---:", "---:"], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -79,7 +79,7 @@ def run_batches(rank: int, code: list[str]) -> dict[str, float]:
 
 def test_the_examples_of_batches_md_run(pools: Pools) -> None:
     first, *others = pools(4).run(run_batches, blocks("batches.md"))
-    assert first.keys() == {"tree_loss", "roll_loss", "batch_loss"}
+    assert first.keys() == {"tree_loss", "rows_loss", "roll_loss", "batch_loss"}
     assert all(loss == pytest.approx(5.5, abs=1.5) for loss in first.values())  # an untrained model of 256 tokens: log(256)
     assert all(other == first for other in others)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -93,11 +94,72 @@ def test_the_longest_sequences(n: int) -> None:
         assert balance(mask, layout) <= 1.02
 
 
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+@given(masks(60, square=True, leaves=3), worlds, st.integers(1, 4))
+def test_nodes_share_tokens_and_work_too(drawn: Drawn, world: int, per_node: int) -> None:
+    layout = balanced(drawn.mask, world, per_node=per_node)
+    assert (layout.world, layout.length) == (world, drawn.mask.lengths[0])
+    assert spread(layout) <= 1
+    simple = [LAYOUTS[name](drawn.mask, world) for name in ("contiguous", "zigzag")]
+    largest = [int(areas(drawn.mask, layout).max()) for layout in simple if spread(layout) <= 1]
+    fair = drawn.mask.area // world
+    assert areas(drawn.mask, layout).max() <= max(fair + max(fair // 55, 1), min(largest))
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_few_keys_cross_nodes(kind: str) -> None:
+    """Each key is counted once for each node that needs it. With nodes it is never more than without."""
+    mask = rs.documents(draw_lengths(kind, documents=512, tokens=524_288, seed=0))
+    without, layout = balanced(mask, 64), balanced(mask, 64, per_node=8)
+    assert layout.name == "balanced(per_node=8)"
+    assert balance(mask, layout) <= 1.02
+    assert crossing(mask, layout) <= crossing(mask, without)
+
+
+def test_how_many_fewer_keys_cross_nodes() -> None:
+    share = np.random.default_rng(0).lognormal(size=1000)
+    cuts = np.round(np.cumsum(share) / share.sum() * 2**20).astype(int)
+    mask = rs.documents(np.diff(np.concatenate([[0], cuts])))
+    assert crossing(mask, balanced(mask, 64)) >= 4 * crossing(mask, balanced(mask, 64, per_node=8))
+
+
+def crossing(mask: rs.Mask, layout: Layout) -> int:
+    """The keys that nodes of 8 ranks receive from other nodes, once each."""
+    spans = [[span for of_rank in layout.spans[i : i + 8] for span in of_rank] for i in range(0, layout.world, 8)]
+    return moved(mask, Layout(spans))
+
+
+def test_nodes_are_those_of_the_machine() -> None:
+    mask = rs.documents(range(1, 90))
+    with_nodes = balanced(mask, 16, per_node=8)
+    assert rs.plan(mask, world=16, layout="balanced", strategy="exchange", hardware="h200x8").q_layout == with_nodes
+    assert rs.plan(mask, world=16, layout="balanced(per_node=8)", strategy="exchange").q_layout == with_nodes
+    assert rs.plan(mask, world=16, layout="balanced", strategy="exchange").q_layout == balanced(mask, 16)
+    assert balanced(mask, 8, per_node=8) == balanced(mask, 8)
+    with pytest.raises(LayoutError, match="does not fit what zigzag takes"):
+        rs.plan(mask, world=16, layout="zigzag(per_node=8)", strategy="exchange")
+
+
+@pytest.mark.alone
+def test_nodes_are_solved_in_half_a_second() -> None:
+    mask = rs.documents(draw_lengths("log-normal-1", documents=1000, tokens=1_048_576, seed=0))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        layout = balanced(mask, 128, per_node=8)
+        seconds.append(time.perf_counter() - start)
+    assert balance(mask, layout) <= 1.02
+    assert min(seconds) <= 0.5
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"block": 0}, "balanced: block must be an integer number of tokens, at least 1; got 0"),
     ({"block": 1.5}, "block must be .* got 1.5"),
     ({"slack": -1}, "slack must be an integer number of tokens, at least 0; got -1"),
     ({"slack": None}, "slack must be .* got None"),
+    ({"per_node": 0}, "per_node must be an integer number of .*, at least 1; got 0"),
 ]
 
 

@@ -110,3 +110,16 @@ def test_a_repeated_choice_is_looked_up() -> None:
 def test_sampled_costs_are_noted(world: int, is_said: bool) -> None:
     plan = rs.plan(rs.causal(2048), world=world, strategy="exchange(stages=1)")
     assert (f"sampled: 16 of {world} ranks were planned" in plan.explain()) is is_said
+
+
+def test_many_documents_over_nodes() -> None:
+    """Not slower by the model than any strategy on the layout that knows the nodes."""
+    share = np.random.default_rng(0).lognormal(size=1000)
+    cuts = np.round(np.cumsum(share) / share.sum() * 2**20).astype(int)
+    mask = rs.documents(np.diff(np.concatenate([[0], cuts])))
+    chosen = best_on(mask, world=64, hardware="h200x8", shape=SHAPE).best
+    with_nodes = best_on(mask, world=64, hardware="h200x8", shape=SHAPE, layout="balanced").best
+    assert with_nodes.layout.name == "balanced(per_node=8)"
+    assert chosen.cost is not None
+    assert with_nodes.cost is not None
+    assert chosen.cost.seconds <= with_nodes.cost.seconds

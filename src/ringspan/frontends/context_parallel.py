@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -17,6 +18,7 @@ from ringspan.engine import PlanHandle, attend
 from ringspan.errors import InputError
 from ringspan.frontends.attention import attend_tensors, registered_handle
 from ringspan.frontends.attention_block import under_autocast
+from ringspan.frontends.batch_rows import attend_rows, lay_end_to_end, rows_of, stack_rows, take_rows
 from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
@@ -110,6 +112,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             shape=shape,
             dkv_dtype=dkv_dtype,
         )
+        self._rows = rows_of(self.plan.mask)  # of a batch whose rows have masks of their own
         super().__init__(mask)
         self._strategy, self._requested_layout, self._requested_kv_layout = strategy, layout, kv_layout
         self._hardware, self._shape = hardware, shape
@@ -207,11 +210,14 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         them. Numbers, strings, flags and None in these are returned unchanged. Any other object raises, as it could
         hold tokens. One argument gives one result, several give a tuple.
         """
-        sharded = tuple(map_sequences(lambda x: self._take(x, dim, of), tree, self._layout(of).length) for tree in trees)
+        n = self._layout(of).length // (self._rows or 1)
+        sharded = tuple(map_sequences(lambda x: self._take(x, dim, of), tree, n) for tree in trees)
         return sharded[0] if len(sharded) == 1 else sharded
 
     def _take(self, x: Tensor, dim: int, of: Side) -> Tensor:
         layout = self._layout(of)
+        if self._rows is not None:
+            return take_rows(x, dim, layout, self.rank, self._rows)
         if not -x.ndim <= dim < x.ndim:
             raise InputError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
         if x.shape[dim] != layout.length:
@@ -242,6 +248,9 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             raise InputError(
                 f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}. Call it for each tensor"
             )
+        if self._rows is not None:
+            flat: Tensor = _Unshard.apply(lay_end_to_end(x, dim, self._rows), self.group, layout, 0, grad)
+            return stack_rows(flat, dim, self._rows)
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != layout.counts[self.rank]:
             raise InputError(
                 f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "
@@ -265,6 +274,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """Called for ``F.scaled_dot_product_attention`` inside the block; see :func:`ringspan.attention`."""
         self.mark_as_used()
+        if self._rows is not None:
+            return attend_rows(partial(attend_tensors, self._handle, scale=scale), q, k, v, self._rows).out
         if scale is None and not any_dtensor(q, k, v):  # the common case
             return attend(self._handle, q, k, v).out
         handle = self._handle

@@ -38,7 +38,8 @@ def shift_labels(
     document.
 
     Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the
-    lengths of the documents in order (None: the sequence is one document). They are not taken from a mask, since masks
+    lengths of the documents in order (None: the sequence is one document), or a list of them for each row of dim 0.
+    They are not taken from a mask, since masks
     have other boundaries, too (``chunked``).
 
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5, 6]]), documents=[2, 3, 1])
@@ -65,11 +66,26 @@ def shift_labels(
         raise InputError("tokens must have a sequence dim; got a single number")
     if not -tokens.ndim <= dim < tokens.ndim:
         raise InputError(f"dim={dim} is not a dim of tokens of shape {tuple(tokens.shape)}: give the sequence dim")
+    if isinstance(documents, list | tuple) and documents and all(isinstance(row, list | tuple) for row in documents):
+        if dim % tokens.ndim == 0:
+            raise InputError("documents of each row need a batch dim: dim 0 is the rows, dim the tokens")
+        pairs = zip(tokens, check_rows(documents, len(tokens)), strict=True)
+        inner = dim if dim < 0 else dim - 1
+        return torch.stack([shift_labels(row, documents=of, dim=inner, ignore_index=ignore_index) for row, of in pairs])
     n = tokens.shape[dim]
     ends = torch.from_numpy(np.cumsum(document_lengths(documents, n)))
     labels = tokens.roll(-1, dim)
     last = (ends[ends > 0] - 1).to(tokens.device)
     return labels.index_fill(dim, last, ignore_index)
+
+
+def check_rows(documents: Any, rows: int) -> Any:
+    """Return the documents of each row of a batch."""
+    if not isinstance(documents, list | tuple) or not all(isinstance(row, list | tuple) for row in documents):
+        raise InputError(f"the mask is for a batch of {rows} rows: give a list of lengths for each row, not {documents!r}")
+    if len(documents) != rows:
+        raise InputError(f"the batch has {rows} rows, but there are documents of {len(documents)}")
+    return documents
 
 
 def positions_in(documents: Any, n: int) -> Tensor:

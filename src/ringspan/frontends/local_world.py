@@ -13,6 +13,7 @@ from torch import Tensor
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine import Window, attend_ranks, config_for, shape_of, window_plan, windows_of_ranks
 from ringspan.errors import InputError
+from ringspan.frontends.batch_rows import attend_rows, rows_of
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
 from ringspan.frontends.labels import document_lengths
 from ringspan.frontends.neighbours import halo_window, roll_window, rows_first, windows_back
@@ -236,6 +237,13 @@ class LocalWorld:
     ) -> Partial:
         """Compute attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H,
         S)."""
+        rows = rows_of(plans[0].mask)
+        if rows is not None and rows > 1 and q.shape[2] != plans[0].mask.lengths[0]:  # not laid end to end yet
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+                return self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
+
+            return attend_rows(attend, q, k, v, rows)
         shape = shape_of(q, k, v)
         plans = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
         mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import InputError
-from ringspan.frontends.labels import positions_in
+from ringspan.frontends.batch_rows import row_positions, rows_of
+from ringspan.frontends.labels import check_rows, positions_in
 from ringspan.frontends.tries import Targets, tree_nodes
 from ringspan.frontends.validate import check_documents, check_tree
 from ringspan.layouts import Layout
@@ -30,21 +31,26 @@ class TokenData:
 
         They are positions in the whole sequence or, given a list of the lengths of all ``documents``, in the token's
         own document or, given a ``tree`` (``rs.fold(rows)``, or a pair of lengths and parents), on the path from the
-        token's root. The result is on the CPU unless ``device`` is given.
+        token's root. If the rows of the batch have masks of their own, the result is (B, tokens), positions are those
+        in the row, and ``documents`` is a list for each row. The result is on the CPU unless ``device`` is given.
         """
         layout = self._layout(of)
+        rows = rows_of(self.plan.mask)
         mine = torch.from_numpy(layout.positions(self.plan.rank))
         if documents is not None and tree is not None:
             raise InputError("positions() takes documents= or tree=, not both: a tree with several roots has several documents")
         if documents is not None:
-            in_documents = positions_in(documents, layout.length)
+            of_rows = [documents] if rows is None else check_rows(documents, rows)
+            in_documents = torch.cat([positions_in(row, layout.length // (rows or 1)) for row in of_rows])
             check_documents(self.plan.mask, in_documents)
             mine = in_documents[mine]
+        elif rows is not None:
+            mine = torch.from_numpy(row_positions(layout, self.plan.rank, rows))
         if tree is not None:
             nodes = tree_nodes(tree)
             check_tree(self.plan.mask, nodes, layout.length)
             mine = torch.from_numpy(nodes.positions())[mine]
-        return mine.to(device or "cpu")
+        return (mine if rows is None else mine.reshape(rows, -1)).to(device or "cpu")
 
     def targets(self, targets: Targets, *, of: Side = "q", device: torch.device | str | None = None) -> Targets:
         """Select the targets that this rank's tokens predict. ``token`` then counts this rank's tokens."""

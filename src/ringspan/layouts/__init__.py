@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import LayoutError, unknown_name
@@ -16,9 +17,9 @@ from ringspan.layouts.per_document import per_document
 from ringspan.layouts.round_robin import round_robin
 from ringspan.layouts.striped import striped
 from ringspan.layouts.zigzag import zigzag
-from ringspan.masks import Mask
+from ringspan.masks import BatchMask, Mask
 
-LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
+LAYOUTS: dict[str, Callable[..., Layout]] = {
     f.__name__: f for f in (contiguous, zigzag, striped, per_document, round_robin, balanced)
 }
 
@@ -31,6 +32,8 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
     The argument is a name, a :class:`Layout`, a list of spans for each rank, or a function of (mask, world).
     """
     world, n = check_world(world), mask.lengths[0]
+    if isinstance(mask, BatchMask) and not isinstance(given, str) and not (isinstance(given, Layout) and given.length == n):
+        return by_rows(given, mask, world), "layout of each row: as given"
     if isinstance(given, str):
         return named_layout(given, mask, world)
     if isinstance(given, Layout):
@@ -50,12 +53,74 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
 
 @cache_by_digest(256)
 def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
-    """Return the layout of that name, or the one that ``"auto"`` chooses, and a note."""
+    """Return the layout of that name, or the one that ``"auto"`` chooses, and a note.
+
+    The name may have integer options, as in ``"balanced(per_node=8)"``.
+    """
+    if isinstance(mask, BatchMask):
+        return by_rows(name, mask, world), f"layout {name} of each row: as given"
     if name == "auto":
         return auto(mask, world)
-    if name not in LAYOUTS:
-        raise LayoutError(f"{unknown_name('layout', name, [*LAYOUTS, 'auto'])}, or give a list of spans")
-    return LAYOUTS[name](mask, world), f"layout {name}: as given"
+    base, options = _options(name)
+    if base not in LAYOUTS:
+        raise LayoutError(f"{unknown_name('layout', base, [*LAYOUTS, 'auto'])}, or give a list of spans")
+    try:
+        return LAYOUTS[base](mask, world, **options), f"layout {name}: as given"
+    except TypeError as error:
+        raise LayoutError(f"layout {name!r} does not fit what {base} takes: {error}") from None
+
+
+def by_rows(given: LayoutLike | Sequence[Layout], mask: BatchMask, world: int) -> Layout:
+    """Return the layout of the rows of a batch, laid end to end, from one layout for all rows or from one for each.
+
+    A rank has as many tokens of each row as of any other, so that its shard has a batch dim. Ranks of a row's layout
+    are renumbered by their number of tokens where that is needed.
+    """
+    each = isinstance(given, list | tuple) and bool(given) and all(isinstance(one, Layout) for one in given)
+    of_rows: Sequence[Any] = given if each else [given] * len(mask.rows)  # type: ignore[assignment]
+    if len(of_rows) != len(mask.rows):
+        raise LayoutError(f"{len(of_rows)} layouts for a batch of {len(mask.rows)} rows: give one for all, or one for each")
+    layouts = [make_layout(one, row, world)[0] for one, row in zip(of_rows, mask.rows, strict=True)]
+    if len({layout.counts for layout in layouts}) > 1:
+        layouts = [_by_tokens(layout) for layout in layouts]
+    if len({layout.counts for layout in layouts}) > 1:
+        raise LayoutError(
+            f"a rank must have as many tokens of each row of a batch, but the layouts have {layouts[0].counts}, then "
+            f"{next(one.counts for one in layouts if one.counts != layouts[0].counts)} tokens"
+        )
+    n = mask.row_lengths[0]
+    spans = [
+        [(s.start + i * n, s.stop + i * n, s.step) for i, layout in enumerate(layouts) for s in layout.spans[rank]]
+        for rank in range(world)
+    ]
+    return Layout(spans, length=mask.lengths[0], name=layouts[0].name)
+
+
+def _by_tokens(layout: Layout) -> Layout:
+    """Renumber the ranks by their number of tokens, the largest first."""
+    order = sorted(range(layout.world), key=lambda rank: -layout.counts[rank])
+    return Layout([layout.spans[rank] for rank in order], length=layout.length, name=layout.name)
+
+
+def _options(text: str) -> tuple[str, dict[str, int]]:
+    """Return the name and the options of a layout.
+
+    >>> _options("balanced(per_node=8, block=64)")
+    ('balanced', {'per_node': 8, 'block': 64})
+    """
+    match = re.fullmatch(r"(\w+)\(((?:\s*\w+\s*=\s*\d+\s*,?)*)\)", text)
+    if match is None:
+        return text, {}
+    return match[1], {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)", match[2])}
+
+
+def for_nodes(given: LayoutLike, world: int, per_node: int) -> LayoutLike:
+    """Return the layout for nodes of ``per_node`` ranks, if the given one can be made for nodes.
+
+    >>> for_nodes("balanced", 16, 8), for_nodes("balanced", 8, 8), for_nodes("zigzag", 16, 8)
+    ('balanced(per_node=8)', 'balanced', 'zigzag')
+    """
+    return f"balanced(per_node={per_node})" if given == "balanced" and world > per_node else given
 
 
 __all__ = [
@@ -69,9 +134,11 @@ __all__ = [
     "auto",
     "balance",
     "balanced",
+    "by_rows",
     "check_world",
     "contiguous",
     "cut",
+    "for_nodes",
     "make_layout",
     "named_layout",
     "per_document",

@@ -1,6 +1,7 @@
 """Masks: which query sees which key, as sets of bands. Operations cost O(bands), independent of the length."""
 
 from ringspan.masks.band import Band
+from ringspan.masks.batch import BatchMask, per_row
 from ringspan.masks.block_mask import block_mask
 from ringspan.masks.causal import causal
 from ringspan.masks.chunked import chunked
@@ -17,6 +18,7 @@ from ringspan.masks.window import sliding_window, window
 __all__ = [
     "MAX_LENGTH",
     "Band",
+    "BatchMask",
     "Mask",
     "Predicate",
     "block_mask",
@@ -25,6 +27,7 @@ __all__ = [
     "documents",
     "full",
     "mask_mod",
+    "per_row",
     "prefix",
     "sliding_window",
     "tree",

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
+from ringspan.masks.batch import BatchMask, per_row
 from ringspan.masks.causal import Align, diagonal
 from ringspan.masks.mask import Mask, length
 from ringspan.masks.mask import lengths as as_lengths
@@ -38,6 +39,11 @@ def documents(
     . x x x
     >>> documents(ids=[7, 4, 4, 4]) == documents(cu_seqlens=[0, 1, 4]) == documents([1, 3])
     True
+
+    A list of lists gives the lengths for each row of a batch (:func:`ringspan.per_row`). All rows have as many tokens.
+
+    >>> documents([[700, 324], [1024], [512, 512]])
+    <Mask documents(3 rows of 1024 tokens): 3072 × 3072, area 1085462, 5 bands>
     """
     if sum(given is not None for given in (lengths, ids, cu_seqlens)) != 1:
         raise MaskError(
@@ -48,6 +54,8 @@ def documents(
         if kv_lengths is not None:
             raise MaskError("documents(ids=…) describes both queries and keys; give lengths and kv_lengths instead")
         return _by_ids(ids, causal)
+    if isinstance(lengths, list | tuple) and lengths and all(isinstance(row, list | tuple) for row in lengths):
+        return _by_rows(lengths, kv_lengths, causal, align)
     if cu_seqlens is not None:
         q_lengths = _differences(cu_seqlens)
     else:
@@ -67,6 +75,15 @@ def documents(
     hi = k0 - q0 + np.asarray(offsets, dtype=np.int64) if causal else far
     bands = tables.tighten(np.stack([q0, q1, k0, k1, -far, hi], axis=1))
     return _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
+
+
+def _by_rows(lengths: Any, kv_lengths: Any, causal: bool, align: Align | None) -> Mask:
+    of_keys = [None] * len(lengths) if kv_lengths is None else kv_lengths
+    if len(of_keys) != len(lengths):
+        raise MaskError(f"{len(lengths)} rows have lengths but {len(of_keys)} have kv_lengths: both need one list each")
+    rows = [documents(q, kv_lengths=k, causal=causal, align=align) for q, k in zip(lengths, of_keys, strict=True)]
+    batch = per_row(rows)
+    return BatchMask(batch.rows, name=batch.name.replace("per_row", "documents"))
 
 
 def _differences(cu_seqlens: Any) -> NDArray[np.int64]:

@@ -40,7 +40,8 @@ def best_on(
     if hear is not None:
         warnings.warn("best_on(hear=...) is now best_on(on_progress=...)", DeprecationWarning, stacklevel=2)
         on_progress = on_progress or hear
-    request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout)
+    machine = named_hardware(hardware)
+    request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout, machine=machine)
     shape = None if shape is None else check_shape(shape)
-    machine, dkv_dtype = named_hardware(hardware), check_dkv_dtype(dkv_dtype)
+    dkv_dtype = check_dkv_dtype(dkv_dtype)
     return auto.best(mask, world, request, machine=machine, shape=shape, dkv_dtype=dkv_dtype, on_progress=on_progress)

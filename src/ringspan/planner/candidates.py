@@ -7,7 +7,7 @@ import numpy as np
 from ringspan.costs.hardware import Hardware
 from ringspan.costs.plan_cost import rounded
 from ringspan.costs.workload import Workload
-from ringspan.layouts import Layout, areas, balance, named_layout
+from ringspan.layouts import Layout, areas, balance, for_nodes, named_layout
 from ringspan.layouts.auto import GOOD_ENOUGH
 from ringspan.masks import Mask
 from ringspan.plans.moving_side import KEYS
@@ -39,7 +39,8 @@ def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layo
     slow_windows = _has_slow_windows(mask, machine)
     found: list[Layout] = []
     kept: list[tuple[float, int]] = []
-    for name in ("contiguous", "zigzag", *_by_work(mask, world), *([FOR_SLOW_WINDOWS] if slow_windows else [])):
+    names = ("contiguous", "zigzag", *_by_work(mask, world, machine), *([FOR_SLOW_WINDOWS] if slow_windows else []))
+    for name in names:
         layout, _ = named_layout(name, mask, world)
         keys_at = kv_layout or layout
         # The layout for slow windows has no fewer pairs than others, but in bands that are computed faster.
@@ -62,7 +63,7 @@ def _seconds(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware,
     return rounded(workload.busiest(KEYS))
 
 
-def _by_work(mask: Mask, world: int) -> list[str]:
+def _by_work(mask: Mask, world: int, machine: Hardware) -> list[str]:
     """Return the layouts that balance the work, for masks that the simple ones do not balance.
 
     Zigzag may be balanced by chance and yet scatter documents, which ``balanced`` keeps together.
@@ -71,7 +72,8 @@ def _by_work(mask: Mask, world: int) -> list[str]:
     simple = ("contiguous", "zigzag") if documents <= 1 else ("contiguous",)
     if any(balance(mask, named_layout(name, mask, world)[0]) <= EVEN_ENOUGH for name in simple):
         return []
-    return ["balanced", *([FOR_FEW_DOCUMENTS] if 1 < documents <= DOCUMENTS_PER_RANK * world else [])]
+    balanced = str(for_nodes("balanced", world, machine.per_node))
+    return [balanced, *([FOR_FEW_DOCUMENTS] if 1 < documents <= DOCUMENTS_PER_RANK * world else [])]
 
 
 def _quick_layouts(mask: Mask, world: int) -> list[Layout]:

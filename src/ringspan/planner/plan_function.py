@@ -37,8 +37,9 @@ def plan(
 
     ``layout`` is the layout of the queries. The keys have the same one unless their number differs or ``kv_layout`` is
     given. ``"auto"`` chooses the fastest on ``hardware`` (a name such as ``"h200x8"``, or a :class:`Hardware`) for
-    tensors of a ``shape``. If these are not given they are assumed, and :meth:`Plan.explain` says so. Without a shape
-    no strategy is chosen that splits heads, because their number is not known.
+    tensors of a ``shape``, and ``"balanced"`` is made for the nodes of the ``hardware``. If these are not given they
+    are assumed, and :meth:`Plan.explain` says so; a named layout is then made without nodes. Without a shape no
+    strategy is chosen that splits heads, because their number is not known.
 
     ``dkv_dtype`` is the dtype in which gradients of keys and values are sent. ``"bfloat16"`` halves their bytes and
     rounds each message; docs/numerics.md has the errors.
@@ -49,11 +50,11 @@ def plan(
     """
     if not isinstance(mask, Mask):
         raise PlanError(f"the first argument must be a mask, as from ringspan.causal(n); got {type(mask).__name__}")
-    request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout)
+    machine = None if hardware is None else named_hardware(hardware)
+    request = check_request(mask, world, strategy=strategy, layout=layout, kv_layout=kv_layout, machine=machine)
     text, q_layout, k_layout, notes = request
     dkv_dtype = check_dkv_dtype(dkv_dtype)
     if text is None or q_layout is None:
-        machine = None if hardware is None else named_hardware(hardware)
         shape = None if shape is None else check_shape(shape)
         choice = auto.best(mask, world, request, machine=machine, shape=shape, dkv_dtype=dkv_dtype)
         text, q_layout = choice.best.strategy, choice.best.layout

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ringspan.layouts import Layout, LayoutLike, make_layout
+from ringspan.costs.hardware import Hardware
+from ringspan.layouts import Layout, LayoutLike, for_nodes, make_layout
 from ringspan.masks import Mask
 from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.registry import spec
@@ -20,9 +21,21 @@ class PlanRequest(NamedTuple):
 
 
 def check_request(
-    mask: Mask, world: int, *, strategy: str | Strategy, layout: LayoutLike, kv_layout: LayoutLike | None
+    mask: Mask,
+    world: int,
+    *,
+    strategy: str | Strategy,
+    layout: LayoutLike,
+    kv_layout: LayoutLike | None,
+    machine: Hardware | None = None,
 ) -> PlanRequest:
-    """Validate the arguments of a user. Returns a request, and a note for each argument that was given."""
+    """Validate the arguments of a user. Returns a request, and a note for each argument that was given.
+
+    A layout that can be made for nodes is made for those of the machine, if one was given.
+    """
+    if machine is not None:
+        layout = for_nodes(layout, world, machine.per_node)
+        kv_layout = None if kv_layout is None else for_nodes(kv_layout, world, machine.per_node)
     text, q_layout, k_layout = None, None, None
     notes = []
     is_named = isinstance(layout, str) and layout != "auto"

@@ -10,9 +10,9 @@ import numpy as np
 
 from ringspan.errors import LayoutError, MaskError, PlanError
 from ringspan.layouts import Layout
-from ringspan.masks import Band, Mask
+from ringspan.masks import Band, BatchMask, Mask
 from ringspan.masks import table as tables
-from ringspan.masks.table import MAX_LENGTH, Q0, Q1
+from ringspan.masks.table import K0, K1, MAX_LENGTH, Q0, Q1
 from ringspan.plans.data import DKV_DTYPES, PAYLOAD_KINDS, VERSION, Program, RankPlan, Slot, Step, Task, Transfer
 from ringspan.plans.slot_tokens import SlotTokens
 
@@ -41,6 +41,7 @@ def to_json(plan: RankPlan) -> str:
                 "q_len": plan.mask.q_len,
                 "k_len": plan.mask.k_len,
                 "bands": plan.mask.table.tolist(),
+                **({"rows": len(plan.mask.rows)} if isinstance(plan.mask, BatchMask) else {}),
             },
             "q_layout": {"name": plan.q_layout.name, "spans": plan.q_layout.spans},
             "kv_layout": {"name": plan.kv_layout.name, "spans": plan.kv_layout.spans},
@@ -148,7 +149,25 @@ def _mask(field: _Field) -> Mask:
     tight = tables.tighten(table)
     if len(twice) or not np.array_equal(tight, table) or tables.area(within).sum() != tables.area(table).sum():
         raise PlanError(f"{field.name}.bands: bands must be disjoint, tight and within {q_len} × {k_len}")
-    return Mask(table, q_len, k_len, name=field.get("name").text())
+    name = field.get("name").text()
+    if "rows" in field.value:
+        return _batch_mask(field, table, (q_len, k_len), name)
+    return Mask(table, q_len, k_len, name=name)
+
+
+def _batch_mask(field: _Field, table: tables.Table, lengths: tuple[int, int], name: str) -> Mask:
+    """Return the mask of a batch from the bands of its rows laid end to end."""
+    rows = field.get("rows").whole(1, MAX_LENGTH)
+    q_len, k_len = (n // rows for n in lengths)
+    row = table[:, Q0] // max(q_len, 1)
+    if (q_len * rows, k_len * rows) != lengths:
+        raise PlanError(f"{field.name}.rows: {lengths[0]} × {lengths[1]} are not the lengths of {rows} rows")
+    outside = (row != (table[:, Q1] - 1) // max(q_len, 1)) | (table[:, K0] < row * k_len) | (table[:, K1] > (row + 1) * k_len)
+    if outside.any():
+        raise PlanError(f"{field.name}.bands: a band is in several of the {rows} rows")
+    shift = np.stack([row * q_len, row * q_len, row * k_len, row * k_len, *[row * (k_len - q_len)] * 2], axis=1)
+    made = [Mask((table - shift)[row == i], q_len, k_len, name=f"row {i}") for i in range(rows)]
+    return BatchMask(made, name=name)
 
 
 def _layout(field: _Field, length: int) -> Layout:

@@ -14,12 +14,19 @@ by at most two per rank.
 
 The ring begins with the document that has the least work per token and ends with the one that has the most. An interval
 across the end takes the heavy part of a document that is too large for one rank, and light documents.
+
+With ``per_node``, the ring is first shared among nodes and then, within each node, among its ranks. A cut within a node
+separates keys that stay in the node, so few keys cross nodes::
+
+    2 nodes of 2 ranks      [------ node 0 ------)[------ node 1 ------)      the cheapest cuts are between nodes
+                            [-rank 0-)[-rank 1-)  [-rank 2-)[-rank 3-)
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,18 +44,23 @@ from ringspan.masks import Mask
 # The work of a rank may exceed the mean by 1/80, to have a choice of cuts that cost little.
 TOLERANCE = 80
 
+# Within a node, whose work may exceed the mean as well, the work of a rank may exceed the mean of all by 1/55.
+WITHIN_NODES = 55
+
 # Intervals are first tried at this many places per rank's share.
 PLACES = 8
 
 
-def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0) -> Layout:
+def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_node: int | None = None) -> Layout:
     """Give each rank the interval across whose ends the fewest keys are visible, alone or with the heaviest document
     that fits.
 
     Token counts differ by at most one. With ``slack`` they may be up to that many tokens above or below the share, if
-    this saves a cut. Documents are cut at multiples of ``block`` if the work allows it. Ranks that share documents get
+    this saves a cut. Documents are cut at multiples of ``block`` if the work allows it. With ``per_node``, tokens and
+    work are shared among nodes of so many ranks first, and then within each. Without it, ranks that share documents get
     neighbouring numbers, so that most of them share a node. Without slack the balance is never worse than that of
-    contiguous, nor than that of zigzag if zigzag shares the tokens as evenly.
+    contiguous, nor than that of zigzag if zigzag shares the tokens as evenly; with ``per_node`` this holds unless the
+    balance is at most 1.02.
 
     >>> from ringspan import documents
     >>> print(balanced(documents([6, 3, 3]), 2).ascii())
@@ -56,30 +68,61 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0) -> Lay
     rank 1: [4,10)
     """
     world = check_world(world)
-    n, block, slack = mask.lengths[0], _tokens("block", block, 1), _tokens("slack", slack, 0)
-    fewest, most = max(n // world - slack, 0), -(-n // world) + slack
+    n, block, slack = mask.lengths[0], _count("block", block, 1), _count("slack", slack, 0)
+    per_node = world if per_node is None else _count("per_node", per_node, 1, "ranks")
     fair = mask.area // world
-    most_work = fair + max(fair // TOLERANCE, 1)
-    step = max(1, n // world // PLACES)
-    resolution = Resolution(block=min(block, -(-step // 2)), step=step)
+    among_nodes = Limits(max(n // world - slack, 0), -(-n // world) + slack, fair, fair + max(fair // TOLERANCE, 1))
+    limits = among_nodes if per_node >= world else among_nodes._replace(most_work=fair + max(fair // WITHIN_NODES, 1))
+    resolution = _resolution(n // world, block)
     ring = _documents(mask, resolution.block)
-    held = []
-    for others in reversed(range(world)):
-        work = ring.work // (others + 1)
+    nodes = [min(per_node, world - first) for first in range(0, world, per_node)]
+    held: list[list[tuple[int, int]]] = []
+    for of_node, ranks in zip(_share_among(ring, nodes, among_nodes, _resolution(n // len(nodes), block)), nodes, strict=True):
+        within = PieceRing.of(ring.profile, *of_node)
+        held += sorted(_spans(*of_rank) for of_rank in _share_among(within, [1] * ranks, limits, resolution))
+    solved = Layout(held if len(nodes) > 1 else sorted(held), name=_name(per_node, world))
+    if len(nodes) > 1 and int(areas(mask, solved).max(initial=0)) <= limits.most_work:
+        return solved
+    best = solved if slack else _best(mask, solved)
+    has_documents = mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2
+    return renumber_ranks(mask, best) if has_documents and len(nodes) == 1 else best
+
+
+class Limits(NamedTuple):
+    """What each rank may have: tokens from ``fewest`` to ``most``, work around ``fair`` and at most ``most_work``."""
+
+    fewest: int
+    most: int
+    fair: int
+    most_work: int
+
+
+def _share_among(ring: PieceRing, parts: Sequence[int], limits: Limits, resolution: Resolution) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the starts and stops of the pieces of each part of the ring. A part is for so many ranks."""
+    left = sum(parts)
+    for ranks in parts:
+        left -= ranks
+        fair, most_work = ranks * limits.fair, ranks * limits.most_work
+        work = ring.work * ranks // (left + ranks)
         goal = Goal(
-            fewest=max(fewest, ring.tokens - others * most),
-            tokens=ring.tokens // (others + 1),
-            most=min(most, ring.tokens - others * fewest),
-            least_work=max(min(work, 2 * fair - most_work), ring.work - others * most_work),
+            fewest=max(ranks * limits.fewest, ring.tokens - left * limits.most),
+            tokens=ring.tokens * ranks // (left + ranks),
+            most=min(ranks * limits.most, ring.tokens - left * limits.fewest),
+            least_work=max(min(work, 2 * fair - most_work), ring.work - left * limits.most_work),
             work=work,
             most_work=most_work,
         )
         start, stop, ring = _share(ring, goal, resolution)
-        held.append(_spans(start, stop))
-    solved = Layout(sorted(held), name="balanced")
-    best = solved if slack else _best(mask, solved)
-    has_documents = mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2
-    return renumber_ranks(mask, best) if has_documents else best
+        yield start, stop
+
+
+def _resolution(share: int, block: int) -> Resolution:
+    step = max(1, share // PLACES)
+    return Resolution(block=min(block, -(-step // 2)), step=step)
+
+
+def _name(per_node: int, world: int) -> str:
+    return f"balanced(per_node={per_node})" if per_node < world else "balanced"
 
 
 def _documents(mask: Mask, block: int) -> PieceRing:
@@ -126,14 +169,14 @@ def _best(mask: Mask, solved: Layout) -> Layout:
     simple = (layout(mask, solved.world) for layout in (contiguous, zigzag))
     even = [layout for layout in simple if max(layout.counts) - min(layout.counts) <= 1]
     best = min([solved, *even], key=lambda layout: int(areas(mask, layout).max()))
-    return solved if best is solved else Layout(best.spans, name="balanced")
+    return solved if best is solved else Layout(best.spans, name=solved.name)
 
 
-def _tokens(what: str, value: Any, least: int) -> int:
+def _count(what: str, value: Any, least: int, of: str = "tokens") -> int:
     try:
         n = operator.index(value)
     except TypeError:
         n = least - 1
     if n < least:
-        raise LayoutError(f"balanced: {what} must be an integer number of tokens, at least {least}; got {value!r}")
+        raise LayoutError(f"balanced: {what} must be an integer number of {of}, at least {least}; got {value!r}")
     return n

@@ -1,0 +1,155 @@
+"""Batches whose rows have masks of their own: every row against dense float64 attention, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.layouts import LAYOUTS, Layout, by_rows, contiguous, zigzag
+from ringspan.masks import BatchMask
+from ringspan.testing.assertions import assert_close
+from tests.conftest import Pools
+from tests.hypothesis_strategies import trees
+
+STRATEGIES = ["ring", "gather", "exchange(stages=2)", "pass_q", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)"]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, batch: BatchMask) -> Tensor:
+    """Row by row. A query without keys has the result 0."""
+    outs = []
+    for i, row in enumerate(batch.rows):
+        seen = torch.from_numpy(row.dense())
+        scores = (q[i] @ k[i].mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+        weights = torch.where(seen.any(-1, keepdim=True), scores, 0.0).softmax(-1) * seen
+        outs.append(weights @ v[i])
+    return torch.stack(outs)
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(1, 20), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from(STRATEGIES))
+def test_every_strategy_and_layout(data: st.DataObject, n: int, rows: int, world: int, strategy: str) -> None:
+    masks = [data.draw(trees(n, n, leaves=2)).mask for _ in range(rows)]
+    batch = rs.per_row(masks)
+    layout: Any = data.draw(st.sampled_from([*LAYOUTS, "auto", "one each"]))
+    if layout == "one each":
+        layout = [data.draw(st.sampled_from([contiguous, zigzag]))(mask, world) for mask in masks]
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(rows, 2, n, 4, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3))
+    got = rs.LocalWorld(world).attention(q, k, v, mask=batch, strategy=strategy, layout=layout)
+    want = dense(q, k, v, batch)
+    assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weight = torch.randn(want.shape, dtype=torch.float64, generator=generator)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (got, want)), strict=True):
+        assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+LENGTHS = [[7, 3, 11], [21], [1, 20]]
+
+
+def on_processes(rank: int, layout: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    cp = rs.ContextParallel(None, rs.documents(LENGTHS), layout=layout)
+    tokens = torch.randint(9, (3, 21))
+    x = torch.randn(3, 21, 2, 4, dtype=torch.float64)
+    mine = cp.shard(x, dim=1).requires_grad_()
+    with cp:
+        heads = mine.transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+    cp.sum(out.square()).backward()
+    assert mine.grad is not None
+    near = cp.with_mask(rs.documents(LENGTHS) & rs.window(left=2))
+    with near:
+        windowed = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+    labels = cp.shard(rs.shift_labels(tokens, documents=LENGTHS), dim=1)
+    parts = {
+        "out": out.detach(),
+        "grad": mine.grad,
+        "windowed": windowed.detach(),
+        "labels": labels,
+        "positions": cp.positions(),
+        "in documents": cp.positions(documents=LENGTHS),
+    }
+    return {name: cp.unshard(part, dim=1) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_over_processes(pools: Pools, layout: str) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(9, (3, 21))
+    x = torch.randn(3, 21, 2, 4, dtype=torch.float64, requires_grad=True)
+    heads, batch = x.transpose(1, 2), rs.documents(LENGTHS)
+    near = batch & rs.window(left=2)
+    assert isinstance(batch, BatchMask)
+    assert isinstance(near, BatchMask)
+    out = dense(heads, heads, heads, batch).transpose(1, 2)
+    out.square().sum().backward()
+    assert x.grad is not None
+    want = {
+        "out": out,
+        "grad": x.grad,
+        "windowed": dense(heads, heads, heads, near).transpose(1, 2),
+        "labels": torch.stack([rs.shift_labels(t, documents=n) for t, n in zip(tokens, LENGTHS, strict=True)]),
+        "positions": torch.arange(21).expand(3, 21),
+        "in documents": torch.tensor([[i for n in row for i in range(n)] for row in LENGTHS]),
+    }
+    for got in pools(3).run(on_processes, layout):
+        for name, part in got.items():
+            assert_close(part, want[name], rtol=1e-12, atol=1e-12, what=name)
+
+
+def test_the_algebra_is_that_of_the_rows() -> None:
+    batch, other = rs.documents([[2, 3], [5]]), rs.documents([[4, 1], [1, 4]], causal=False)
+    for made, rows in (
+        (batch & rs.window(left=1), [a & rs.window(left=1) for a in batch.rows]),
+        (rs.window(left=1) & batch, [a & rs.window(left=1) for a in batch.rows]),
+        (batch | rs.window(0, 1), [a | rs.window(0, 1) for a in batch.rows]),
+        (rs.causal(5) - batch, [rs.causal(5) - a for a in batch.rows]),
+        (other - batch, [b - a for a, b in zip(batch.rows, other.rows, strict=True)]),
+        (~batch, [~a for a in batch.rows]),
+        (batch.transposed, [a.transposed for a in batch.rows]),
+    ):
+        assert isinstance(made, BatchMask)
+        assert made == rs.per_row(rows)
+    assert batch.digest != rs.documents([2, 3, 5]).digest
+    assert batch == rs.per_row([rs.documents([2, 3]), rs.causal(5)])
+
+
+def test_planning_costs_as_much_as_that_of_bands() -> None:
+    """4 rows of 32k tokens: as a mask_mod every pair would be evaluated."""
+    batch = rs.documents([[700, 32_068], [32_768], [16_384] * 2, [8_192] * 4])
+    assert len(batch) == 9
+    plan = rs.plan(batch, world=8, layout="zigzag", strategy="exchange")
+    assert plan.verify().q_rows == 4 * 32_768 // 8
+    again = rs.Plan.from_json(plan.to_json())
+    assert again.program == plan.program
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: attention(2, 5), r"a batch of 3 rows; q is \(2, 1, 5, 4\), not \(3, heads, tokens, dim\)"),
+        (lambda: by_rows([contiguous(rs.causal(5), 2)], rs.per_row([rs.causal(5)] * 3), 2), "1 layouts for a batch of 3 rows"),
+        (
+            lambda: by_rows([Layout([[(0, 5)], []]), Layout([[(0, 3)], [(3, 5)]])], rs.per_row([rs.causal(5)] * 2), 2),
+            r"a rank must have as many tokens of each row.*\(5, 0\), then \(3, 2\)",
+        ),
+        (lambda: rs.shift_labels(torch.zeros(2, 5), documents=[[5]]), "the batch has 2 rows, but there are documents of 1"),
+        (lambda: rs.shift_labels(torch.zeros(5), documents=[[5]]), "need a batch dim"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(rs.RingspanError, match=message):
+        call()
+
+
+def attention(batch: int, n: int) -> Tensor:
+    q = torch.zeros(batch, 1, n, 4)
+    return rs.LocalWorld(2).attention(q, q, q, mask=rs.documents([[5], [2, 3], [5]]))
