@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -119,27 +119,32 @@ def rows_of(found: list[Exit]) -> Rows:
     rows: Rows = []
     for name in programs():
         mine = [x for x in found if x.program == name]
+        if not mine:
+            continue
         row: dict[str, object] = {"case": name, "trials": len(mine), "of them new interpreters": sum(x.is_fresh for x in mine)}
         rows.append({**row, **{kind: sum(x.outcome == kind for x in mine) for kind in ("clean", "abort", "other")}})
     return rows
 
 
-def experiment(trials: int, fresh: int) -> Experiment:
+def experiment(trials: int, fresh: int, names: Sequence[str] = ()) -> Experiment:
+    """Run programs of these names, all if there are none."""
+    chosen = {name: text for name, text in programs().items() if not names or name in names}
     tasks: list[Task] = []
     for first in range(0, trials, CHUNK):
-        tasks += [partial(run_forked, name, text, min(CHUNK, trials - first)) for name, text in programs().items()]
+        tasks += [partial(run_forked, name, text, min(CHUNK, trials - first)) for name, text in chosen.items()]
     for _ in range(fresh):
-        tasks += [partial(run_fresh, name, text) for name, text in programs().items()]
-    return Experiment(name="exits", tasks=tasks, rows=rows_of, goal=(trials + fresh) * len(programs()))
+        tasks += [partial(run_fresh, name, text) for name, text in chosen.items()]
+    return Experiment(name="exits", tasks=tasks, rows=rows_of, goal=(trials + fresh) * len(chosen))
 
 
 def main() -> None:
     parser = parser_of(__doc__, 200)
     parser.add_argument("--fresh", type=int, default=5, help="new interpreters for each program (default %(default)s)")
     parser.add_argument("--load", type=int, default=2 * (os.cpu_count() or 1), help="busy processes (default 2 a core)")
+    parser.add_argument("--programs", nargs="+", default=[], metavar="NAME", help="only these: README, 'eight lines', …")
     args = parser.parse_args()
     with load(args.load):
-        main_of([experiment(args.trials, args.fresh)], args)
+        main_of([experiment(args.trials, args.fresh, args.programs)], args)
 
 
 if __name__ == "__main__":

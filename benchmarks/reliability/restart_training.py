@@ -19,9 +19,22 @@ import ringspan as rs
 STEPS, TOKENS, DIM = 8, 64, 16
 
 
+def init_process_group() -> None:
+    """Initialise the default group under torchrun, with keys of its own for each restart.
+
+    torchrun keeps its store when it restarts the processes. With the same keys, gloo may read the address of a process
+    of the attempt before, and connect to it.
+    """
+    host, port, rank, world = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    is_master = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(host, int(port), int(world), is_master)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt {attempt}", store), rank=int(rank), world_size=int(world))
+
+
 def main() -> None:
     folder, kill_at = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else -1
-    dist.init_process_group("gloo")
+    init_process_group()
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(DIM, 3 * DIM), torch.nn.Linear(DIM, 1)])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

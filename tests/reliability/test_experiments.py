@@ -34,7 +34,7 @@ def run(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
     [
         ("kills", ["--trials", "8"]),
         ("kills", ["--stop", "--trials", "1"]),
-        ("mismatches", ["--trials", "20", "--jobs", "1"]),
+        ("mismatches", ["--trials", "15", "--jobs", "1"]),
     ],
     ids=["kills", "stops", "mismatches"],
 )
@@ -50,7 +50,7 @@ def test_mutated_files_raise_errors_of_ringspan(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    for row in run(tmp_path, "leaks", "--trials", "500", "--cycles", "30"):
+    for row in run(tmp_path, "leaks", "--trials", "300", "--cycles", "30"):
         assert float(row["growth"]) < 20.0, row
 
 
@@ -60,15 +60,12 @@ def test_calls_over_changing_masks_are_right(tmp_path: Path) -> None:
 
 
 def test_programs_exit_cleanly(tmp_path: Path) -> None:
-    for row in run(tmp_path, "exits", "--trials", "1", "--fresh", "0", "--load", "0"):
+    """The examples exit cleanly in tests/test_examples.py."""
+    programs = ("README", "eight lines", "eight lines, no destroy")
+    for row in run(tmp_path, "exits", "--trials", "2", "--fresh", "0", "--load", "4", "--programs", *programs):
         assert row["clean"] == row["trials"], row
 
 
 def test_a_restarted_training_ends_with_the_same_loss(tmp_path: Path) -> None:
-    """PyTorch's own rendezvous may fail after a restart: gloo then connects to the process that was killed."""
-    for _ in range(3):
-        rows = run(tmp_path, "restart", "--trials", "1")
-        assert [row["kills"] for row in rows] == [0, 1]
-        if all(row["ends with the same loss"] == "yes" for row in rows):
-            return
-    raise AssertionError(rows)
+    rows = run(tmp_path, "restart", "--trials", "1")
+    assert [(row["kills"], row["ends with the same loss"]) for row in rows] == [(0, "yes"), (1, "yes")]
