@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringspan.bench.packing import LENGTHS, SHAPE, WAYS, draw_batch, packing_rows
+from ringspan.bench.packing import LENGTHS, SHAPE, WAYS, draw_lengths, packing_rows
 from ringspan.bench.rows import ignore_progress
 from ringspan.costs.hardware import hardware
 from ringspan.costs.layer import layer_cost
@@ -16,7 +16,7 @@ LAYER = layer_cost(hardware("h200x8"), SHAPE)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_document_is_computed_once_within_the_room_of_its_ranks(way: str, name: str) -> None:
     world, room = 32, 512
-    lengths = draw_batch(name, tokens=world * room * 3, longest=16 * room, seed=1)
+    lengths = draw_lengths(name, tokens=world * room * 3, longest=16 * room, seed=1)
     assert sum(lengths) == world * room * 3
     schedule = WAYS[way](lengths, world, room, "h200x8", LAYER)
     assert sorted(n for groups in schedule for group in groups for n in group.lengths) == sorted(lengths)

@@ -69,7 +69,7 @@ def packing_rows(
     for name in lengths:
         for ranks in world:
             total = int(ranks * tokens_per_rank * rounds * FILLED)
-            drawn = draw_batch(name, tokens=total, longest=min(longest, FIXED_SIZE * tokens_per_rank), seed=seed)
+            drawn = draw_lengths(name, tokens=total, longest=min(longest, FIXED_SIZE * tokens_per_rank), seed=seed)
             for way in WAYS:
                 on_progress(done, todo, f"{name}, {ranks} ranks, {way}")
                 yield _row(name, drawn, ranks, tokens_per_rank, machine, way)
@@ -123,7 +123,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator], float]] = {
 }
 
 
-def draw_batch(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:
+def draw_lengths(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:
     """Draw documents until they have this many tokens; the last one is cut."""
     rng = np.random.default_rng(seed)
     drawn: list[int] = []
