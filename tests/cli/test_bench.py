@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -11,7 +13,10 @@ import pytest
 
 import ringspan as rs
 from ringspan.bench import layouts as bench_layouts
+from ringspan.bench.cost import summary as cost_summary
 from ringspan.bench.layouts import fewest_rows, ptrr
+from ringspan.cli.bench import cpu as bench_cpu
+from ringspan.cli.bench import rank as bench_rank
 from ringspan.cli.main import main
 from ringspan.costs import named_hardware
 from ringspan.layouts import Layout
@@ -44,15 +49,44 @@ SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
     ],
     ids=["cpu", "plan", "rank"],
 )
-def test_json_lines_and_a_table(arguments: list[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_or_lines_of_json(arguments: list[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    records = [json.loads(line) for line in lines if line.startswith("{")]
+    assert not any(line.startswith("{") for line in lines)
+    (rule,) = [n for n, line in enumerate(lines) if line.startswith("---")]
+    assert len([line for line in lines[rule + 1 :] if line]) >= cases
+    assert main(["bench", *arguments, "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(records) == cases
     assert all({"ringspan", "torch", "plan", "strategy"} <= set(record) for record in records)
-    assert any(line.startswith("---") for line in lines)
-    assert main(["bench", *arguments, "--json"]) == 0
-    assert all(json.loads(line) for line in capsys.readouterr().out.splitlines())
+    for record in records:
+        if record["bench"] == "cpu":  # the figures of a row agree, up to rounding
+            assert record["speedup"] == pytest.approx(record["one_s"] / record["many_s"], rel=0.2, abs=0.01)
+
+
+def test_what_was_measured_is_shown_if_a_later_measurement_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(args: object, on_progress: object) -> Iterator[dict[str, object]]:
+        yield {"strategy": "ring", "one_s": 1.0}
+        raise rs.KernelError("no more memory")
+
+    monkeypatch.setattr(bench_cpu, "measure", measure)
+    assert main(["bench", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "ring" in printed.out
+    assert "no more memory" in printed.err
+
+
+def test_bench_rank_has_small_defaults_on_a_cpu() -> None:
+    parser = argparse.ArgumentParser()
+    bench_rank.add_arguments(parser)
+    args = parser.parse_args(["--device", "cpu", "--heads", "2"])
+    bench_rank.fill_in(args)
+    assert (args.seq_len, args.world, args.heads, args.dtype) == ([4096], [4], 2, "float32")
+    args = parser.parse_args(["--device", "cuda"])
+    bench_rank.fill_in(args)
+    assert (args.seq_len, args.world, args.heads, args.dtype) == ([65536], [8], 32, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -94,8 +128,8 @@ def test_rank_reports_the_chosen_kernel(capsys: pytest.CaptureFixture[str]) -> N
 def test_calibrate_writes_a_hardware_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.json"
     small = ["--tokens", "64", "192", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
-    assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *small]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *small, "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(records) == 13
     machine = named_hardware(str(file))
     assert machine.per_node == 2
@@ -110,9 +144,9 @@ def test_calibrate_writes_a_hardware_file(tmp_path: Path, capsys: pytest.Capture
 
 def test_cost(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--seq-len", "96", "--heads", "2", "4", "--head-dim", "8", "--rounds", "1", "--strategies", "ring", "pass_q"]
-    assert main(["bench", "cost", *small]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    records = [json.loads(line) for line in lines if line.startswith("{")]
+    assert main(["bench", "cost", *small, "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = cost_summary(records).splitlines()
     assert len(records) == 4 * 2 * 2
     assert all(r["ratio"] == pytest.approx(r["predicted_ms"] / r["measured_ms"], rel=0.05) for r in records)
     chosen = [r for r in records if "choice_busy" in r]
@@ -128,13 +162,14 @@ def test_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench_layouts, "MAX_TILES", 1500)
     assert main(["bench", "layouts", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    records = [json.loads(line) for line in lines if line.startswith("{")]
+    assert main(["bench", "layouts", *arguments, "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(records) == 2 * 2 * 6
     for record in records:
         assert record["balance"] >= 1
         assert record["pieces"] >= record["documents"]
     assert {record["rows"] is None for record in records if record["layout"] == "per_document"} == {False, True}
-    assert len(lines) == 2 * len(records) + 3
+    assert len(lines) == len(records) + 2  # a header, a line of dashes
 
 
 @pytest.mark.parametrize("lengths", [[8], [7, 1], [5, 3], [2, 4, 2]], ids=str)

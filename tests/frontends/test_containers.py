@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ringspan as rs
 from ringspan.errors import InputError
 from ringspan.frontends.containers import map_sequences
 
@@ -127,3 +128,20 @@ def test_batch_encoding_of_transformers() -> None:
     found = halves(transformers.BatchEncoding({"input_ids": X, "attention_mask": X}))
     assert isinstance(found, transformers.BatchEncoding)
     assert torch.equal(found["input_ids"], HALF)
+
+
+@pytest.mark.parametrize(
+    ("batch", "place"),
+    [
+        ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 7)}, r"^\['labels'\]: dim 1 of a tensor of shape \(1, 7\)"),
+        ([torch.zeros(1, 8), (torch.zeros(1, 7),)], r"^\[1\]\[0\]: dim 1"),
+        ({"extra": object()}, r"^\['extra'\]: object is not a tensor"),
+        (UserDict(a={"b": torch.zeros(1, 7)}), r"^\['a'\]\['b'\]: dim 1"),
+        (torch.zeros(1, 7), r"^dim 1 of a tensor"),
+    ],
+)
+@pytest.mark.usefixtures("world_of_one")
+def test_errors_name_the_place_in_the_container(batch: Any, place: str) -> None:
+    cp = rs.ContextParallel(None, rs.causal(8))
+    with pytest.raises(rs.InputError, match=place):
+        cp.shard(batch, dim=1)

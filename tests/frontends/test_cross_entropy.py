@@ -120,3 +120,19 @@ def test_second_derivatives_raise() -> None:
     loss = summed_cross_entropy(hidden, weight, targets, -100, 8)
     with pytest.raises(rs.InputError, match="no second derivatives"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "targets", "said"),
+    [
+        (torch.nn.Linear(4, 5), torch.zeros(8, dtype=torch.long), r"not a module: give layer\.weight"),
+        (torch.randn(5, 4), torch.full((8,), 7), r"a target is not in 0 … 4, the rows of weight, and not ignore_index=-100"),
+        (torch.randn(5, 4), torch.full((8,), -1), r"a target is not in 0 … 4"),
+        (torch.randn(5, 4), torch.zeros(8), r"targets must be integers"),
+    ],
+)
+@pytest.mark.usefixtures("world_of_one")
+def test_invalid_arguments_are_named(weight: Any, targets: torch.Tensor, said: str) -> None:
+    cp = rs.ContextParallel(None, rs.causal(8))
+    with pytest.raises(rs.InputError, match=said):
+        cp.cross_entropy(torch.randn(8, 4), weight, targets)

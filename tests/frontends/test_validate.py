@@ -56,3 +56,29 @@ def test_documents_across_which_the_mask_sees_are_refused(mask: rs.Mask, documen
         return
     with pytest.raises(rs.InputError, match=f"a document starts at token {start}, but the mask .* lets tokens see across"):
         check_documents(mask, positions)
+
+
+# -- tensors of other kinds ----------------------------------------------------------------------------------------------
+
+
+def nested(*sizes: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, 2, 4) for n in sizes], layout=torch.jagged).transpose(1, 2)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_nested_tensors_are_refused_by_name() -> None:
+    cp, x = rs.ContextParallel(None, rs.causal(8), expect_attention=False), nested(3, 5)
+    with pytest.raises(rs.InputError, match=r"q is a nested tensor: .*rs\.documents"):
+        cp.attention(x, x, x)
+    with pytest.raises(rs.InputError, match="nested tensor cannot be sharded"):
+        cp.shard(x, dim=2)
+    with cp, pytest.raises(rs.InputError, match="q is a nested tensor"):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_vmap_is_refused_by_name() -> None:
+    cp, x = rs.ContextParallel(None, rs.causal(8), expect_attention=False), torch.randn(3, 1, 2, 8, 4)
+    for attend in (lambda x: cp.attention(x, x, x), lambda x: rs.LocalWorld(2).attention(x, x, x, mask=rs.causal(8))):
+        with pytest.raises(rs.InputError, match=r"cannot run inside torch\.vmap"):
+            torch.vmap(attend)(x)

@@ -47,7 +47,9 @@ USES = {
     "torch.nn.Module()._modules": Use("module_tables", "tell whether two score_mods that are modules are the same"),
     "torch.utils._pytree.tree_flatten": Use("pytree", "compat: shard nested buffers"),
     "torch.utils._pytree.tree_unflatten": Use("pytree", "compat: shard nested buffers"),
-    "torch.utils._pytree.tree_map": Use("pytree", "cp.shard of nested containers"),
+    "torch.utils._pytree.tree_map": Use("pytree", "compat: results of nested containers"),
+    "torch.utils._pytree.tree_map_with_path": Use("pytree", "cp.shard of nested containers"),
+    "torch.utils._pytree.keystr": Use("pytree", "the place of a tensor in a container, in errors of cp.shard"),
     "torch.utils._pytree.tree_map_only": Use("pytree", "differentiate a score_mod in the tensors that it captured"),
     "torch.utils._pytree.tree_leaves": Use("pytree", "find the tensors that a function captured"),
     # processes, streams, profilers

@@ -81,6 +81,7 @@ def rank_rows(options: RankOptions, *, on_progress: OnProgress = ignore_progress
     done, total = 0, len(options.masks) * len(options.seq_len) * per_mask
     for name, n in product(options.masks, options.seq_len):
         mask = MASKS[name](n, options.window)
+        on_progress(done, total, f"measuring {mask.name}, whole")
         step = _whole(mask, options)
         whole = step_seconds(step, rounds=options.rounds, on_gpu=options.on_gpu)
         profiled = {"whole_device_us": device_profile(step)} if options.profile else {}

@@ -43,11 +43,24 @@ def attend_ranks(
         tensors += rank
     # The tensors that the user's functions learn are inputs as well. Rows become the first dim inside the function and
     # the third again outside it: a view made outside may be changed in place.
-    flat = Attend.apply(plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned))
+    try:
+        flat = Attend.apply(plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned))
+    except RuntimeError as error:
+        refuse_transforms(error)
+        raise
     results = []
     for i in range(0, len(flat), 2):
         results.append(Partial(flat[i].movedim(0, 2), flat[i + 1].movedim(0, 2)))
     return results
+
+
+def refuse_transforms(error: Exception) -> None:
+    """Raise an error that names torch.vmap and the like, if one of them is the cause of this error."""
+    if "functorch transforms" in str(error):
+        raise InputError(
+            "attention over several ranks cannot run inside torch.vmap, torch.func.grad and other transforms of torch.func: "
+            "call it with a batch dim, and differentiate with backward() or torch.autograd.grad"
+        ) from error
 
 
 def positive_scale(scale: float) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import Attend, positive_scale
+from ringspan.engine.autograd import Attend, positive_scale, refuse_transforms
 from ringspan.engine.handles import PlanHandle
 from ringspan.engine.operator import attend_by_id
 from ringspan.kernels import Partial, ScoreMod
@@ -56,6 +56,7 @@ def attend(
             return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
     except Exception as error:  # out of memory, most likely, before or after the exchanges of the call
         handle.refuse("forward", error, scale)
+        refuse_transforms(error)
         raise
 
 

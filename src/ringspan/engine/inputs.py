@@ -18,6 +18,10 @@ DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEM_BY
 def shape_of(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor) -> Shape:
     """Return the shape of a call. Raise :class:`InputError` if q, k and v do not fit each other."""
     for name, x in (("q", q_BHSD), ("k", k_BGTD), ("v", v_BGTE)):
+        if x.is_nested:
+            raise InputError(
+                f"{name} is a nested tensor: make one sequence of its parts, x.values(), with rs.documents(lengths) as the mask"
+            )
         if len(x.shape) != 4:
             raise InputError(f"{name} must be (batch, heads, tokens, dim); got {tuple(x.shape)}")
         if x.dtype != q_BHSD.dtype or x.device != q_BHSD.device:

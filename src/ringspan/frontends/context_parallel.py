@@ -216,6 +216,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
 
     def _take(self, x: Tensor, dim: int, of: Side) -> Tensor:
         layout = self._layout(of)
+        if x.is_nested:
+            raise InputError("a nested tensor cannot be sharded: shard x.values(), with rs.documents(lengths) as the mask")
         if self._rows is not None:
             return take_rows(x, dim, layout, self.rank, self._rows)
         if not -x.ndim <= dim < x.ndim:

@@ -25,6 +25,10 @@ from ringspan.frontends.validate import check_tile_tokens
 
 
 def check_cross_entropy(hidden: Any, weight: Any, targets: Any, tokens: Any) -> None:
+    if isinstance(weight, torch.nn.Module):
+        raise InputError(
+            f"weight must be a tensor (V, D), not a module: give layer.weight (there is no bias); got {type(weight).__name__}"
+        )
     for name, x in (("hidden", hidden), ("weight", weight), ("targets", targets)):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} must be a tensor; got {type(x).__name__}")
@@ -35,6 +39,8 @@ def check_cross_entropy(hidden: Any, weight: Any, targets: Any, tokens: Any) -> 
             f"cross_entropy needs hidden (…, D), weight (V, D) and targets (…); got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(targets.shape)}"
         )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise InputError(f"targets must be integers, the index of a row of weight for each token; got {targets.dtype}")
     check_tile_tokens(tokens)
 
 
@@ -42,7 +48,13 @@ def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore
     """Return the sum of the losses of this rank's tokens, in at least float32."""
     if not torch.is_grad_enabled():  # ctx.needs_input_grad does not depend on it
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _SummedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), ignore_index, tokens)
+    try:
+        loss: Tensor = _SummedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), ignore_index, tokens)
+    except IndexError as error:  # raised by F.cross_entropy on a CPU; a GPU reports it later, as an assertion of a kernel
+        raise InputError(
+            f"a target is not in 0 … {len(weight) - 1}, the rows of weight, and not ignore_index={ignore_index} ({error}): "
+            "targets that were padded or shifted need ignore_index"
+        ) from None
     return loss
 
 

@@ -52,6 +52,33 @@ def test_json_is_what_the_cost_model_says(capsys: pytest.CaptureFixture[str]) ->
     assert sum(r["sent_bytes"] for r in found["ranks"]) == sum(r["received_bytes"] for r in found["ranks"])
 
 
+def test_all_has_figures_for_every_candidate_that_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--mask", "causal()", "--seq-len", "16K", "--world", "4", *TENSORS)
+    some, every = told(capsys, *words), told(capsys, *words, "--all")
+    assert [c["strategy"] for c in every["candidates"]] == [c["strategy"] for c in some["candidates"]]
+    assert any(c["seconds"] is None for c in some["candidates"])
+    assert all(c["seconds"] is not None for c in every["candidates"])
+    assert every["chosen"] == some["chosen"]
+    assert min(c["seconds"] for c in every["candidates"]) >= 0.98 * every["chosen"]["seconds"]
+
+
+def test_speed_is_that_of_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--mask", "causal()", "--seq-len", "1M", "--world", "8", "--layout", "zigzag", "--strategy", "ring")
+    chosen = found["chosen"]
+    assert found["mask"]["queries"] == 1_048_576
+    assert chosen["tokens_per_s"] == pytest.approx(1_048_576 / chosen["seconds"])
+    assert chosen["speedup"] == pytest.approx(chosen["one_rank_s"] / chosen["seconds"])
+    assert 7 < chosen["speedup"] < 9  # kernels are faster in the rectangles of several ranks than in one triangle
+    assert 0.5 < chosen["share_of_kernel_speed"] < 1
+    assert chosen["flops_per_s_of_rank"] < max(found["hardware"]["forward"].values())
+
+
+def test_a_number_of_tokens_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--mask", "causal()", "--seq-len", "many", "--world", "2"])
+    assert "'many' is not a number of tokens: write 131072, 128K or 1M" in capsys.readouterr().err
+
+
 CUTS = np.sort(np.random.default_rng(1).choice(np.arange(1, 2**18), 299, replace=False))
 ASKED: dict[str, tuple[rs.Mask, int, dict[str, str]]] = {
     "a sample of ranks is compared": (rs.documents(np.diff([0, *CUTS, 2**18]).tolist()), 64, {}),
@@ -97,6 +124,7 @@ def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: py
         (["--mask", "causal(8)", "--heads", "12"], "multiple of the key heads"),
         (["--mask", "causal(8)", "--head-dim", "0"], "--head-dim must be at least 1"),
         (["--mask", "causal(8)", "--html", "/nowhere/report.html"], "no directory /nowhere"),
+        (["--mask", "causal(8)", "--html", "."], "it is a directory"),
         (["--mask", "causal(8)", "--cost-ranks", "0"], "--cost-ranks must be at least 1"),
     ],
 )

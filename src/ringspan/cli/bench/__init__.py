@@ -1,4 +1,4 @@
-"""``ringspan bench``: measure this machine. Prints a line of JSON for each measurement, then a table."""
+"""``ringspan bench``: measure this machine. Prints a table, or with ``--json`` a line for each measurement."""
 
 from __future__ import annotations
 
@@ -50,20 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         benchmark.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print only the lines of JSON, not the table")
+        sub.add_argument("--json", action="store_true", help="print a line of JSON for each measurement instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
     benchmark: Benchmark = BENCHMARKS[args.benchmark]
     rows: list[Row] = []
-    with Progress() as bar:
-        for row in benchmark.measure(args, bar.on_progress):
-            versions = {"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine()}
-            bar.print(json.dumps({**versions, **row}))  # at once: the next one may take long, or fail
-            rows.append(row)
-    if not args.json:
-        print()
-        show(table(benchmark.COLUMNS, rows))
-        if hasattr(benchmark, "summary"):
-            show(benchmark.summary(rows))
+    try:
+        with Progress() as bar:
+            for row in benchmark.measure(args, bar.on_progress):
+                versions = {"ringspan": rs.__version__, "torch": torch.__version__, "machine": platform.machine()}
+                if args.json:
+                    bar.print(json.dumps({**versions, **row}))  # at once: the next one may take long, or fail
+                rows.append(row)
+    finally:  # of what was measured, also if a later measurement fails or is interrupted
+        if rows and not args.json:
+            show(table(benchmark.COLUMNS, rows))
+    if not args.json and hasattr(benchmark, "summary"):
+        show(benchmark.summary(rows))
     return 0

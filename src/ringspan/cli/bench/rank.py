@@ -51,14 +51,35 @@ one device is enough; received tensors hold uninitialised memory.
 """
 
 
+# Options that were not given. On a CPU the measurement ends within a minute.
+ON_A_GPU: dict[str, Any] = {
+    "seq_len": [65536],
+    "world": [8],
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "rounds": 5,
+}
+ON_A_CPU: dict[str, Any] = {
+    "seq_len": [4096],
+    "world": [4],
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "dtype": "float32",
+    "rounds": 3,
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     one = at_least(1)
     default = "default: %(default)s"
     add("--masks", nargs="+", default=["causal"], choices=[*MASKS], help="one or several, as below (default: causal)")
     add("--window", type=one, default=4096, metavar="N", help=f"keys before the query that --masks window shows ({default})")
-    add("--seq-len", type=one, nargs="+", default=[65536], metavar="N", help="tokens (default: 65536)")
-    add("--world", type=one, nargs="+", default=[8], metavar="N", help="ranks (default: 8)")
+    add("--seq-len", type=one, nargs="+", metavar="N", help=f"tokens ({_defaults('seq_len')})")
+    add("--world", type=one, nargs="+", metavar="N", help=f"ranks ({_defaults('world')})")
     add("--ranks", type=at_least(0), nargs="+", default=None, metavar="N", help="which ranks to time (default: all)")
     add(
         "--strategies",
@@ -76,16 +97,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[*torch_baseline.BACKENDS],
         help="also measure PyTorch's own context_parallel with these backends (causal masks on a GPU only)",
     )
-    add("--heads", type=one, default=32, metavar="N", help=f"query heads ({default})")
-    add("--kv-heads", type=one, default=8, metavar="N", help=f"key heads ({default})")
-    add("--head-dim", type=one, default=128, metavar="N", help=default)
-    add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"], help=default)
+    add("--heads", type=one, metavar="N", help=f"query heads ({_defaults('heads')})")
+    add("--kv-heads", type=one, metavar="N", help=f"key heads ({_defaults('kv_heads')})")
+    add("--head-dim", type=one, metavar="N", help=_defaults("head_dim"))
+    add("--dtype", choices=["float16", "bfloat16", "float32"], help=_defaults("dtype"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=default)
     add("--profile", action="store_true", help="add the time of every kernel on the device to the JSON (GPU only)")
-    add("--rounds", type=one, default=5, metavar="N", help=f"rounds; the median counts ({default})")
+    add("--rounds", type=one, metavar="N", help=f"rounds; the median counts ({_defaults('rounds')})")
+
+
+def _defaults(name: str) -> str:
+    gpu, cpu = (" ".join(map(str, x)) if isinstance(x, list) else x for x in (ON_A_GPU[name], ON_A_CPU[name]))
+    return f"default: {gpu}, on a CPU {cpu}"
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Set the options that were not given to the defaults of the device."""
+    for name, value in (ON_A_CPU if args.device == "cpu" else ON_A_GPU).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
+    fill_in(args)
     check(args)
     given = {name: value for name, value in vars(args).items() if name in {field.name for field in fields(RankOptions)}}
     frozen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

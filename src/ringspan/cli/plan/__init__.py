@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ringspan.cli.argument_types import tokens
 from ringspan.cli.console import show
 from ringspan.cli.mask_argument import mask_at
 from ringspan.cli.plan.facts import facts
@@ -22,7 +23,7 @@ from ringspan.plans.shape import ITEM_BYTES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """examples
-  ringspan plan --mask "causal()" --seq-len 1048576 --world 64
+  ringspan plan --mask "causal()" --seq-len 1M --world 64
   ringspan plan --mask "documents(file=lengths.txt) & window(4096)" --world 16 --hardware h100x8 --html report.html
   ringspan plan --mask "causal() & window(4096)" --seq-len 131072 --world 8 --layout contiguous --strategy exchange --rank 3
 
@@ -32,10 +33,12 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
         "--mask",
         required=True,
         metavar="TEXT",
-        help="as in Python: causal(), full(), window(LEFT), documents([700, 324]), documents(file=lengths.txt), "
-        "prefix(N, P), chunked(N, C), tree(LENGTHS, PARENTS), joined by & | - ~ and brackets",
+        help="as in Python: causal(), full(), window(LEFT), sliding_window(W), documents([700, 324]), "
+        "documents(file=lengths.txt), prefix(N, P), chunked(N, C), tree(LENGTHS, PARENTS), joined by & | - ~ and brackets",
     )
-    what.add_argument("--seq-len", type=int, metavar="N", help="tokens, for masks that have no length of their own")
+    what.add_argument(
+        "--seq-len", type=tokens, metavar="N", help="tokens, for masks that have no length of their own: 131072, 128K or 1M"
+    )
     what.add_argument("--heads", type=int, help="query heads (default 32)")
     what.add_argument("--kv-heads", type=int, help="key heads (default 8)")
     what.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
@@ -59,6 +62,7 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
     )
     show = parser.add_argument_group("output")
     show.add_argument("--rank", type=int, default=0, metavar="R", help="the rank whose steps to print (default 0)")
+    show.add_argument("--all", action="store_true", help="simulate every candidate, also those that cannot be the fastest")
     show.add_argument("--json", action="store_true", help="one JSON object instead of text")
     show.add_argument("--html", type=Path, metavar="FILE", help="also write a report to open in a browser; needs no network")
     show.add_argument("--png", type=Path, metavar="FILE", help="also draw the mask and the timeline (needs matplotlib)")
@@ -69,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rank < question.world:
         raise PlanError(f"--rank must be one of 0 … {question.world - 1}, not {args.rank}")
     for path in (args.html, args.png):
+        if path is not None and path.is_dir():
+            raise InputError(f"cannot write {path}: it is a directory. Give the name of a file in it")
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {path}: there is no directory {path.absolute().parent}. Make it first")
     if args.png is not None:
@@ -112,6 +118,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
         layout=args.layout,
         strategy=args.strategy,
         most_ranks=args.cost_ranks,
+        every_candidate=args.all,
     )
     return question, (*notes, *meant.notes)
 

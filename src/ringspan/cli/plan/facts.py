@@ -37,12 +37,32 @@ def facts(study: Study) -> dict[str, Any]:
             **_candidate(replace(study.best, cost=cost)),
             "digest": plan.digest,
             "balance": _balance(study),
+            **_throughput(study),
         },
         "exact": cost.is_exact,
         "costed_ranks": list(cost.ranks),
         "candidates": [_candidate(candidate) for candidate in study.choice.candidates],
         "ranks": _ranks(study),
         "notes": list(study.notes),
+    }
+
+
+# Floating-point operations of a pair and an element of the head dim: two products forward, five backward.
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+
+
+def _throughput(study: Study) -> dict[str, float]:
+    """Return tokens and FLOP/s of forward and backward, the share of the kernel's best speed, and the speed-up over one
+    rank."""
+    question, seconds, machine = study.question, study.cost.seconds, study.question.machine
+    work = question.mask.area * question.shape.batch * question.shape.heads * question.shape.head_dim
+    fastest = work * (FORWARD_FLOPS / machine.forward.best + BACKWARD_FLOPS / machine.backward.best) / question.world
+    return {
+        "tokens_per_s": question.shape.batch * question.mask.lengths[0] / seconds,
+        "flops_per_s_of_rank": work * (FORWARD_FLOPS + BACKWARD_FLOPS) / seconds / question.world,
+        "share_of_kernel_speed": fastest / seconds,
+        "one_rank_s": study.one_rank_s,
+        "speedup": study.one_rank_s / seconds,
     }
 
 

@@ -4,7 +4,7 @@ many."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ringspan as rs
 from ringspan.cli.progress import Progress
@@ -34,6 +34,7 @@ class Question:
     layout: str = "auto"
     strategy: str = "auto"
     most_ranks: int | None = None
+    every_candidate: bool = False
 
     def __post_init__(self) -> None:
         check_world(self.world)
@@ -57,6 +58,8 @@ class Study:
     plans: tuple[Plan, ...]
     cost: Cost
     notes: tuple[str, ...]
+    one_rank_s: float
+    """The seconds of the whole sequence on one rank, without communication."""
 
     @property
     def best(self) -> Candidate:
@@ -75,16 +78,44 @@ def study(question: Question) -> Study:
             layout=question.layout,
             on_progress=lambda share, what: bar.update(round(share * WHOLE), what),
         )
-        best, machine, shape = choice.best, question.machine, question.shape
-        workload = workload_of(question.mask, best.layout, best.kv_layout, machine, shape, question.costed)
-        plans: list[Plan] = []
-        for rank in workload.ranks:
-            bar.update(WHOLE + WHOLE * len(plans) // len(workload.ranks), f"{best.strategy} on {best.layout.name}: rank {rank}")
-            plan = plan_rank(workload.mask, workload.q_layout, workload.kv_layout, best.strategy, rank)
-            plans.append(plan.for_heads(shape.heads, shape.kv_heads))
-        simulated = cost(plans, machine, shape)
+        if question.every_candidate:
+            choice = replace(choice, candidates=tuple(_with_cost(candidate, question, bar) for candidate in choice.candidates))
+        plans = _plans(choice.best, question, bar)
+        simulated = cost(plans, question.machine, question.shape)
+        alone = best_on(question.mask, world=1, hardware=question.machine, shape=question.shape).best.cost
+        assert alone is not None  # a world of one rank has one candidate
         bar.update(2 * WHOLE, f"{len(choice.candidates)} candidates")
-    return Study(question=question, choice=choice, plans=tuple(plans), cost=simulated, notes=tuple(_left_out(question)))
+    return Study(
+        question=question,
+        choice=choice,
+        plans=tuple(plans),
+        cost=simulated,
+        notes=tuple(_left_out(question)),
+        one_rank_s=alone.seconds,
+    )
+
+
+def _plans(candidate: Candidate, question: Question, bar: Progress) -> list[Plan]:
+    """Return the plans of the simulated ranks of a candidate."""
+    machine, shape = question.machine, question.shape
+    workload = workload_of(question.mask, candidate.layout, candidate.kv_layout, machine, shape, question.costed)
+    plans: list[Plan] = []
+    for rank in workload.ranks:
+        done = WHOLE + WHOLE * len(plans) // len(workload.ranks)
+        bar.update(done, f"{candidate.strategy} on {candidate.layout.name}: rank {rank}")
+        plan = plan_rank(workload.mask, workload.q_layout, workload.kv_layout, candidate.strategy, rank)
+        plans.append(plan.for_heads(shape.heads, shape.kv_heads))
+    return plans
+
+
+def _with_cost(candidate: Candidate, question: Question, bar: Progress) -> Candidate:
+    """Return a candidate with its cost, also if it was rejected without one. One that cannot be planned stays as it is."""
+    if candidate.cost is not None:
+        return candidate
+    try:
+        return replace(candidate, cost=cost(_plans(candidate, question, bar), question.machine, question.shape))
+    except PlanError:
+        return candidate
 
 
 def _left_out(question: Question) -> Iterator[str]:

@@ -27,12 +27,16 @@ COLUMNS = {
 def summary(found: dict[str, Any]) -> str:
     """Return the choice and the figures behind it, above the table of candidates."""
     mask, chosen = found["mask"], found["chosen"]
+    tflops = chosen["flops_per_s_of_rank"] / 1e12
     lines = [
         f"{chosen['strategy']} on {chosen['layout']}: {seconds(chosen['seconds'])} for forward and backward",
         "",
         f"  mask      {mask['name']}: {mask['queries']:,} × {mask['keys']:,}, {mask['share']:.3g} of all pairs visible",
         f"  machine   {found['world']:,} ranks of {found['hardware']['name']}, {found['hardware']['per_node']} in a node "
         f"({found['hardware']['source']})",
+        f"  speed     {chosen['tokens_per_s']:,.0f} tokens/s through one layer's attention; {tflops:,.3g} TFLOP/s a rank, "
+        f"{chosen['share_of_kernel_speed']:.0%} of the kernel's best",
+        f"  speed-up  {chosen['speedup']:.3g} over one rank, which would take {seconds(chosen['one_rank_s'])}",
         f"  exposed   {seconds(chosen['exposed_s'])} at most on a rank: waiting for messages, copies, merging, contention",
         f"  memory    {size(chosen['peak_bytes'])} for buffers on the fullest rank, of {size(found['hardware']['memory'])}",
         f"  balance   {chosen['balance']:.3f} (pairs of the busiest rank ÷ mean, exact)",
