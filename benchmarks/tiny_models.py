@@ -65,7 +65,6 @@ SMALL: dict[str, Any] = {
 MASKED = ("full_attention", "sliding_attention")
 MIXED = ["conv", "full_attention"] * 2
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2}
-ASSISTANT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4}
 # What a model or a part of one needs besides, or instead. None for a part that is left out.
 SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
@@ -77,7 +76,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "gemma3n": {"vision_config": None, "audio_config": None},
     "gemma4": {"vision_config": None, "audio_config": None},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layer_types": ...},
     "lfm2": {"layer_types": MIXED},

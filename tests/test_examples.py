@@ -48,3 +48,27 @@ def test_grpo_step() -> None:
     apart = [abs(float(x)) for x in re.findall(r"([-\d.]+e[-+]\d\d) apart", printed)]
     assert len(apart) == 2
     assert max(apart) < 1e-12
+
+
+def losses_of(printed: str) -> dict[int, float]:
+    return {int(step): float(x) for step, x in re.findall(r"^step (\d): loss ([\d.]+)$", printed, flags=re.MULTILINE)}
+
+
+def test_train_long(tmp_path: Path) -> None:
+    """Two replicas of two ranks against one process; then a run that is interrupted and resumed, with a trace."""
+    program, common = EXAMPLES / "train_long.py", ["--cp", "2", "--tokens", "203"]
+    printed = torchrun(program, 4, *common, "--check")
+    apart = re.findall(r"^largest difference from one process: (.*)$", printed, flags=re.MULTILINE)
+    assert float(apart[0]) <= 1e-5
+    whole = losses_of(printed)
+    assert list(whole) == [0, 1, 2, 3]
+    assert whole[3] < whole[0]
+
+    saved = ["--save", str(tmp_path / "saved"), "--trace", str(tmp_path / "step")]
+    first = losses_of(torchrun(program, 4, *common, *saved, "--steps", "2"))
+    rest = losses_of(torchrun(program, 4, *common, *saved, "--steps", "4"))
+    assert (list(first), list(rest)) == ([0, 1], [2, 3])
+    for step, loss in {**first, **rest}.items():
+        assert abs(loss - whole[step]) <= 2e-6
+    for rank in range(4):
+        assert "ringspan" in (tmp_path / f"step.{rank}.json").read_text()

@@ -76,13 +76,19 @@ def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: A
     block = current_block()
     if block is None:
         return original(self, tokens, *args, **kwargs)
-    count = tokens.shape[-1] if isinstance(tokens, Tensor) else tokens[-1]
-    side = _side(block, count)
-    if isinstance(tokens, Tensor):  # (B, S), or (B, codebooks, S); some modules count the tokens that are no padding
-        tokens = block.unshard(tokens.detach(), dim=tokens.ndim - 1, of=side)
+    if kwargs.get("position_ids") is not None:  # counted by the model, from 0
+        counted: Tensor = kwargs["position_ids"]
+        mine = block.positions(_side(block, counted.shape[-1]), device=counted.device)
+        return original(self, tokens, *args, **{**kwargs, "position_ids": mine.expand(counted.shape)})
+    shape = list(tokens.shape if isinstance(tokens, Tensor) else tokens)
+    dim = 1 if isinstance(tokens, Tensor) and tokens.is_floating_point() else len(shape) - 1
+    side = _side(block, shape[dim])
+    if isinstance(tokens, Tensor) and not tokens.is_floating_point():  # some modules count the tokens that are no padding
+        tokens = block.unshard(tokens, dim=dim, of=side)
     else:
-        tokens = torch.Size((*tokens[:-1], (block.plan.q_layout if side == "q" else block.plan.kv_layout).length))
-    rows: Tensor = original(self, tokens, *args, **{key: x for key, x in kwargs.items() if key != "position_ids"})
+        shape[dim] = (block.plan.q_layout if side == "q" else block.plan.kv_layout).length
+        tokens = tokens.new_zeros(()).expand(shape) if isinstance(tokens, Tensor) else torch.Size(shape)
+    rows: Tensor = original(self, tokens, *args, **kwargs)
     return block.shard(rows, dim=rows.ndim - 2, of=side)
 
 

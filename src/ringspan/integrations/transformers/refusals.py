@@ -40,6 +40,7 @@ WRITES_OUT = {
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
     "doge": "it computes with its attention mask as a tensor",
+    "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
 }
 
 
