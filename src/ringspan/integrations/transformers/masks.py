@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import InputError, RingspanError, UnplannedAttention
@@ -28,7 +28,7 @@ from ringspan.integrations.transformers.packing import (
     packed_ids,
     positions_of_model,
 )
-from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, refuse_config
+from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, refuse_config
 from ringspan.masks import Mask, documents, full, window
 from ringspan.plans.data import Side
 
@@ -166,7 +166,9 @@ def ringspan_mask(
     outer = current_block()
     if outer is None:
         given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
-        return sdpa_mask(batch_size, q_length, kv_length, **given, config=config, **kwargs)
+        # layers that write attention out add the mask to their scores
+        make = eager_mask if getattr(config, "model_type", None) in WRITES_OUT else sdpa_mask
+        return make(batch_size, q_length, kv_length, **given, config=config, **kwargs)
     refuse_config(config)
     if int(q_offset) or int(kv_offset):
         raise UnplannedAttention(
