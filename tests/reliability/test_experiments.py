@@ -62,7 +62,7 @@ def test_calls_over_changing_masks_are_right(tmp_path: Path) -> None:
 def test_programs_exit_cleanly(tmp_path: Path) -> None:
     """The examples exit cleanly in tests/test_examples.py."""
     programs = ("README", "eight lines", "eight lines, no destroy")
-    for row in run(tmp_path, "exits", "--trials", "2", "--fresh", "0", "--load", "4", "--programs", *programs):
+    for row in run(tmp_path, "exits", "--trials", "1", "--fresh", "0", "--load", "2", "--programs", *programs):
         assert row["clean"] == row["trials"], row
 
 
