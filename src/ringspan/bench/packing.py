@@ -82,7 +82,9 @@ def _row(name: str, lengths: list[int], world: int, tokens_per_rank: int, machin
     start = time.perf_counter()
     schedule = WAYS[way](lengths, world, tokens_per_rank, machine, layer)
     seconds = time.perf_counter() - start
-    taken = sum(max(_group_seconds(group, machine, layer) for group in groups) for groups in schedule)
+    times = [[_group_times(group, machine, layer) for group in groups] for groups in schedule]
+    taken = sum(max(time.whole for time in of_round) for of_round in times)
+    computing = sum(max(time.computing for time in of_round) for of_round in times)
     ideal = layer.seconds(sum(lengths), sum(n * (n + 1) // 2 for n in lengths)) / world
     return {
         "bench": "pack",
@@ -95,23 +97,34 @@ def _row(name: str, lengths: list[int], world: int, tokens_per_rank: int, machin
         "rounds": len(schedule),
         "ideal_ms": round(ideal * 1e3, 2),
         "slowest_ms": round(taken * 1e3, 2),
+        "computing_over_ideal": round(computing / ideal, 3),
         "over_ideal": round(taken / ideal, 3),
         "make_s": round(seconds / max(1, len(schedule)), 3),
     }
 
 
-def _group_seconds(group: Group, machine: str, layer: LayerCost) -> float:
+class GroupTimes(NamedTuple):
+    """The predicted seconds of a group's slowest rank, and those of the rank that computes most."""
+
+    whole: float
+    computing: float
+
+
+def _group_times(group: Group, machine: str, layer: LayerCost) -> GroupTimes:
     if not group.lengths:
-        return 0.0
+        return GroupTimes(0.0, 0.0)
     if group.ranks == 1 and group.plan is None:
-        return layer.seconds(sum(group.lengths), sum(n * (n + 1) // 2 for n in group.lengths))
+        alone = layer.seconds(sum(group.lengths), sum(n * (n + 1) // 2 for n in group.lengths))
+        return GroupTimes(alone, alone)
     plan = group.plan
     if plan is None:
         mask = rs.documents(group.lengths)
         plan = rs.plan(mask, world=group.ranks, layout="per_document", hardware=machine, shape=SHAPE)
     workload = workload_of(plan.mask, plan.q_layout, plan.kv_layout, hardware(machine), SHAPE, SAMPLED_RANKS)
-    attention = cost(plans_at(workload, plan.strategy), hardware(machine), SHAPE).seconds
-    return attention + layer.seconds(max(plan.q_layout.counts), 0)
+    attention = cost(plans_at(workload, plan.strategy), hardware(machine), SHAPE)
+    products = layer.seconds(max(plan.q_layout.counts), 0)
+    computing = sum((line.computed - line.begin).sum(axis=1) for line in (attention.forward, attention.backward))
+    return GroupTimes(attention.seconds + products, float(np.max(computing)) + products)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ COLUMNS = {
     "way": "way of packing",
     "rounds": "rounds",
     "slowest_ms": "slowest, ms a layer",
+    "computing_over_ideal": "computing ÷ ideal",
     "over_ideal": "÷ ideal",
     "make_s": "planning, s a round",
 }
