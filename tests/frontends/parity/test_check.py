@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import ringspan as rs
@@ -111,6 +112,47 @@ def run_without_cp(rank: int) -> list[tuple[Any, str, str]]:
 def test_another_mask_than_that_of_the_model_is_named(pools: Pools) -> None:
     for of_rank in pools(2).run(run_without_cp):
         assert of_rank == [(None, "without cp", ""), ("other_mask", "without cp", "layers.0.attention.out")]
+
+
+def run_other_functions(rank: int) -> dict[str, Any]:
+    """``without_cp`` that computes something else than the step, and steps that cannot run in one process."""
+    torch.manual_seed(0)
+    model, cp = intact(), context("zigzag", rs.causal(N))
+
+    def cause(other: Any) -> Any:
+        return rs.check_parity(model, tokens(), cp, step=broken.one_document, without_cp=other).cause
+
+    def raised(**given: Any) -> str:
+        try:
+            rs.check_parity(model, tokens(), cp, **{"step": broken.one_document, **given})
+        except Exception as error:
+            return " ".join([str(error), *getattr(error, "__notes__", [])])
+        return ""
+
+    def by_rank(model: Any, batch: torch.Tensor, cp: rs.ContextParallel) -> torch.Tensor:
+        with cp:
+            return model(batch.chunk(2, dim=1)[dist.get_rank()], torch.arange(N // 2)).square().mean()
+
+    before = torch.random.get_rng_state()
+    return {
+        "loss": cause(lambda model, batch: 2 * without_cp(model, batch)),
+        "inputs": cause(lambda model, batch: without_cp(model, batch.flip(1))),
+        "no loss": raised(without_cp=lambda model, batch: model.embed(batch)),
+        "by rank": raised(step=by_rank),
+        "random state": torch.equal(before, torch.random.get_rng_state()),
+    }
+
+
+def test_other_losses_and_inputs_are_named_and_errors_say_what_to_do(pools: Pools) -> None:
+    for found in pools(2).run(run_other_functions):
+        assert found["loss"] == "other_loss"
+        assert found["inputs"] == "other_inputs"
+        assert (
+            "without_cp(model, batch) must return the loss, a tensor with one element; got a tensor of shape"
+            in found["no loss"]
+        )
+        assert "shard with cp.shard and ask cp.rank" in found["by rank"]
+        assert found["random state"]
 
 
 def run_details(rank: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ Cause = Literal[
     "mask",
     "refused",
     "other_mask",
+    "other_inputs",
+    "other_loss",
     "mixing",
     "attention",
     "labels",
@@ -51,6 +53,14 @@ CAUSES: dict[Cause, tuple[str, str]] = {
         "the mask of cp is not the one that the model has without ringspan",
         "give ContextParallel the mask of the model (causal or not, window, documents); layers that differ open their own "
         "block, cp.with_mask(...)",
+    ),
+    "other_inputs": (
+        "step and without_cp give the model different inputs: they differ before the first attention call",
+        "give both the same tokens, positions and embeddings",
+    ),
+    "other_loss": (
+        "step and without_cp compute different losses of the same outputs",
+        "compute the same loss in both: the same labels, and the mean over the same tokens",
     ),
     "mixing": (
         "a layer mixes tokens outside attention, so it needs tokens of other ranks (a convolution, a norm over the sequence)",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ Step = Callable[[Any, Any, ContextParallel], Tensor]
 
 # dtype -> the largest error, relative to the largest value of the tensor, that rounding may cause
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def check_parity(
@@ -78,8 +81,10 @@ def check_parity(
     With ``without_cp(model, batch)``, which computes the same loss without ringspan, the step in one process is
     compared with that first. So a mask that is not the model's own is found, too.
 
-    The copies compute in ``dtype`` (None: the dtypes of the model), without dropout. ``tolerance`` is relative to the
-    largest value of a tensor. A difference is returned, not raised, unless ``check=True``.
+    The copies compute in ``dtype`` (None: the dtypes of the model), and their dropout modules drop nothing. All runs
+    start with the same seed. A model that calls ``F.dropout`` itself must be in evaluation mode: ranks cannot drop what
+    one process drops. ``tolerance`` is relative to the largest value of a tensor. A difference is returned, not raised,
+    unless ``check=True``.
     """
     copies = [_copy(model, dtype) for _ in range(2)]
     batch = _cast(batch, dtype)
@@ -145,14 +150,17 @@ def _compare(job: _Job) -> Parity:
     except UnplannedAttention as error:
         return _not_intercepted(job, recorder.trace, error)
     except Exception as error:
-        error.add_note(f"raised in check_parity, in one process and in {job.dtype} (dtype=None keeps that of the model)")
+        error.add_note(
+            f"raised in check_parity, in one process and in {job.dtype} (dtype=None keeps that of the model). The cp of this "
+            "run has one rank, which owns all tokens: shard with cp.shard and ask cp.rank and cp.world, not torch.distributed"
+        )
         raise
     rows: list[ParityRow] = []
     if job.without_cp is not None:
-        row, other_mask = compare_without_cp(whole, _run_without_cp(job, job.without_cp), job.tolerance)
+        row, other_step = compare_without_cp(whole, _run_without_cp(job, job.without_cp), job.tolerance)
         rows.append(row)
-        if other_mask is not None:
-            return job.result(rows, other_mask)
+        if other_step is not None:
+            return job.result(rows, other_step)
     counts = (cp.plan.q_layout.counts[cp.rank], cp.plan.kv_layout.counts[cp.rank])
     recorder = Recorder(job.model, counts, widen=job.widen)
     try:
@@ -191,12 +199,9 @@ def _compare(job: _Job) -> Parity:
 
 def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | Probe) -> StepRun:
     model.zero_grad(set_to_none=True)
-    with recorder:
+    with _seeded(job.device), recorder:
         loss = job.step(model, job.batch, cp)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise InputError(
-                f"step(model, batch, cp) must return the loss, a tensor with one element; got {type(loss).__name__}"
-            )
+        _check_loss("step(model, batch, cp)", loss)
         if not recorder.has_calls:
             raise InputError("the step has called no module of the model that it was given: use its argument `model`")
         if loss.requires_grad and all(g is None for g in gradients_of(model).values()):
@@ -207,9 +212,24 @@ def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | 
 
 def _run_without_cp(job: _Job, without_cp: Callable[[Any, Any], Tensor]) -> StepRun:
     recorder = Recorder(job.whole_model, job.cp.mask.lengths, widen=job.widen)
-    with recorder, torch.no_grad():
+    with _seeded(job.device), recorder, torch.no_grad():
         loss = without_cp(job.whole_model, job.batch)
+        _check_loss("without_cp(model, batch)", loss)
     return StepRun(recorder.trace, loss.item(), {})
+
+
+def _check_loss(function: str, loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"{function} must return the loss, a tensor with one element; got {got}")
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """Let every run draw the same random numbers, and leave those of the program as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def _not_intercepted(job: _Job, trace: Trace, error: UnplannedAttention) -> Parity:
@@ -245,7 +265,7 @@ def _copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             f"({type(error).__name__}: {error}): give it the module before it is wrapped"
         ) from error
     for module in made.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
     return made if dtype is None else made.to(dtype)
 

@@ -123,7 +123,22 @@ def compare_without_cp(whole: StepRun, plain: StepRun, tolerance: float) -> tupl
     if not wrong:
         return row, None
     name, label, error = wrong[0]
-    return replace(row, name=name, tensor=label, error=error), Diagnosis("other_mask", f"first seen in {name}, {label}")
+    cause: Cause = "other_mask"
+    if name == "loss":
+        cause = "other_loss"
+    elif _is_before_attention(whole, name, label):
+        cause = "other_inputs"
+    return replace(row, name=name, tensor=label, error=error), Diagnosis(cause, f"first seen in {name}, {label}")
+
+
+def _is_before_attention(run: StepRun, name: str, label: str) -> bool:
+    """Return whether a tensor of a module was recorded before the first attention call."""
+    for key, recorded in run.trace.tensors:
+        if key.kind != "module":
+            return False
+        if (str(key), recorded) == (name, label):
+            return True
+    return False
 
 
 # -- causes ------------------------------------------------------------------------------------------------------------
