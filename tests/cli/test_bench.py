@@ -81,9 +81,9 @@ def test_what_was_measured_is_shown_if_a_later_measurement_fails(
 def test_bench_rank_has_small_defaults_on_a_cpu() -> None:
     parser = argparse.ArgumentParser()
     bench_rank.add_arguments(parser)
-    args = parser.parse_args(["--device", "cpu", "--heads", "2"])
+    args = parser.parse_args(["--device", "cpu", "--heads", "4"])
     bench_rank.fill_in(args)
-    assert (args.seq_len, args.world, args.heads, args.dtype) == ([4096], [4], 2, "float32")
+    assert (args.seq_len, args.world, args.heads, args.dtype) == ([2048], [4], 4, "float32")
     args = parser.parse_args(["--device", "cuda"])
     bench_rank.fill_in(args)
     assert (args.seq_len, args.world, args.heads, args.dtype) == ([65536], [8], 32, "bfloat16")

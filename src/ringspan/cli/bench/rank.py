@@ -62,10 +62,10 @@ ON_A_GPU: dict[str, Any] = {
     "rounds": 5,
 }
 ON_A_CPU: dict[str, Any] = {
-    "seq_len": [4096],
+    "seq_len": [2048],
     "world": [4],
-    "heads": 4,
-    "kv_heads": 2,
+    "heads": 2,
+    "kv_heads": 1,
     "head_dim": 64,
     "dtype": "float32",
     "rounds": 3,

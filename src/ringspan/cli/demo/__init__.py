@@ -45,7 +45,7 @@ BROKEN = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=36, metavar="N", help="training steps (default: %(default)s)")
+    add("--steps", type=at_least(1), default=24, metavar="N", help="training steps (default: %(default)s)")
     add(
         "--seq-len",
         type=at_least(8),
