@@ -7,13 +7,13 @@ from ringspan.engine.handles import PlanHandle, copy_id, registry
 from ringspan.engine.inputs import DTYPES, shape_of
 from ringspan.engine.kernel_choice import check_mask_sizes, check_score_mod_heads, config_for
 from ringspan.engine.operator import attend_by_id, before_operator
-from ringspan.engine.row_windows import Window, window_plan, windows_of_ranks
+from ringspan.engine.row_windows import RowWindow, window_plan, windows_of_ranks
 
 __all__ = [
     "DTYPES",
     "AttentionConfig",
     "PlanHandle",
-    "Window",
+    "RowWindow",
     "attend",
     "attend_by_id",
     "attend_ranks",

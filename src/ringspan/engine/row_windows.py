@@ -40,7 +40,7 @@ Ints = NDArray[np.int64]
 STRATEGY = "exchange(stages=1)"
 
 
-class Window(NamedTuple):
+class RowWindow(NamedTuple):
     """The offsets ``first`` to ``last`` from each token, and the value of rows that do not exist."""
 
     first: int
@@ -48,14 +48,14 @@ class Window(NamedTuple):
     fill: float = 0.0
 
 
-def window_plan(lengths: Any, layout: Layout, window: Window, rank: int, source: Layout | None = None) -> Plan:
+def window_plan(lengths: Any, layout: Layout, window: RowWindow, rank: int, source: Layout | None = None) -> Plan:
     """Return the plan that delivers the rows of the windows of a rank. ``lengths`` are those of the documents, and
     ``source`` is the layout of the rows before, if it is another one."""
     mask = offsets(lengths, window.first, window.last)
     return plan(mask, world=layout.world, rank=rank, strategy=STRATEGY, layout=layout, kv_layout=source)
 
 
-def windows_of_ranks(plans: Sequence[Plan], xs_SF: Sequence[Tensor], window: Window, run: Run, kind: str) -> list[Tensor]:
+def windows_of_ranks(plans: Sequence[Plan], xs_SF: Sequence[Tensor], window: RowWindow, run: Run, kind: str) -> list[Tensor]:
     """Return the windows (S, W, F) of each rank in this process; differentiable. ``kind`` names the call in errors."""
     return list(_Windows.apply(plans, window, run, kind, *xs_SF))
 
@@ -97,7 +97,7 @@ def _index(rows: SourceRows, device: torch.device) -> Tensor:
     return copy_to_device(rows.index_SW, device)
 
 
-def _forward(plan: Plan, x_SF: Tensor, window: Window) -> RankGenerator[tuple[Tensor, ...]]:
+def _forward(plan: Plan, x_SF: Tensor, window: RowWindow) -> RankGenerator[tuple[Tensor, ...]]:
     def prepare() -> Pass:
         own = x_SF.contiguous()[:, None, None, :]  # slots are (rows, batch, heads, dim)
         received = [own.new_empty((slot.rows, *own.shape[1:])) for slot in plan.program.kv_slots[1:]]
@@ -113,7 +113,7 @@ def _forward(plan: Plan, x_SF: Tensor, window: Window) -> RankGenerator[tuple[Te
     return run_steps(plan, "forward", prepare)
 
 
-def _backward(plan: Plan, dwindows_SWF: Tensor, window: Window) -> RankGenerator[tuple[Tensor, ...]]:
+def _backward(plan: Plan, dwindows_SWF: Tensor, window: RowWindow) -> RankGenerator[tuple[Tensor, ...]]:
     def prepare() -> Pass:
         index_SW = _index(plan.derived(source_rows, window.first, window.last), dwindows_SWF.device)
         like = torch.empty(0, dtype=accumulation_dtype(dwindows_SWF.dtype), device=dwindows_SWF.device)
@@ -141,7 +141,7 @@ def _computes_nothing(task: Task, step: int) -> None:
 
 class _Windows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plans: Sequence[Plan], window: Window, run: Run, kind: str, *xs_SF: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plans: Sequence[Plan], window: RowWindow, run: Run, kind: str, *xs_SF: Tensor) -> tuple[Tensor, ...]:
         ctx.plans, ctx.window, ctx.run, ctx.kind = plans, window, run, kind
         ctx.dtype = xs_SF[0].dtype
         generators = [_forward(plan, x, window) for plan, x in zip(plans, xs_SF, strict=True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
-from ringspan.engine import Window, attend_ranks, config_for, shape_of, window_plan, windows_of_ranks
+from ringspan.engine import RowWindow, attend_ranks, config_for, shape_of, window_plan, windows_of_ranks
 from ringspan.errors import InputError
 from ringspan.frontends.batch_rows import attend_rows, rows_of
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
@@ -197,7 +197,7 @@ class LocalWorld:
         return self._windows(x, halo_window(before, after, fill), dim, documents, layout)
 
     @dynamo_disable
-    def _windows(self, x: Tensor, window: Window, dim: int, documents: Any, layout: LayoutLike) -> Tensor:
+    def _windows(self, x: Tensor, window: RowWindow, dim: int, documents: Any, layout: LayoutLike) -> Tensor:
         rows, dim = rows_first(x, dim, x.shape[dim])
         lengths = document_lengths(documents, len(rows))
         made, _ = make_layout(layout, offsets(lengths, -len(rows), 0), self.world)

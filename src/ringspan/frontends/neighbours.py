@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.engine import Window, window_plan, windows_of_ranks
+from ringspan.engine import RowWindow, window_plan, windows_of_ranks
 from ringspan.errors import InputError
 from ringspan.frontends.labels import document_lengths
 from ringspan.frontends.reporting import reports_errors
@@ -61,7 +61,7 @@ class Neighbours(TokenData):
         layout = self._layout(of)
         return window_plan(document_lengths(documents, layout.length), layout, halo_window(before, after), self.plan.rank)
 
-    def _windows(self, x: Tensor, window: Window, dim: int, lengths: Any, of: Side, kind: str) -> Tensor:
+    def _windows(self, x: Tensor, window: RowWindow, dim: int, lengths: Any, of: Side, kind: str) -> Tensor:
         layout = self._layout(of)
         rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
         made = window_plan(lengths, layout, window, self.plan.rank)
@@ -69,16 +69,16 @@ class Neighbours(TokenData):
         return windows_back(windows, x, dim)
 
 
-def roll_window(shift: Any, fill: float = 0) -> Window:
+def roll_window(shift: Any, fill: float = 0) -> RowWindow:
     offset = -_tokens("shift", shift)
-    return Window(offset, offset, fill)
+    return RowWindow(offset, offset, fill)
 
 
-def halo_window(before: Any, after: Any, fill: float = 0) -> Window:
+def halo_window(before: Any, after: Any, fill: float = 0) -> RowWindow:
     first, last = _tokens("before", before), _tokens("after", after)
     if first < 0 or last < 0:
         raise InputError(f"before and after must not be negative; got {before} and {after}")
-    return Window(-first, last, fill)
+    return RowWindow(-first, last, fill)
 
 
 def rows_first(x: Any, dim: int, tokens: int) -> tuple[Tensor, int]:

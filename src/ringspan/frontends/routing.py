@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.engine import Window, window_plan, windows_of_ranks
+from ringspan.engine import RowWindow, window_plan, windows_of_ranks
 from ringspan.errors import InputError
 from ringspan.frontends.labels import document_lengths
 from ringspan.frontends.reporting import reports_errors
@@ -19,7 +19,7 @@ from ringspan.plans.data import Side
 from ringspan.transports import ProcessGroupTransport
 
 # Each token's own row, from wherever it is.
-ITSELF = Window(0, 0)
+ITSELF = RowWindow(0, 0)
 
 
 class Routing(TokenData):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringspan.errors import InputError
 from ringspan.masks import Mask
-from ringspan.masks.tree import Nodes, nodes_of, tree
+from ringspan.masks.tree import TreeNodes, nodes_of, tree
 
 Ints = NDArray[np.int64]
 
@@ -114,7 +114,7 @@ def targets_of(trie: Any, weights: Sequence[Any] | None) -> Targets:
     return Targets(torch.from_numpy(before)[token], trie.tokens[token], weight[token])
 
 
-def tree_nodes(given: Any) -> Nodes:
+def tree_nodes(given: Any) -> TreeNodes:
     """Return the nodes of a ``tree=`` argument: a :class:`Trie`, or a pair of lengths and parents."""
     if isinstance(given, Trie):
         return nodes_of(given.lengths, given.parents)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringspan.errors import InputError, MaskError
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
-from ringspan.masks.tree import Nodes, tree
+from ringspan.masks.tree import TreeNodes, tree
 
 
 def check_mask(mask: Any) -> Mask:
@@ -89,7 +89,7 @@ def check_documents(mask: Mask, positions: Tensor) -> None:
         )
 
 
-def check_tree(mask: Mask, nodes: Nodes, tokens: int) -> None:
+def check_tree(mask: Mask, nodes: TreeNodes, tokens: int) -> None:
     """Raise unless the tree has this many tokens and the mask lets a token see only tokens of its own path."""
     if nodes.tokens != tokens:
         raise InputError(f"the tree has {nodes.tokens} tokens, but the plan's sequence has {tokens}: give the tree of the mask")

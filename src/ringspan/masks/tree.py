@@ -29,7 +29,7 @@ from ringspan.masks.table import MAX_LENGTH
 Ints = NDArray[np.int64]
 
 
-class Nodes(NamedTuple):
+class TreeNodes(NamedTuple):
     """The nodes of a tree in depth-first order. ``depth`` counts the tokens on the path before a node."""
 
     start: Ints
@@ -94,7 +94,7 @@ def tree(lengths: Any, parents: Any, *, left: int | None = None) -> Mask:
     return Mask(tables.coalesce(tables.tighten(bands)), nodes.tokens, nodes.tokens, name=name)
 
 
-def nodes_of(lengths: Any, parents: Any) -> Nodes:
+def nodes_of(lengths: Any, parents: Any) -> TreeNodes:
     """Return the nodes of a tree, or raise a :class:`MaskError` if they are not in depth-first order."""
     size = as_lengths("lengths", lengths)
     parent = _parents(parents, len(size))
@@ -114,7 +114,7 @@ def nodes_of(lengths: Any, parents: Any) -> Nodes:
             depth[node] = depth[above] + size[above]
         path.append(node)
     subtree_stop[path] = stop[-1:]
-    return Nodes(start, stop, subtree_stop, depth, parent)
+    return TreeNodes(start, stop, subtree_stop, depth, parent)
 
 
 def _parents(parents: Any, count: int) -> Ints:
@@ -130,7 +130,7 @@ def _parents(parents: Any, count: int) -> Ints:
     return values.astype(np.int64)
 
 
-def _windows(nodes: Nodes, left: int) -> tables.Table:
+def _windows(nodes: TreeNodes, left: int) -> tables.Table:
     """Return a band for each node with itself and with each node above it that ``left`` reaches.
 
     The distance of two tokens on a path is ``k - q``, less the tokens of other branches between them.
