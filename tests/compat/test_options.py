@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import ringspan as rs
-from ringspan.compat import _CausalBehavior, _cp_options, _is_causal_behavior, _RotateMethod, set_rotate_method
+from ringspan.compat import (
+    _CausalBehavior,
+    _cp_options,
+    _is_causal_behavior,
+    _RotateMethod,
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
+from ringspan.compat.call_settings import CallSettings
 from ringspan.layouts import Layout, contiguous, zigzag
+from ringspan.testing.assertions import assert_close
+from tests.conftest import Pools
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +51,47 @@ def test_an_unknown_rotate_method_is_refused_and_changes_nothing() -> None:
     assert _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL
 
 
-def test_summing_in_the_dtype_of_the_inputs_is_refused_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"convert_to_f32=False does not change attention.*at least float32"):
-        _cp_options.convert_to_f32 = False
-    assert _cp_options.convert_to_f32 is False  # what code that reads it, such as a merger of the user, obeys
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+@pytest.mark.parametrize(
+    ("dtype", "converts", "sent"),
+    [
+        (torch.bfloat16, True, "float32"),
+        (torch.bfloat16, False, "bfloat16"),
+        (torch.float16, False, "float32"),
+        (torch.float32, False, "float32"),
+        (torch.float64, False, "float32"),
+    ],
+)
+def test_the_dtype_of_gradient_messages(dtype: torch.dtype, converts: bool, sent: str) -> None:
+    """ "float32" stands for the dtype in which they are summed, which is float64 for float64 tensors."""
+    assert CallSettings(True, "ring", {}, converts).dkv_dtype(dtype) == sent
+
+
+def gradients(rank: int, converts: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v of a causal attention in a block, with keys passed around the ring."""
+    mesh = init_device_mesh("cpu", (4,))
+    set_rotate_method("alltoall")
+    _cp_options.convert_to_f32 = converts
+    try:
+        torch.manual_seed(0)
+        whole = [torch.randn(1, 2, 64, 8, dtype=torch.float64).to(dtype) for _ in range(3)]
+        with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
+            q, k, v = (x.detach().requires_grad_() for x in whole)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).float().square().sum().backward()
+            found = [x.grad for x in (q, k, v) if x.grad is not None]
+        return tuple(context_parallel_unshard(mesh, found, [2, 2, 2]))
+    finally:
         _cp_options.convert_to_f32 = True
+        set_rotate_method("allgather")
+
+
+def test_convert_to_f32_rounds_the_messages_of_bfloat16_tensors_only(pools: Pools) -> None:
+    """False changes gradients of keys and values, by a few roundings, and nothing else."""
+    for dtype, changes in ((torch.bfloat16, True), (torch.float32, False)):
+        plain, rounded = (pools(4).run(gradients, converts, dtype)[0] for converts in (True, False))
+        assert torch.equal(plain[0], rounded[0])
+        for exact, sent in zip(plain[1:], rounded[1:], strict=True):
+            assert torch.equal(exact, sent) is not changes
+            assert_close(sent.double(), exact.double(), rtol=0, atol=float(exact.abs().max()) * 2**-6)
 
 
 def visible_pairs(layout: Layout, rank: int, source: int) -> int:

@@ -24,6 +24,7 @@ from ringspan.frontends.reporting import report_error
 from ringspan.frontends.treatments import is_varlen_attention
 from ringspan.layouts import Layout
 from ringspan.masks import full
+from ringspan.plans.data import DkvDtype
 from ringspan.torch_private.pytree import tree_map
 
 NAME_THE_LAYOUT = (
@@ -36,19 +37,25 @@ class MaskFromCallMode(AttentionCatcher):
     """Passes each attention call on to a :class:`ContextParallel` that was made for the call's mask.
 
     The layouts of a call are, in this order: those of its sharded BlockMask; ``block``, those of the ``context_parallel``
-    block around it, or None if there is no block; what ``_cp_options.enable_load_balance`` says. The rotate method is the
-    one that was set when this mode was made. ``traced`` handles calls of compiled functions inside a module.
+    block around it, or None if there is no block; what ``_cp_options.enable_load_balance`` says. The rotate method and
+    ``convert_to_f32`` are those that were set when this mode was made. ``traced`` handles calls of compiled functions
+    inside a module.
     """
 
     def __init__(self, contexts: ContextCache, traced: AttentionCatcher | None = None, *, block: BlockLayouts | None) -> None:
         super().__init__()
-        self._contexts, self._strategy, self._traced = contexts, settings_of(contexts.shardings).strategy, traced
+        self._contexts, self._settings, self._traced = contexts, settings_of(contexts.shardings), traced
         self._block, self._is_in_block = block or {}, block is not None
         # Made in advance for buffers of one length: torch.compile can trace calls of a context, not its construction.
-        self._ready: dict[bool, ContextParallel] = {}
+        self._ready: dict[tuple[bool, DkvDtype], ContextParallel] = {}
         if len(self._block) == 1:
             ((layout,),) = self._block.values()
-            self._ready = {is_causal: self._context(layout, layout, is_causal) for is_causal in (False, True)}
+            dtypes: set[DkvDtype] = {self._settings.dkv_dtype(dtype) for dtype in (torch.float32, torch.bfloat16)}
+            self._ready = {
+                (is_causal, dkv_dtype): self._context(layout, layout, is_causal, dkv_dtype)
+                for is_causal in (False, True)
+                for dkv_dtype in sorted(dtypes)
+            }
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = parse_call(func, args, kwargs)
@@ -69,7 +76,8 @@ class MaskFromCallMode(AttentionCatcher):
                     "attention can be compiled only in a block whose buffers have one length: give it such buffers, or do "
                     "not compile"
                 )
-            return self._ready[call.is_causal].caught(func, args, kwargs)
+            ready = self._ready[call.is_causal, self._settings.dkv_dtype(call.query.dtype)]
+            return ready.caught(func, args, kwargs)
         return self._planned(func, call)
 
     def refuse(self, error: Exception) -> None:
@@ -96,14 +104,14 @@ class MaskFromCallMode(AttentionCatcher):
         They are for compiled code, which computes attention by an operator.
         """
         pairs = self._pairs(call, *self._layouts(call))
-        contexts = [self._context(*pair, call.is_causal) for pair in pairs]
+        contexts = [self._context(*pair, call.is_causal, self._settings.dkv_dtype(call.query.dtype)) for pair in pairs]
         if call.mask_origin is None or len(contexts) == 1:
             return [context.handle_of(None if call.mask_origin is None else call.mask_origin.whole) for context in contexts]
         return [context.handle_of(batch_row(call.mask_origin.whole, b)) for b, context in enumerate(contexts)]
 
     def _attend(self, func: Any, call: AttentionCall, layouts: Layouts, kv_layouts: Layouts) -> Any:
         pairs = self._pairs(call, layouts, kv_layouts)
-        contexts = [self._context(*pair, call.is_causal) for pair in pairs]
+        contexts = [self._context(*pair, call.is_causal, self._settings.dkv_dtype(call.query.dtype)) for pair in pairs]
         if len(contexts) == 1:
             return contexts[0].caught(func, (), call.arguments())
         results = [context.caught(func, (), call.row(b).arguments()) for b, context in enumerate(contexts)]
@@ -119,8 +127,8 @@ class MaskFromCallMode(AttentionCatcher):
             )
         return list(zip(layouts * (rows // len(layouts)), kv_layouts * (rows // len(kv_layouts)), strict=True))
 
-    def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool) -> ContextParallel:
-        return self._contexts.get(ContextKey(layout, kv_layout, is_causal, self._strategy))
+    def _context(self, layout: Layout, kv_layout: Layout, is_causal: bool, dkv_dtype: DkvDtype) -> ContextParallel:
+        return self._contexts.get(ContextKey(layout, kv_layout, is_causal, self._settings.strategy, dkv_dtype))
 
     def _layouts(self, call: AttentionCall) -> tuple[Layouts, Layouts]:
         block, origin = self._block, call.mask_origin

@@ -11,18 +11,26 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
+
 from ringspan.compat.options import _cp_options
 from ringspan.compat.shardings import CONTIGUOUS, HEAD_TAIL, STATES, Shardings
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.recompute import contexts_of_recomputation
+from ringspan.plans.data import DkvDtype
 
 
 class CallSettings(NamedTuple):
-    """The switch, the strategy of the rotate method, and the orders of sharded tensors by their length."""
+    """The switches, the strategy of the rotate method, and the orders of sharded tensors by their length."""
 
     is_balanced: bool
     strategy: str
     orders: Mapping[int, tuple[str, ...]]
+    converts_to_f32: bool = True
+
+    def dkv_dtype(self, dtype: torch.dtype) -> DkvDtype:
+        """Return the dtype in which gradients of the keys of such tensors are sent."""
+        return "float32" if self.converts_to_f32 or dtype != torch.bfloat16 else "bfloat16"
 
     def orders_of(self, length: int) -> tuple[str, ...]:
         """Return the orders that tensors of a length can have: those of shardings or, if there are none, that of the
@@ -62,7 +70,7 @@ def settings_of(shardings: Shardings) -> CallSettings:
     for held in reversed(_held.stack):
         if held.shardings is shardings:
             return held.settings
-    return CallSettings(_cp_options.enable_load_balance, _cp_options.strategy, shardings.of_inputs)
+    return CallSettings(_cp_options.enable_load_balance, _cp_options.strategy, shardings.of_inputs, _cp_options.convert_to_f32)
 
 
 def settings_at(number: int, shardings: Shardings) -> AbstractContextManager[None]:
@@ -71,7 +79,7 @@ def settings_at(number: int, shardings: Shardings) -> AbstractContextManager[Non
     if state is None:
         return nullcontext()
     is_balanced, orders = state
-    return HeldSettings(shardings, CallSettings(is_balanced, _cp_options.strategy, orders))
+    return HeldSettings(shardings, CallSettings(is_balanced, _cp_options.strategy, orders, _cp_options.convert_to_f32))
 
 
 def note_change_of_blocks() -> None:

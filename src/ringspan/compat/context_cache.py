@@ -1,4 +1,5 @@
-"""The ContextParallel objects of one mesh, made once for each layout, mask and strategy of its attention calls."""
+"""The ContextParallel objects of one mesh, made once for each layout, mask, strategy and dtype of gradient
+messages of its attention calls."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ringspan.compat.shardings import shardings_of
 from ringspan.frontends import ContextParallel
 from ringspan.layouts import Layout
 from ringspan.masks import causal, full
+from ringspan.plans.data import DkvDtype
 from ringspan.transports import ProcessGroupTransport
 
 # A batch needs one context for each row if a balancer orders every row differently.
@@ -24,6 +26,7 @@ class ContextKey(NamedTuple):
     kv_layout: Layout
     is_causal: bool
     strategy: str
+    dkv_dtype: DkvDtype
 
 
 class ContextCache:
@@ -40,7 +43,14 @@ class ContextCache:
         if context is None:
             lengths = key.layout.length, key.kv_layout.length
             mask = causal(*lengths, align="start") if key.is_causal else full(*lengths)
-            context = ContextParallel(self.group, mask, strategy=key.strategy, layout=key.layout, kv_layout=key.kv_layout)
+            context = ContextParallel(
+                self.group,
+                mask,
+                strategy=key.strategy,
+                layout=key.layout,
+                kv_layout=key.kv_layout,
+                dkv_dtype=key.dkv_dtype,
+            )
             if len(self._contexts) >= MAX_CONTEXTS:
                 self._contexts.clear()
             self._contexts[key] = context

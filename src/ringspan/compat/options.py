@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -25,8 +24,10 @@ class _ContextParallelOptions:
     """``enable_load_balance`` says that tensors are in head-tail order (zigzag) and not contiguous.
 
     It is read when a ``context_parallel`` block is opened, and by calls whose tensors carry no layout.
-    ``convert_to_f32=False`` is obeyed by :class:`_SDPAMerger` of the user only: attention always merges partial results
-    and sums gradients in at least float32 (float64 for float64 tensors, which torch rounds to float32 if it is True).
+    ``convert_to_f32=False`` sends gradients of the keys and values of bfloat16 tensors in bfloat16 instead of float32,
+    which halves these messages and rounds at every rank. Partial results are still merged, and gradients summed, in at
+    least float32 (float64 for float64 tensors, which torch rounds to float32 if it is True). It is read where
+    ``enable_load_balance`` is.
     """
 
     convert_to_f32: bool = True
@@ -46,12 +47,6 @@ class _ProcessOptions(_ContextParallelOptions):
         if name == "enable_load_balance":
             declare_order(HEAD_TAIL if value else CONTIGUOUS)
             STATES.note(bool(value))
-        elif name == "convert_to_f32" and not value:
-            warnings.warn(
-                "_cp_options.convert_to_f32=False does not change attention: ringspan always merges partial results and sums "
-                "gradients in at least float32, which is at least as exact. Remove the assignment",
-                stacklevel=2,
-            )
 
 
 _cp_options: _ContextParallelOptions = _ProcessOptions()

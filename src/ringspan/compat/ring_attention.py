@@ -92,7 +92,15 @@ def _handle(group: dist.ProcessGroup, query: Tensor, key: Tensor, is_causal: boo
     else:
         layout, kv_layout = contiguous_of_counts(q_counts), contiguous_of_counts(kv_counts)
         mask = full(sum(q_counts), sum(kv_counts))
-    found = plan(mask, world=ranks.world, rank=ranks.rank, strategy=settings.strategy, layout=layout, kv_layout=kv_layout)
+    found = plan(
+        mask,
+        world=ranks.world,
+        rank=ranks.rank,
+        strategy=settings.strategy,
+        layout=layout,
+        kv_layout=kv_layout,
+        dkv_dtype=settings.dkv_dtype(query.dtype),
+    )
     return PlanHandle(plan=found, group=ranks, backend="auto")
 
 
