@@ -42,7 +42,7 @@ def prepare(model: nn.Module) -> nn.Module:
     for part in parts:
         for module in part.modules():
             _prepare_module(module, part.config.model_type)
-        part.config._attn_implementation_internal = PreparedName(NAME)
+        part.config._attn_implementation = PreparedName(NAME)
     return model
 
 
