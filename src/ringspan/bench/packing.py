@@ -1,9 +1,9 @@
-"""How evenly ways of packing share a whole batch of documents over data-parallel and context-parallel ranks.
+"""Compare how evenly ways of packing divide a batch of documents among data-parallel and context-parallel ranks.
 
 Each way makes a *schedule*: rounds of groups of ranks, each group with its documents. A round takes as long as its
-slowest group, since all ranks meet when gradients are summed. Times are predicted for one layer, forward and backward:
+slowest group, since gradients are summed over all ranks. Times are predicted for one layer, forward and backward:
 attention with its communication, by the plan that ringspan makes for the group, and matrix products by tokens. The
-ideal is the work of all documents, shared by all ranks without any communication.
+ideal is the work of all documents, divided equally among all ranks, without any communication.
 
 The ways other than ringspan's are written from their public descriptions:
 
@@ -32,7 +32,7 @@ from ringspan.planner.auto import plans_at, workload_of
 # The ranks of a group for the ways that have fixed groups.
 FIXED_SIZE = 16
 
-# The share of the ranks' room that the documents of a batch take.
+# The share of the ranks' token capacity that the documents of a batch fill.
 FILLED = 0.97
 
 # In larger groups, this many ranks are planned to predict the time.
@@ -42,7 +42,7 @@ SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
 
 
 class Group(NamedTuple):
-    """Ranks that compute these documents together. ``plan`` is None where documents are to be split per document."""
+    """Ranks that compute these documents together. If ``plan`` is None, they are planned on ``per_document``."""
 
     ranks: int
     lengths: list[int]
@@ -172,7 +172,7 @@ def equal_work(lengths: list[int], world: int, tokens_per_rank: int, machine: st
 
 
 def _spread(lengths: list[int], count: int, capacity: int, load: Callable[[int], float]) -> list[list[int]] | None:
-    """Give each document, the longest first, to the sequence of least load that has room for it."""
+    """Give each document, the longest first, to the least loaded sequence in which it fits; None if it fits in none."""
     sequences: list[list[int]] = [[] for _ in range(count)]
     held, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
     for n in sorted(lengths, reverse=True):
@@ -203,8 +203,11 @@ def powers_of_two(lengths: list[int], world: int, tokens_per_rank: int, machine:
 
 
 def _one_round(waiting: list[int], world: int, tokens_per_rank: int) -> tuple[list[Group], list[int]]:
-    """Fill the ranks with groups: a document joins the least loaded group of its size in which it has room, or opens a
-    group. Returns the groups and the documents that are left. Ranks that are left over double the heaviest groups."""
+    """Fill the ranks with groups, and return these and the documents that are left.
+
+    A document gets a new group while ranks are free. Else it joins the least loaded group of its size in which it fits.
+    Ranks that are left over double the heaviest groups.
+    """
     groups: list[Group] = []
     loads: list[float] = []
     left, free = [], world

@@ -22,7 +22,7 @@ COLOURED = 12
 
 
 def draw_batch(path: Path, part: Microbatch, machine: Hardware, shape: Shape) -> None:
-    """Draw a microbatch for one layer on a machine."""
+    """Draw a microbatch: its documents by rank, and the load and the traffic of one layer on a machine."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.0, 7.2), facecolor=PAPER, layout="constrained")

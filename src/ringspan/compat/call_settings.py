@@ -29,7 +29,7 @@ class CallSettings(NamedTuple):
     converts_to_f32: bool = True
 
     def dkv_dtype(self, dtype: torch.dtype) -> DkvDtype:
-        """Return the dtype in which gradients of the keys of such tensors are sent."""
+        """Return the dtype in which gradients of keys and values of this dtype are sent."""
         return "float32" if self.converts_to_f32 or dtype != torch.bfloat16 else "bfloat16"
 
     def orders_of(self, length: int) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""The ContextParallel objects of one mesh, made once for each layout, mask, strategy and dtype of gradient
-messages of its attention calls."""
+"""The ContextParallel objects of one mesh, made once for each layout, mask, strategy and dkv_dtype of its
+attention calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh of a call, and the ``context_parallel`` blocks that the current task has open over it."""
+"""The mesh of a call, and the ``context_parallel`` blocks that the current task has entered over it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MeshBlock:
 
 
 def innermost_block(mesh: DeviceMesh) -> BlockLayouts | None:
-    """Return the layouts of the innermost block that this task has open over the mesh. None: there is no block."""
+    """Return the layouts of the innermost block that this task has entered over the mesh; None if there is no block."""
     blocks = blocks_of_task(MeshBlock)
     if not blocks:
         return None

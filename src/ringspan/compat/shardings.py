@@ -26,6 +26,7 @@ Orders = Mapping[int, tuple[str, ...]]
 
 # What distinguishes the calls of compiled code in one state: the module, the mask and the lengths.
 CallKey = tuple[object, ...]
+# In place of a block: equal calls were made in different blocks.
 AMBIGUOUS: Any = object()
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class Shardings:
         # The orders that inputs of attention outside of blocks can have, by length. Replaced and never changed.
         self.of_inputs: Orders = {}
         self._of_blocks: Orders = {}
-        self._of_all: Orders = {}  # by functions and by blocks, whatever was declared since
+        self._of_all: Orders = {}  # sharded by functions and by blocks; declare() does not change it
 
     def record(self, order: str, length: int, *, is_even: bool) -> None:
         """Record tensors that were sharded by a function."""

@@ -181,7 +181,7 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
 def run_steps(
     plan: Plan, phase: Phase, prepare: Callable[[], Pass], *, only: PayloadKind | None = None
 ) -> RankGenerator[tuple[Tensor, ...]]:
-    """Exchange the messages of each step while its tasks are computed. ``only`` leaves out all other kinds of payload.
+    """Exchange the messages of each step while its tasks are computed. ``only`` restricts the messages to one kind.
 
     The buffers are allocated when the transport starts the generator. If memory runs out, the transport reports the
     error to the other ranks.

@@ -1,5 +1,5 @@
-"""Rows at fixed distances from each token, by the transfers of a plan: ``cp.roll``, ``cp.halo`` and, at distance 0 from
-another layout, ``cp.route``.
+"""Gather the rows at fixed offsets from each token by the transfers of a plan: ``cp.roll`` and ``cp.halo``.
+``cp.route`` gathers those at offset 0, from another layout.
 
 The plan is one of the mask :func:`ringspan.masks.offsets.offsets` by ``exchange(stages=1)``: it delivers the rows of
 other ranks that its queries see. Where attention would compute scores, the rows are copied::
@@ -50,7 +50,7 @@ class RowWindow(NamedTuple):
 
 def window_plan(lengths: Any, layout: Layout, window: RowWindow, rank: int, source: Layout | None = None) -> Plan:
     """Return the plan that delivers the rows of the windows of a rank. ``lengths`` are those of the documents, and
-    ``source`` is the layout of the rows before, if it is another one."""
+    ``source`` is the layout in which the rows are given (None: ``layout``)."""
     mask = offsets(lengths, window.first, window.last)
     return plan(mask, world=layout.world, rank=rank, strategy=STRATEGY, layout=layout, kv_layout=source)
 
@@ -68,7 +68,10 @@ class SourceRows:
 
 
 def source_rows(plan: Plan, first: int, last: int) -> SourceRows:
-    """Find the rows. Call it as ``plan.derived(source_rows, first, last)``, which caches the result."""
+    """Find the source row of each token and offset.
+
+    Call it as ``plan.derived(source_rows, first, last)``, which caches the result.
+    """
     own = plan.q_layout.positions(plan.rank)
     before = plan.kv_layout.positions(plan.rank)
     received = [task.kv_tokens.expand(0) for step in plan.program.forward for task in step.tasks if task.kv_tokens is not None]
@@ -136,7 +139,7 @@ def _backward(plan: Plan, dwindows_SWF: Tensor, window: RowWindow) -> RankGenera
 
 
 def _computes_nothing(task: Task, step: int) -> None:
-    """The rows are copied when all have arrived."""
+    """Do nothing: the rows are copied when all have arrived."""
 
 
 class _Windows(torch.autograd.Function):

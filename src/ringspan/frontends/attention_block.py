@@ -214,7 +214,7 @@ class AttentionCatcher(FlexInterceptor):
         self.keep_settings()
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Look at a call of a function that is not attention, and raise if it needs the tokens of other ranks."""
+        """Inspect a call of a function that is not attention, and raise if it needs the tokens of other ranks."""
 
     def keep_settings(self) -> None:
         """Store settings of the process that :meth:`caught` reads, for the recomputation of a checkpoint around the

@@ -1,4 +1,6 @@
-"""Batches whose rows have different masks: tensors with a batch dim, around plans of the rows laid end to end.
+"""Convert batches whose rows have different masks to one sequence, the rows laid end to end, and back.
+
+Plans and kernels know the one sequence; tensors of users have a batch dim.
 
 ::
 

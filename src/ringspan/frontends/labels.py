@@ -39,8 +39,7 @@ def shift_labels(
 
     Call it on whole sequences, before ``cp.shard``: the next token may be on another rank. ``documents`` are the
     lengths of the documents in order (None: the sequence is one document), or a list of them for each row of dim 0.
-    They are not taken from a mask, since masks
-    have other boundaries, too (``chunked``).
+    They are not taken from a mask, since masks have other boundaries, too (``chunked``).
 
     >>> shift_labels(torch.tensor([[1, 2, 3, 4, 5, 6]]), documents=[2, 3, 1])
     tensor([[   2, -100,    4,    5, -100, -100]])
@@ -80,7 +79,7 @@ def shift_labels(
 
 
 def check_rows(documents: Any, rows: int) -> Any:
-    """Return the documents of each row of a batch."""
+    """Return the documents of each row of a batch, or raise if there is not one list for each row."""
     if not isinstance(documents, list | tuple) or not all(isinstance(row, list | tuple) for row in documents):
         raise InputError(f"the mask is for a batch of {rows} rows: give a list of lengths for each row, not {documents!r}")
     if len(documents) != rows:

@@ -31,8 +31,9 @@ class Neighbours(TokenData):
         """Shift this rank's tokens within the whole sequence: the result at token ``t`` is ``x`` at ``t - shift``.
 
         ``shift=-1`` gives the next token, as for multi-token prediction, ``shift=1`` the one before. ``documents`` are
-        the lengths of the documents (None: the sequence is one). Unlike ``torch.roll`` it does not wrap around: where
-        no such token is in the document, the result is ``fill``. ``dim`` is the sequence dim. Differentiable.
+        the lengths of the documents (None: the sequence is one document). Unlike ``torch.roll`` it does not wrap
+        around: where no such token is in the document, the result is ``fill``. ``dim`` is the sequence dim.
+        Differentiable.
         """
         window = roll_window(shift, fill)
         lengths = document_lengths(documents, self._layout(of).length)
@@ -70,11 +71,13 @@ class Neighbours(TokenData):
 
 
 def roll_window(shift: Any, fill: float = 0) -> RowWindow:
+    """Return the window of ``roll``: one row, ``shift`` tokens before."""
     offset = -_tokens("shift", shift)
     return RowWindow(offset, offset, fill)
 
 
 def halo_window(before: Any, after: Any, fill: float = 0) -> RowWindow:
+    """Return the window of ``halo``: ``before`` rows, the token's own, and ``after`` rows."""
     first, last = _tokens("before", before), _tokens("after", after)
     if first < 0 or last < 0:
         raise InputError(f"before and after must not be negative; got {before} and {after}")

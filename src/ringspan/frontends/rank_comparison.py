@@ -1,7 +1,8 @@
-"""Compare what must be equal on all ranks: sharded tokens, parameters, and layouts. With ``RINGSPAN_DEBUG=1`` only.
+"""Compare what must be equal on all ranks: sharded tokens, parameters, and layouts.
 
-Digests of tokens are kept when they are sharded and compared when the next block is entered, which all ranks do. A rank
-may shard in another thread, or shard less often than others.
+Comparisons between ranks are made with ``RINGSPAN_DEBUG=1`` only; :func:`check_layout` is local and always made. The
+digests of sharded tokens are compared when the next block is entered, which all ranks do, and not in ``cp.shard``,
+which a rank may call in another thread.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class TokensOfRanks:
             self._device = x.device
 
     def compare(self, group: ProcessGroupTransport) -> None:
+        """Raise if the ranks have sharded different tokens since the last comparison. A collective call."""
         digests, self._digests = self._digests, []
         if self._device is None or group.world == 1:
             return

@@ -117,6 +117,7 @@ def is_entered_here(block: Block) -> bool:
 
 
 def _check_not_suspended(entry: _Entry) -> None:
+    """Raise if the block was entered in a generator that is suspended."""
     generator = entry.generator
     if generator is not None and not is_running(generator):
         raise UnplannedAttention(

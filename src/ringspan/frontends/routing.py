@@ -1,4 +1,4 @@
-"""Documents that ranks have loaded, sent to the ranks that compute them. A method of ContextParallel."""
+"""Send documents from the ranks that loaded them to the ranks that compute them. A method of ContextParallel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringspan.layouts import Layout
 from ringspan.plans.data import Side
 from ringspan.transports import ProcessGroupTransport
 
-# Each token's own row, from wherever it is.
+# The row of the token itself.
 ITSELF = RowWindow(0, 0)
 
 

@@ -1,5 +1,4 @@
-"""What belongs to this rank's tokens besides the tokens themselves: positions and targets. Methods of
-ContextParallel."""
+"""Position ids and targets of this rank's tokens. Methods of ContextParallel."""
 
 from __future__ import annotations
 

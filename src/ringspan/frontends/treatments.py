@@ -40,8 +40,8 @@ BACKWARD = re.compile(r"bwd|backward", re.IGNORECASE)
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 # The treatment of a call in a block: intercept it; run its function arguments inside the block; replace the method by
-# the function of the same name; compute it around the attention of the block; look at its result. None: call it
-# unchanged, as almost all functions. In strict mode these are looked at, too.
+# the function of the same name; compute it around the attention of the block; inspect its result. None: call it
+# unchanged, as almost all functions. In strict mode these are inspected, too.
 Treatment = Literal["attention", "runs functions", "unflatten", "multi-head", "watched"] | None
 
 # function -> its treatment. Looked up in every torch operation of a block, so names are only read the first time. It

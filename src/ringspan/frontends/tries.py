@@ -49,7 +49,7 @@ class Trie:
     """For each row, the spans of ``tokens`` that it consists of, in order."""
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return len(self.tokens)
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ def fold(rows: Sequence[Any]) -> Trie:
 
 
 def targets_of(trie: Any, weights: Sequence[Any] | None) -> Targets:
-    """Return what each token of a tree predicts. See :func:`ringspan.shift_labels`."""
+    """Return the targets of all tokens of a tree. See :func:`ringspan.shift_labels`."""
     if not isinstance(trie, Trie):
         raise InputError(f"tree must be a Trie, as rs.fold(rows) makes it; got {type(trie).__name__}")
     before = nodes_of(trie.lengths, trie.parents).predecessors()
@@ -148,7 +148,7 @@ class _Node:
         self.tokens, self.children = self.tokens[:at], {int(rest.tokens[0]): rest}
 
     def spans(self, row: Ints) -> Iterator[tuple[int, int]]:
-        """Yield where the tokens of a row are that was inserted before."""
+        """Yield the spans of the tokens of a row that was inserted before."""
         node, at = self, 0
         while at < len(row):
             node = node.children[int(row[at])]
@@ -158,7 +158,7 @@ class _Node:
 
 
 def _depth_first(root: _Node) -> tuple[list[_Node], list[int]]:
-    """Return the nodes below the root, and the number of the parent of each."""
+    """Return the nodes below the root, and the index of the parent of each."""
     nodes: list[_Node] = []
     parents: list[int] = []
     waiting = [(child, -1) for child in reversed(root.children.values())]

@@ -7,8 +7,8 @@ keys. In strict mode (``rs.strict()``, ``RINGSPAN_DEBUG=1``) the functions of th
     weights = scores.softmax(-1)    results of the same shape as a marked tensor are marked (dropout, to, mul)
     out = weights @ v               a product of a marked tensor raises
 
-and a convolution, a norm over the sequence and a mean cross-entropy raise. Watching costs nothing when it is off: the
-functions have no treatment (:mod:`ringspan.frontends.treatments`).
+and a convolution, a norm over the sequence and a mean cross-entropy raise. When strict mode is
+off, only softmax is watched: other functions have no treatment (:mod:`ringspan.frontends.treatments`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class WatchedBlock(AttentionMode):
         # Functions of torch.cond run in an entry of their own, inside the user's.
         if raised[0] is not None or not self._expect_attention or self.was_used or self in entered_blocks():
             return
-        if not self._was_used_before or self._has_local_softmax:  # later: an optimiser step, or a replay of a CUDA graph
+        if not self._was_used_before or self._has_local_softmax:  # else: an optimiser step, or a CUDA graph replay
             raise UnplannedAttention(NO_ATTENTION)
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -1,4 +1,4 @@
-"""Context parallelism of ``torchtitan`` on ringspan.
+"""Run the context parallelism of ``torchtitan`` on ringspan.
 
 ::
 
@@ -103,6 +103,7 @@ def _mask(given: Any, positions_BL: Tensor) -> Mask | None:
 
 
 def _documents(positions_BL: Tensor) -> Mask:
+    """Return the mask of the documents, each of which starts where the positions are 0."""
     ids_BL = (positions_BL == 0).cumsum(dim=1)
     if bool((ids_BL == ids_BL[:1]).all()):
         starts = torch.nonzero(positions_BL[0] == 0).flatten().tolist()

@@ -51,7 +51,7 @@ class BatchMask(Mask):
 
     @property
     def row_lengths(self) -> tuple[int, int]:
-        """The queries and keys of one row."""
+        """The numbers of queries and keys of one row."""
         return self.rows[0].lengths
 
     @property

@@ -1,4 +1,4 @@
-"""Tokens at fixed distances: a query sees the tokens of its own document from ``first`` to ``last`` positions further.
+"""Masks of fixed offsets: a query sees the tokens of its own document from ``first`` to ``last`` positions further.
 
 A layer that mixes neighbouring tokens (a shift, a causal convolution) needs the rows of this mask, so it is planned
 like attention.

@@ -1,4 +1,4 @@
-"""``ringspan.pack``: the documents of a whole batch, in microbatches that all ranks compute together.
+"""``ringspan.pack``: group the documents of a batch into microbatches that all ranks compute together.
 
 A fixed context-parallel size gives each group of ranks its own sequences, and the slowest group decides. Here every
 microbatch is one packed sequence over all ranks, so a long document takes as many ranks as its work needs, and short
@@ -80,9 +80,9 @@ def pack(
     """Group the documents of a batch into microbatches, each planned over all ``world`` ranks.
 
     ``lengths`` are those of all documents of the batch, on all replicas. A microbatch has at most ``tokens_per_rank``
-    tokens on each rank, and there are as few microbatches as possible. Of these, the ones with the most predicted time
-    get the fewest further documents, so that all take about equally long. No document is cut: each attends to all of
-    itself.
+    tokens on each rank. Documents are assigned from the longest to the shortest, each to the microbatch of least
+    predicted time in which it fits, so that all take about equally long. There are as few microbatches as this
+    assignment allows. No document is cut: each attends to all of itself.
 
     The time of a document is that of one layer: attention on ``hardware`` for tensors of ``shape``, and
     ``linear_flops`` for each token (the FLOPs of the layer's matrix products in the forward pass; by default those of a
@@ -126,8 +126,8 @@ def _groups(sizes: Ints, capacity: int, layer: LayerCost) -> list[list[int]]:
 
 
 def _spread(sizes: Ints, capacity: int, count: int, layer: LayerCost) -> list[list[int]] | None:
-    """Give each document, the longest first, to the microbatch of least time in which it has room; None if some
-    document has no room."""
+    """Give each document, the longest first, to the microbatch of least time in which it fits; None if one fits
+    in none."""
     groups: list[list[int]] = [[] for _ in range(count)]
     room = [capacity] * count
     times = [(0.0, i) for i in range(count)]  # a heap

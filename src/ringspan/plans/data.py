@@ -116,9 +116,9 @@ class Program:
     """What a strategy returns: the steps of the forward and the backward pass, and the slots they use.
 
     ``heads`` are the numbers of query and key heads that the program is for. None: no transfer or slot selects heads,
-    so the program works for any number of heads. ``dkv_dtype`` is the dtype of dkv in messages. They are accumulated in
-    float32 (float64 for float64 tensors) in any case; "float32" sends them as they are. It is not a strategy's to
-    choose: the planner sets it.
+    so the program works for any number of heads. ``dkv_dtype`` is the dtype of dkv in messages. The planner sets it,
+    not the strategy. Gradients are always accumulated in float32 (float64 for float64 tensors); "float32" sends them
+    as they are.
     """
 
     forward: tuple[Step, ...]

@@ -30,7 +30,7 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     def messages(step: Step) -> int:
         buffered = [t for t in step.sends if is_packed(t)]
         buffered += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
-        if program.dkv_dtype != "float32":  # they are copied to be sent in that dtype
+        if program.dkv_dtype != "float32":  # dkv is converted to that dtype in a copy
             buffered += [t for t in step.sends if t.what == "dkv"]
         return shape.total_bytes(buffered, phase, program)
 

@@ -62,9 +62,9 @@ LABEL = "the handshake"
 
 log = logging.getLogger("ringspan.transports")
 
-# RankSignature.dtype is an index into this tuple.
 # What to do about tensors of a wrong length. ringspan.compat names its own functions instead.
 SHARD_ADVICE = "shard with cp.shard, or make a plan for these lengths"
+# RankSignature.dtype is an index into this tuple.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_SCORE_MOD = 0
 

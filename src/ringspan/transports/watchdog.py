@@ -101,7 +101,7 @@ class WatchedGroup:
 
     @property
     def _checkpoint_period(self) -> float:
-        """Seconds. One store serves all ranks, so that more ranks compare less often."""
+        """Seconds between two comparisons. One store serves all ranks, so larger groups compare less often."""
         return max(CHECKPOINT_PERIOD, len(self.global_ranks) / 100)
 
     def _compare_checkpoints(self, own: list[tuple[int, int]]) -> None:

@@ -51,7 +51,7 @@ one device is enough; received tensors hold uninitialised memory.
 """
 
 
-# Options that were not given. On a CPU the measurement ends within a minute.
+# Defaults of the options that depend on the device. On a CPU the measurement ends within a minute.
 ON_A_GPU: dict[str, Any] = {
     "seq_len": [65536],
     "world": [8],

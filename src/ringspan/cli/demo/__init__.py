@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_all(training: Training, world: int) -> report.Comparison:
-    """Run all trainings: those that are split in a pool of processes, the other in a thread of this process meanwhile."""
+    """Run the three trainings: the two split ones in a pool of processes and, meanwhile, the other in a thread."""
     stop = threading.Event()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each worker; more threads would compete for the same cores
@@ -198,7 +198,7 @@ def report_page(training: Training, lengths: Sequence[int], world: int) -> str:
 
 
 def _bar_updater(bar: Progress, steps: int, world: int) -> Callable[[str, int, float], None]:
-    """Return a function to call after each step of either run: it updates the bar with the losses and their largest
+    """Return a function to call after each step of any run: it updates the bar with the losses and their largest
     difference."""
     losses: dict[str, dict[int, float]] = {"split": {}, "alone": {}, "naive": {}}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of the model. ``hugging_face`` takes a Llama of transformers of these sizes instead of the model below."""
+    """The sizes of the model. ``hugging_face`` selects a Llama of transformers instead of the demo's own model."""
 
     vocabulary: int = 257
     layers: int = 2

@@ -104,7 +104,7 @@ def largest_difference(comparison: Comparison) -> str:
 
 
 def naive_difference(comparison: Comparison) -> str:
-    """Return how far naive sharding is from the truth, if it was run."""
+    """Return how far the losses of naive sharding are from those of one process, if it was run."""
     pairs = zip(comparison.naive, comparison.alone, strict=False)
     off = max((abs(naive - alone) for naive, alone in pairs), default=None)
     return (

@@ -1,5 +1,5 @@
 """The demo's three training runs: the sequence split over a group of processes, the same in one process without
-ringspan, and split by chunks whose attention sees only the keys of its own rank."""
+ringspan, and split into chunks, each rank attending to its own keys only."""
 
 from __future__ import annotations
 

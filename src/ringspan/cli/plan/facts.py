@@ -47,7 +47,7 @@ def facts(study: Study) -> dict[str, Any]:
     }
 
 
-# Floating-point operations of a pair and an element of the head dim: two products forward, five backward.
+# FLOPs per visible pair and element of the head dim: two matrix products forward, five backward.
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 
 

@@ -103,7 +103,7 @@ class LayerMask:
         return block
 
     def narrowed(self, size: int) -> LayerMask:
-        """Return this mask, of which queries see the last ``size`` keys."""
+        """Return this mask, limited to the last ``size`` keys of each query."""
         given: dict[str, Any] = {"batch": self._batch, "valid_BN": self._valid_BN, "packed_BS": self._packed_BS}
         mask = self._error or self._mask & window(left=size - 1)
         return LayerMask(mask, self._outer, self._sides, **given, positions=self._positions)

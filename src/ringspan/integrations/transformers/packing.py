@@ -67,10 +67,10 @@ def packed_ids(function: Callable[..., Any]) -> Tensor | None:
 
 
 def positions_of_model() -> tuple[bool, Tensor | None]:
-    """Return whether the forward that makes a mask has position ids, and these; None for a user who passed none.
+    """Return whether the ``forward`` that makes a mask has a variable ``position_ids``, and its value.
 
-    Many models do not hand them on to the layers: those that add position embeddings to the tokens, for example. So
-    they are read from the variable ``position_ids`` of the calling forward.
+    The value is None if the user passed none. It is read from the frame of that ``forward``, because many models do not
+    pass it to their layers: those that add position embeddings to the tokens, for example.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
@@ -107,7 +107,8 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
     are no padding. ``mask`` is None for a sequence without documents. The ids of padding are not checked.
     """
     if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
-        # several kinds of positions for each token; what they mean depends on the model, but not all count from 0 here
+        # Several kinds of positions for each token, as in M-RoPE. Their meaning depends on the model, but positions
+        # that all count from 0 on this rank are wrong.
         counted = torch.arange(len(tokens_S), device=position_ids.device)
         if position_ids.shape[-1] == len(tokens_S) and tokens_S[-1] >= len(tokens_S) and bool((position_ids == counted).all()):
             raise missing_positions()

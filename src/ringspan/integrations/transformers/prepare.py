@@ -1,4 +1,4 @@
-"""Models that need more than ``set_attn_implementation("ringspan")``.
+"""Prepare models that need more than ``set_attn_implementation("ringspan")``.
 
 * Models that count the positions of the tokens they get, and take no ``position_ids`` (Bart and its relatives). Their
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
@@ -72,7 +72,7 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> Any:
 
 
 def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the position embeddings of this rank's tokens, of those of the whole sequence."""
+    """Compute the position embeddings of the whole sequence, and return those of this rank's tokens."""
     block = current_block()
     if block is None:
         return original(self, tokens, *args, **kwargs)

@@ -60,7 +60,7 @@ def attention_over_ranks(self: Any, original: Callable[..., Any], *args: Any, **
 
 
 class WrittenOut(TorchFunctionMode):
-    """Computes attention over all ranks, of a layer that multiplies queries, keys and values itself.
+    """Computes attention over all ranks for a layer that multiplies queries, keys and values itself.
 
     ``buffer`` (1, 1, M, M) is a causal mask or window over M positions that the layer has besides the model's mask.
     """
@@ -116,7 +116,7 @@ class WrittenOut(TorchFunctionMode):
         return torch.equal(x.bool(), self.buffer[..., : x.shape[-2], : x.shape[-1]].bool())
 
     def _apply_buffer(self) -> None:
-        """Intersect the mask with the layer's own: causal, or a window, whose size its last row tells."""
+        """Intersect the mask with the layer's own: causal, or a window of as many keys as its last row shows."""
         assert self.buffer is not None
         size = int(self.buffer[0, 0, -1].count_nonzero())
         if not self.buffer[0, 0, -1, -size:].all() or self.buffer[0, 0].triu(1).any():
@@ -142,7 +142,7 @@ class WrittenOut(TorchFunctionMode):
 
 
 class _Lazy:
-    """What scores and weights have in common: they have a shape, and only leading dims can be viewed in another way."""
+    """The shape and the views of :class:`Scores` and :class:`Weights`: only leading dims can change."""
 
     leading: tuple[int, ...]
     _source: Tensor
@@ -197,7 +197,7 @@ class _Lazy:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(_Lazy):
-    """The product of queries and keys, times a scale, plus a bias of ``slope`` × the number of the key, under a mask."""
+    """The product of queries and keys, times a scale, plus a bias of ``slope`` × the key's position, under a mask."""
 
     q: Tensor
     k: Tensor

@@ -57,8 +57,8 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
 
     Token counts differ by at most one. With ``slack`` they may be up to that many tokens above or below the share, if
     this saves a cut. Documents are cut at multiples of ``block`` if the work allows it. With ``per_node``, tokens and
-    work are shared among nodes of so many ranks first, and then within each. Without it, ranks that share documents get
-    neighbouring numbers, so that most of them share a node. Without slack the balance is never worse than that of
+    work are shared among nodes of that many ranks first, and then within each. Without it, ranks that share documents
+    get neighbouring numbers, so that most of them share a node. Without slack the balance is never worse than that of
     contiguous, nor than that of zigzag if zigzag shares the tokens as evenly; with ``per_node`` this holds unless the
     balance is at most 1.02.
 
@@ -89,7 +89,7 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
 
 
 class Limits(NamedTuple):
-    """What each rank may have: tokens from ``fewest`` to ``most``, work around ``fair`` and at most ``most_work``."""
+    """The limits of each rank: tokens from ``fewest`` to ``most``, work around ``fair`` and at most ``most_work``."""
 
     fewest: int
     most: int
@@ -98,7 +98,7 @@ class Limits(NamedTuple):
 
 
 def _share_among(ring: PieceRing, parts: Sequence[int], limits: Limits, resolution: Resolution) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the starts and stops of the pieces of each part of the ring. A part is for so many ranks."""
+    """Yield the starts and stops of the pieces of each part of the ring. ``parts`` has the number of ranks of each."""
     left = sum(parts)
     for ranks in parts:
         left -= ranks
