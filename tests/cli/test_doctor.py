@@ -42,6 +42,7 @@ ON_A_CPU = {
     "sdpa_flash": {"current": None, "available": [], "missing": {}},
     "devices": {"cpu": "x86_64"},
     "kernels": [kernel("cpu", dtype, "cpu", fa4="serves CUDA", flash="serves CUDA") for dtype in ("bfloat16", "float32")],
+    "loopback": {"works": True, "text": "two processes agree", "seconds": 1.0},
 }
 ON_A_GPU = {
     **ON_A_CPU,

@@ -103,6 +103,17 @@ def test_no_gradient_of_a_gradient(power: int) -> None:
         (out.sum() + dq.sum()).backward()
 
 
+@pytest.mark.parametrize("power", [1, 2, 3])
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_no_gradient_of_a_gradient_for_some_inputs(power: int, wanted: int) -> None:
+    """torch.autograd.grad runs only what lies on a path to its inputs."""
+    leaves = [x.clone().requires_grad_() for x in case(MASK)[:3]]
+    out = rs.LocalWorld(2).attention(*leaves, mask=MASK)
+    (dq,) = torch.autograd.grad((out**power).sum(), leaves[:1], create_graph=True)
+    with pytest.raises(rs.KernelError, match="no kernel here computes second derivatives"):
+        torch.autograd.grad(out.sum() + dq.square().sum(), leaves[wanted])
+
+
 def test_create_graph_alone_does_not_change_gradients() -> None:
     found = []
     for create_graph in (False, True):

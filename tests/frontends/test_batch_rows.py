@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 import ringspan as rs
 from ringspan.layouts import LAYOUTS, Layout, by_rows, contiguous, zigzag
@@ -141,6 +143,24 @@ def test_planning_costs_as_much_as_that_of_bands() -> None:
             lambda: by_rows([Layout([[(0, 5)], []]), Layout([[(0, 3)], [(3, 5)]])], rs.per_row([rs.causal(5)] * 2), 2),
             r"a rank must have as many tokens of each row.*\(5, 0\), then \(3, 2\)",
         ),
+        (
+            lambda: rs.documents([[128, 128], [256]]) & rs.mask_mod(ragged, 256),
+            "row 0 of .* is defined by a function",
+        ),
+        (
+            lambda: rs.mask_mod(ragged, 256) & rs.documents([[128, 128], [256]]),
+            "row 0 of .* is defined by a function",
+        ),
+        (
+            lambda: rs.LocalWorld(2).attention(
+                *[torch.zeros(2, 1, 5, 4)] * 3, mask=rs.documents([[2, 3], [5]]), score_mod=lambda s, b, h, q, k: s + b
+            ),
+            "a score_mod does not support masks that differ",
+        ),
+        (
+            lambda: rs.plan(rs.documents([[4], [4]]), world=2, layout=contiguous(rs.causal(8), 2)),
+            "does not give rank 0 as many tokens of each of the 2 rows",
+        ),
         (lambda: rs.shift_labels(torch.zeros(2, 5), documents=[[5]]), "the batch has 2 rows, but there are documents of 1"),
         (lambda: rs.shift_labels(torch.zeros(5), documents=[[5]]), "need a batch dim"),
     ],
@@ -150,6 +170,71 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Any], message: str) -> 
         call()
 
 
+def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Not made of bands. (A short mask would become one band for each pair.)"""
+    return (3 * q + k * k) % 7 < 4
+
+
 def attention(batch: int, n: int) -> Tensor:
     q = torch.zeros(batch, 1, n, 4)
     return rs.LocalWorld(2).attention(q, q, q, mask=rs.documents([[5], [2, 3], [5]]))
+
+
+def packed(cp: rs.ContextParallel, x: Tensor) -> Any:
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    return varlen_attn(x[0].transpose(0, 1), x[0].transpose(0, 1), x[0].transpose(0, 1), ends, ends, 5, 5)
+
+
+REFUSED: dict[str, tuple[Callable[[rs.ContextParallel, Tensor], Any], str]] = {
+    "flex_attention": (lambda cp, x: flex_attention(x, x, x), "flex_attention does not support masks that differ"),
+    "varlen_attn": (packed, "varlen_attn does not support masks that differ"),
+    "roll": (lambda cp, x: cp.roll(x, 1, dim=2), "cp.roll does not support masks that differ"),
+    "roll, flat": (lambda cp, x: cp.roll(x.reshape(10, -1), 1, dim=0), "cp.roll does not support masks that differ"),
+    "halo": (lambda cp, x: cp.halo(x, before=1, dim=2), "cp.halo does not support masks that differ"),
+    "targets": (lambda cp, x: cp.targets(rs.shift_labels(tree=rs.fold([[1, 2]]))), "cp.targets does not support masks"),
+    "unshard": (lambda cp, x: cp.unshard(x[:, :, 1:], dim=2), "this rank's 5 tokens of each row"),
+}
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_functions_that_know_no_rows_are_refused(call: Callable[[rs.ContextParallel, Tensor], Any], message: str) -> None:
+    cp = rs.ContextParallel(None, rs.documents([[2, 3], [5]]), expect_attention=False)
+    with cp, pytest.raises(rs.InputError, match=message):
+        call(cp, torch.zeros(2, 1, 5, 16))
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_positions_in_a_tree_of_each_row() -> None:
+    """Two rows of three tokens: a chain, and a root with two children. The trees lie end to end, as the rows do."""
+    rows = [rs.causal(3), rs.tree([1, 1, 1], [-1, 0, 0])]
+    cp = rs.ContextParallel(None, rs.per_row(rows), expect_attention=False)
+    found = cp.positions(tree=([3, 1, 1, 1], [-1, -1, 1, 1]))
+    assert found.tolist() == [[0, 1, 2], [0, 1, 1]]
+
+
+def test_a_batch_equals_only_a_batch_and_is_causal_by_row() -> None:
+    batch = rs.per_row([rs.causal(3)])
+    assert batch != rs.causal(3)
+    assert rs.documents([[2], [2]]) != rs.documents([2, 2])
+    assert rs.per_row([rs.causal(3, 5, align="start")] * 2).is_causal
+    assert not rs.per_row([rs.causal(6, 4, align="start"), rs.full(6, 4)]).is_causal
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_written_out_attention_is_found_under_masks_of_rows() -> None:
+    q = torch.zeros(2, 1, 5, 4)
+    cp = rs.ContextParallel(None, rs.documents([[2, 3], [5]]))
+    with rs.strict(), pytest.raises(rs.UnplannedAttention, match="matmul and softmax"), cp:
+        (q @ q.mT).softmax(-1) @ q
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_shard_of_another_layout_is_refused() -> None:
+    mask = rs.documents([[2, 3], [5]])
+    one = rs.ContextParallel(None, mask, layout=[[(0, 5)]])
+    other = rs.ContextParallel(None, mask, layout=[[(3, 5), (0, 3)]])
+    shard = one.shard(torch.arange(10).view(2, 5), dim=1)
+    assert torch.equal(one.unshard(shard, dim=1), torch.arange(10).view(2, 5))
+    with pytest.raises(rs.InputError, match="another layout"):
+        other.unshard(shard, dim=1)

@@ -134,6 +134,9 @@ def test_half_precision_is_copied_and_second_derivatives_raise() -> None:
     assert dx.dtype == torch.bfloat16
     with pytest.raises(rs.KernelError, match="differentiated again"):
         dx.sum().backward()
+    (dx,) = torch.autograd.grad(rs.LocalWorld(2).roll(x, 1).square().sum(), x, create_graph=True)
+    with pytest.raises(rs.KernelError, match="differentiated again"):
+        torch.autograd.grad(dx.square().sum(), x)
 
 
 @pytest.mark.parametrize(

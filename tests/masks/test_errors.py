@@ -40,7 +40,7 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     ("documents([2, 1.5])", lambda: rs.documents([2, 1.5]), rf"lengths\[1\] {WHOLE}, not 1\.5"),
     ("documents([nan])", lambda: rs.documents([math.nan]), rf"lengths\[0\] {WHOLE}, not nan"),
     ("documents(float array)", lambda: rs.documents(np.ones(2)), rf"lengths\[0\] {WHOLE}, not 1\.0"),
-    ("documents(3 dims)", lambda: rs.documents([[[1, 2]]]), rf"lengths\[0\] {WHOLE}, not \[1, 2\]"),
+    ("documents(3 dims)", lambda: rs.documents([[[1, 2]]]), rf"lengths\[0\]\[0\] {WHOLE}, not \[1, 2\]"),
     ("documents(unequal rows)", lambda: rs.documents([[1, 2], [4]]), r"masks\[1\] is 4 × 4 and masks\[0\] is 3 × 3"),
     ("documents(mixed)", lambda: rs.documents([[1, 2], 3]), rf"lengths\[0\] {WHOLE}, not \[1, 2\]"),
     ("per_row([])", lambda: rs.per_row([]), "takes the mask of each row of a batch; got none"),

@@ -292,8 +292,7 @@ def test_every_constructor_is_drawn_by_name() -> None:
 
     drawn = {name.split("(")[0] for name in (*CONSTRUCTORS, *SQUARE_CONSTRUCTORS, *RELATIONS)}
     public = {name for name in rs.masks.__all__ if name.islower()}
-    public -= {
-        "mask_mod",
-        "block_mask",
-    }  # decided by functions, they support & alone: see test_mask_mod.py and test_block_mask.py
+    # Decided by functions, they support & alone: see test_mask_mod.py and test_block_mask.py.
+    public -= {"mask_mod", "block_mask"}
+    public -= {"per_row"}  # made of masks: see tests/frontends/test_batch_rows.py
     assert drawn == public | {"from_bands"}

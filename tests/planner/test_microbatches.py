@@ -85,6 +85,7 @@ def test_the_mask_of_a_microbatch_is_made_by_the_users_function() -> None:
         ({"linear_flops": float("nan")}, "linear_flops must be a number of at least 0"),
         ({"linear_flops": -1}, "linear_flops must be a number of at least 0"),
         ({"lengths": [3, -1]}, "lengths"),
+        ({"mask": lambda lengths: rs.causal(100)}, r"mask\(\) gave .* for 7 tokens"),
         ({"world": 0}, "world"),
         ({"shape": 3}, "shape must be a ringspan.Shape"),
     ],

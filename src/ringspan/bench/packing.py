@@ -69,7 +69,7 @@ def packing_rows(
     for name in lengths:
         for ranks in world:
             total = int(ranks * tokens_per_rank * rounds * FILLED)
-            drawn = draw_lengths(name, tokens=total, longest=min(longest, FIXED_SIZE * tokens_per_rank), seed=seed)
+            drawn = draw_lengths(name, tokens=total, longest=min(longest, min(FIXED_SIZE, ranks) * tokens_per_rank), seed=seed)
             for way in WAYS:
                 on_progress(done, todo, f"{name}, {ranks} ranks, {way}")
                 yield _row(name, drawn, ranks, tokens_per_rank, machine, way)
@@ -214,7 +214,7 @@ def _one_round(waiting: list[int], world: int, tokens_per_rank: int) -> tuple[li
     for n in waiting:
         size = 1 << max(0, (-(-n // tokens_per_rank) - 1).bit_length())
         fits = [i for i, group in enumerate(groups) if group.ranks == size and sum(group.lengths) + n <= size * tokens_per_rank]
-        if size <= free and (not fits or min(loads[i] for i in fits) > 0):
+        if size <= free:
             groups.append(Group(size, [n]))
             loads.append(n * n / size)
             free -= size

@@ -120,7 +120,7 @@ class Attend(torch.autograd.Function):
         again = torch.is_grad_enabled()  # create_graph=True: the gradient may be differentiated
         found: list[Tensor | None] = []
         for x, needed in zip(computed, ctx.needs_input_grad[3:], strict=True):
-            found.append((once_differentiable(x) if again else x) if needed else None)
+            found.append((once_differentiable(x, *outputs, *grads) if again else x) if needed else None)
         return None, None, None, *found
 
 
@@ -139,18 +139,20 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
 SECOND_DERIVATIVE = "the gradient of attention was differentiated again: no kernel here computes second derivatives"
 
 
-def once_differentiable(gradient: Tensor) -> Tensor:
+def once_differentiable(gradient: Tensor, *origins: Tensor | None) -> Tensor:
     """Return a gradient that raises when it is differentiated.
 
-    PyTorch's decorator of that name would treat it as a constant where the loss is linear in the result.
+    ``origins`` are tensors that it was computed from. ``torch.autograd.grad(..., inputs)`` runs only what lies on a path
+    to its inputs, so the result must be connected with them. PyTorch's decorator of that name would treat the gradient
+    as a constant where the loss is linear in the result.
     """
-    marked: Tensor = _OnceDifferentiable.apply(gradient.detach().requires_grad_())
+    marked: Tensor = _OnceDifferentiable.apply(gradient.detach().requires_grad_(), *origins)
     return marked
 
 
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *origins: Tensor | None) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod

@@ -157,7 +157,7 @@ class _Windows(torch.autograd.Function):
             found = ctx.run(generators, _description(f"{ctx.kind}, backward", ctx.plans[0], grads[0]))
             gradients = [dx.to(ctx.dtype) for (dx,) in found]
         if torch.is_grad_enabled():  # create_graph=True: the gradient may be differentiated
-            gradients = [once_differentiable(dx) for dx in gradients]
+            gradients = [once_differentiable(dx, *grads) for dx in gradients]
         return None, None, None, None, *gradients
 
 

@@ -29,6 +29,16 @@ def rows_of(mask: Mask) -> int | None:
     return len(mask.rows) if isinstance(mask, BatchMask) else None
 
 
+def refuse_rows(what: str, mask: Mask) -> None:
+    """Raise for a function that does not know batches whose rows have masks of their own."""
+    rows = rows_of(mask)
+    if rows is not None:
+        raise InputError(
+            f"{what} does not support masks that differ between the {rows} rows of a batch ({mask.name}): use "
+            "F.scaled_dot_product_attention, or one sequence with the rows as documents, rs.documents(lengths)"
+        )
+
+
 def attend_rows(attend: Callable[[Tensor, Tensor, Tensor], Partial], q: Tensor, k: Tensor, v: Tensor, rows: int) -> Partial:
     """Compute attention of the rows laid end to end, and return out and lse with a batch dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -65,10 +75,14 @@ def take_rows(x: Tensor, dim: int, layout: Layout, rank: int, rows: int) -> Tens
     return torch.stack([row.index_select(dim - 1, mine) for row, mine in zip(x, tokens, strict=True)])
 
 
-def lay_end_to_end(x: Tensor, dim: int, rows: int) -> Tensor:
+def lay_end_to_end(x: Tensor, dim: int, rows: int, tokens_of_all_rows: int) -> Tensor:
     """Return (B, …, S, …) as (B·S, …)."""
-    if dim % x.ndim == 0 or x.shape[0] != rows:
-        raise InputError(f"dim 0 must be the {rows} rows of the batch, and dim={dim} the tokens; got {tuple(x.shape)}")
+    tokens = tokens_of_all_rows // rows
+    if not -x.ndim <= dim < x.ndim or dim % x.ndim == 0 or x.shape[0] != rows or x.shape[dim] != tokens:
+        raise InputError(
+            f"dim 0 must be the {rows} rows of the batch, and dim={dim} this rank's {tokens} tokens of each row; got "
+            f"{tuple(x.shape)}: unshard what cp.shard gave"
+        )
     return x.movedim(dim, 1).flatten(0, 1)
 
 

@@ -18,14 +18,14 @@ from ringspan.engine import PlanHandle, attend
 from ringspan.errors import InputError
 from ringspan.frontends.attention import attend_tensors, registered_handle
 from ringspan.frontends.attention_block import under_autocast
-from ringspan.frontends.batch_rows import attend_rows, lay_end_to_end, rows_of, stack_rows, take_rows
+from ringspan.frontends.batch_rows import attend_rows, lay_end_to_end, refuse_rows, rows_of, stack_rows, take_rows
 from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.groups import Group
 from ringspan.frontends.losses import Losses
 from ringspan.frontends.neighbours import Neighbours
-from ringspan.frontends.rank_comparison import LAYOUT, TokensOfRanks, check_layout, compare_layouts
+from ringspan.frontends.rank_comparison import TokensOfRanks, check_layout, compare_layouts, mark_layout
 from ringspan.frontends.reporting import report_error, reports_errors
 from ringspan.frontends.routing import Routing
 from ringspan.frontends.validate import check_mask
@@ -219,7 +219,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         if x.is_nested:
             raise InputError("a nested tensor cannot be sharded: shard x.values(), with rs.documents(lengths) as the mask")
         if self._rows is not None:
-            return take_rows(x, dim, layout, self.rank, self._rows)
+            return mark_layout(take_rows(x, dim, layout, self.rank, self._rows), layout)
         if not -x.ndim <= dim < x.ndim:
             raise InputError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
         if x.shape[dim] != layout.length:
@@ -230,10 +230,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             )
         if settings.debug:
             self.tokens_of_ranks.note(x)
-        mine = x.index_select(dim, self.positions(of, device=x.device))
-        if not torch.compiler.is_dynamo_compiling():
-            setattr(mine, LAYOUT, layout.digest)
-        return mine
+        return mark_layout(x.index_select(dim, self.positions(of, device=x.device)), layout)
 
     @reports_errors("unshard")
     def unshard(self, x: Tensor, *, dim: int, of: Side = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
@@ -250,16 +247,15 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             raise InputError(
                 f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}. Call it for each tensor"
             )
+        check_layout(x, layout)
         if self._rows is not None:
-            flat: Tensor = _Unshard.apply(lay_end_to_end(x, dim, self._rows), self.group, layout, 0, grad)
-            return stack_rows(flat, dim, self._rows)
+            rows = lay_end_to_end(x, dim, self._rows, layout.counts[self.rank])
+            return stack_rows(_Unshard.apply(rows, self.group, layout, 0, grad), dim, self._rows)
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != layout.counts[self.rank]:
             raise InputError(
                 f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "
                 "unshard what cp.shard gave"
             )
-        if not torch.compiler.is_dynamo_compiling():
-            check_layout(x, layout)
         if settings.debug:
             compare_layouts(layout, self.group, x.device)
         result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
@@ -319,9 +315,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         of the block. ``kernel_options`` are ignored.
         """
         self.mark_as_used()
-        plan = self.plan
-        if block_mask is not None:
-            plan = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
+        refuse_rows("flex_attention", self.mask)
+        made = self.plan if block_mask is None else self._plan_of(block_mask)
         q, k, v = under_autocast(query, key, value)
         return flex_attention(
             q,
@@ -332,7 +327,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             enable_gqa=enable_gqa,
             return_lse=return_lse,
             return_aux=return_aux,
-            plan=plan,
+            plan=made,
             group=self.group,
             backend=self.backend,
         )
@@ -342,8 +337,10 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         plan."""
         if block_mask is None:
             return self._handle
-        made = plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
-        return registered_handle(made, self.group, self.backend)
+        return registered_handle(self._plan_of(block_mask), self.group, self.backend)
+
+    def _plan_of(self, block_mask: BlockMask) -> Plan:
+        return plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)
 
     @reports_errors("forward")
     def varlen_attention(self, call: VarlenCall) -> tuple[Tensor, Tensor]:

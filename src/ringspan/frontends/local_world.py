@@ -198,6 +198,8 @@ class LocalWorld:
 
     @dynamo_disable
     def _windows(self, x: Tensor, window: RowWindow, dim: int, documents: Any, layout: LayoutLike) -> Tensor:
+        if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
+            raise InputError(f"x must be a tensor with its tokens on dim {dim}; got {getattr(x, 'shape', type(x).__name__)}")
         rows, dim = rows_first(x, dim, x.shape[dim])
         lengths = document_lengths(documents, len(rows))
         made, _ = make_layout(layout, offsets(lengths, -len(rows), 0), self.world)
@@ -205,7 +207,7 @@ class LocalWorld:
         transport.traffic = self.traffic
         plans = [window_plan(lengths, made, window, rank) for rank in range(self.world)]
         parts = windows_of_ranks(
-            plans, [rows.index_select(0, t) for t in _tokens(made, x.device)], window, transport.run, "roll"
+            plans, [rows.index_select(0, t) for t in _tokens(made, x.device)], window, transport.run, "roll or halo"
         )
         return windows_back(torch.cat(parts).index_select(0, _inverse_order(made, x.device)), x, dim)
 
@@ -238,6 +240,11 @@ class LocalWorld:
         """Compute attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H,
         S)."""
         rows = rows_of(plans[0].mask)
+        if rows is not None and score_mod is not None:
+            raise InputError(
+                "a score_mod does not support masks that differ between the rows of a batch: give one mask_mod(b, h, q, k) of "
+                "the whole batch"
+            )
         if rows is not None and rows > 1 and q.shape[2] != plans[0].mask.lengths[0]:  # not laid end to end yet
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Partial:

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from ringspan.engine import RowWindow, window_plan, windows_of_ranks
 from ringspan.errors import InputError
+from ringspan.frontends.batch_rows import refuse_rows
 from ringspan.frontends.labels import document_lengths
+from ringspan.frontends.rank_comparison import check_layout
 from ringspan.frontends.reporting import reports_errors
 from ringspan.frontends.token_data import TokenData
 from ringspan.planner import Plan
 from ringspan.plans.data import Side
+from ringspan.torch_private.dynamo import dynamo_disable
 from ringspan.transports import ProcessGroupTransport
 
 
@@ -62,8 +65,11 @@ class Neighbours(TokenData):
         layout = self._layout(of)
         return window_plan(document_lengths(documents, layout.length), layout, halo_window(before, after), self.plan.rank)
 
+    @dynamo_disable
     def _windows(self, x: Tensor, window: RowWindow, dim: int, lengths: Any, of: Side, kind: str) -> Tensor:
+        refuse_rows(kind, self.plan.mask)
         layout = self._layout(of)
+        check_layout(x, layout)
         rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
         made = window_plan(lengths, layout, window, self.plan.rank)
         (windows,) = windows_of_ranks([made], [rows], window, self.group.run, kind)
@@ -88,6 +94,8 @@ def rows_first(x: Any, dim: int, tokens: int) -> tuple[Tensor, int]:
     """Return x as (tokens, features), and the sequence dim counted from the start."""
     if not isinstance(x, Tensor):
         raise InputError(f"x must be a tensor, of this rank's tokens; got {type(x).__name__}")
+    if x.is_complex() and x.requires_grad:
+        raise InputError("gradients of complex tensors are not supported: pass torch.view_as_real(x)")
     if not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
         raise InputError(
             f"a tensor of shape {tuple(x.shape)} does not have this rank's {tokens} tokens on dim {dim}: give what cp.shard "

@@ -28,23 +28,21 @@ class TokensOfRanks:
 
     def __init__(self) -> None:
         self._digests: list[str] = []
-        self._device: torch.device | None = None
 
     def note(self, x: Tensor) -> None:
         """Note a whole sequence. Only integers count: the others may have been computed with rounding errors."""
         if not x.is_floating_point() and not x.is_complex() and not is_dtensor(x):
             self._digests.append(values_digest([], [x]))
-            self._device = x.device
 
     def compare(self, group: ProcessGroupTransport) -> None:
         """Raise if the ranks have sharded different tokens since the last comparison. A collective call."""
         digests, self._digests = self._digests, []
-        if self._device is None or group.world == 1:
+        if group.world == 1:
             return
         _compare_digests(
             "".join(digests),
             group,
-            self._device,
+            group.device,
             "the tokens or labels that were sharded differ between ranks {ranks}: all ranks of a sequence need the same whole "
             "batch. Use the same seed, or broadcast it",
         )
@@ -71,9 +69,16 @@ def compare_layouts(layout: Layout, group: ProcessGroupTransport, device: torch.
         _compare_digests(layout.digest, group, device, message)
 
 
+def mark_layout(shard: Tensor, layout: Layout) -> Tensor:
+    """Note on a shard by which layout it was made. Compiled code does not."""
+    if not torch.compiler.is_dynamo_compiling():
+        setattr(shard, LAYOUT, layout.digest)
+    return shard
+
+
 def check_layout(x: Tensor, layout: Layout) -> None:
     """Raise if x comes from ``cp.shard`` of a ContextParallel with another layout."""
-    if getattr(x, LAYOUT, layout.digest) != layout.digest:
+    if not torch.compiler.is_dynamo_compiling() and getattr(x, LAYOUT, layout.digest) != layout.digest:
         raise InputError(
             "this tensor was sharded by a ContextParallel with another layout, so unshard would give its tokens in a wrong "
             f"order (this one has {layout.name}): unshard with the cp that has sharded it, or make both with the same layout="

@@ -16,6 +16,7 @@ from ringspan.frontends.reporting import reports_errors
 from ringspan.frontends.token_data import TokenData
 from ringspan.layouts import Layout
 from ringspan.plans.data import Side
+from ringspan.torch_private.dynamo import dynamo_disable
 from ringspan.transports import ProcessGroupTransport
 
 # The row of the token itself.
@@ -28,21 +29,24 @@ class Routing(TokenData):
     group: ProcessGroupTransport
 
     @reports_errors("cp.route")
+    @dynamo_disable
     def route(self, loaded: Tensor | Sequence[Tensor], *, documents: Any, owners: Sequence[int], of: Side = "q") -> Tensor:
         """Send documents from the ranks that loaded them to the ranks that compute their tokens.
 
         ``documents`` are the lengths of all documents of the sequence, and ``owners`` the rank that loaded each of
         them, the same on every rank. ``loaded`` holds the documents of this rank in the order of the sequence: a list of
         tensors with the tokens on dim 0, or all of them concatenated. A rank that loaded none gives an empty tensor, as
-        ``torch.empty(0, dtype=torch.int64)``. The result has this rank's tokens on dim 0, in the order of
-        :meth:`positions`. Differentiable.
+        ``torch.empty(0, dtype=torch.int64)``, which requires a gradient if those of the other ranks do. The result has
+        this rank's tokens on dim 0, in the order of :meth:`positions`. Differentiable.
         """
         layout = self._layout(of)
         source = loaded_layout(document_lengths(documents, layout.length), owners, self.group.world)
         rows = _concatenated(loaded, source.counts[self.plan.rank], self.plan.rank)
         made = window_plan([layout.length], layout, ITSELF, self.plan.rank, source)
         features = torch.Size(rows.shape[1:]).numel()
-        (routed,) = windows_of_ranks([made], [rows.reshape(len(rows), features)], ITSELF, self.group.run, "cp.route")
+        # Part of what the ranks compare: the shape, and whether there will be a backward pass.
+        kind = f"cp.route of {list(rows.shape[1:])}{', differentiable' * (rows.requires_grad and torch.is_grad_enabled())}"
+        (routed,) = windows_of_ranks([made], [rows.reshape(len(rows), features)], ITSELF, self.group.run, kind)
         return routed.reshape(len(routed), *rows.shape[1:])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import InputError
-from ringspan.frontends.batch_rows import row_positions, rows_of
+from ringspan.frontends.batch_rows import refuse_rows, row_positions, rows_of
 from ringspan.frontends.labels import check_rows, positions_in
 from ringspan.frontends.tries import Targets, tree_nodes
 from ringspan.frontends.validate import check_documents, check_tree
@@ -43,18 +43,19 @@ class TokenData:
             in_documents = torch.cat([positions_in(row, layout.length // (rows or 1)) for row in of_rows])
             check_documents(self.plan.mask, in_documents)
             mine = in_documents[mine]
-        elif rows is not None:
-            mine = torch.from_numpy(row_positions(layout, self.plan.rank, rows))
-        if tree is not None:
+        elif tree is not None:
             nodes = tree_nodes(tree)
             check_tree(self.plan.mask, nodes, layout.length)
             mine = torch.from_numpy(nodes.positions())[mine]
+        elif rows is not None:
+            mine = torch.from_numpy(row_positions(layout, self.plan.rank, rows))
         return (mine if rows is None else mine.reshape(rows, -1)).to(device or "cpu")
 
     def targets(self, targets: Targets, *, of: Side = "q", device: torch.device | str | None = None) -> Targets:
         """Select the targets that this rank's tokens predict. ``token`` then counts this rank's tokens."""
         if not isinstance(targets, Targets):
             raise InputError(f"targets must be those of rs.shift_labels(tree=…); got {type(targets).__name__}")
+        refuse_rows("cp.targets", self.plan.mask)
         layout = self._layout(of)
         row = np.full(layout.length, -1)
         mine = layout.positions(self.plan.rank)

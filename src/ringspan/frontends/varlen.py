@@ -27,6 +27,7 @@ from ringspan.caching.registry import on_clear_caches
 from ringspan.engine import PlanHandle, attend, attend_by_id, copy_id, is_exporting, is_traced, registry
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.attention import registered_handle
+from ringspan.frontends.batch_rows import refuse_rows
 from ringspan.frontends.dtensor import any_dtensor
 from ringspan.frontends.validate import check_scale
 from ringspan.kernels import Partial
@@ -96,6 +97,7 @@ def from_four_dims(result: Partial) -> tuple[Tensor, Tensor]:
 
 def attend_packed(handle: PlanHandle, call: VarlenCall) -> tuple[Tensor, Tensor]:
     """Return out (S, H, E) and lse (H, S) of this rank's tokens. Both are differentiable."""
+    refuse_rows("varlen_attn", handle.plan.mask)
     cu_seq_q, cu_seq_k = call.cu_seqs()
     left, right = call.window
     scale = check_scale(call.scale, call.query.shape[-1])

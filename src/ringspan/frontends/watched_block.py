@@ -22,6 +22,7 @@ from torch import Tensor
 from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.attention_block import AttentionMode
+from ringspan.frontends.batch_rows import rows_of
 from ringspan.frontends.rank_comparison import TokensOfRanks
 from ringspan.frontends.recompute import entered_blocks
 from ringspan.frontends.treatments import name_of, treatments
@@ -102,12 +103,13 @@ class WatchedBlock(AttentionMode):
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
-        here = (self.plan.q_rows, self.plan.kv_rows)
+        rows = rows_of(self.plan.mask) or 1
+        here = (self.plan.q_rows // rows, self.plan.kv_rows // rows)
         is_local_softmax = name == "softmax" and isinstance(result, Tensor) and tuple(result.shape[-2:]) == here
         if is_local_softmax:
             self._has_local_softmax = True
         if settings.strict:
-            _check_call(name, args, kwargs, self.plan.q_rows)
+            _check_call(name, args, kwargs, here[0])
             _follow_attention(name, args, kwargs, result, is_local_softmax)
 
 

@@ -71,11 +71,9 @@ def prepare_context_parallel_input(
     positions_BL: Tensor = extra_kwargs["positions"]
     given = extra_kwargs.get("attention_masks")
     masks = {key: _mask(x, positions_BL) for key, x in _items(given)}
-    widest = max((mask for mask in masks.values() if mask is not None), key=lambda mask: mask.area)
+    widest = max(masks.values(), key=lambda mask: mask.area)
     cp = ContextParallel(cp_mesh, widest)
-    blocks = {
-        key: None if mask is None else LayerBlock(cp if mask is widest else cp.with_mask(mask)) for key, mask in masks.items()
-    }
+    blocks = {key: LayerBlock(cp if mask is widest else cp.with_mask(mask)) for key, mask in masks.items()}
     inputs, labels, positions = cp.shard(inputs, labels, positions_BL, dim=1)
     changed = {**extra_kwargs, "positions": positions, "attention_masks": blocks if isinstance(given, Mapping) else blocks[""]}
     return inputs, labels, changed
@@ -85,7 +83,7 @@ def _items(given: Any) -> list[tuple[str, Any]]:
     return list(given.items()) if isinstance(given, Mapping) else [("", given)]
 
 
-def _mask(given: Any, positions_BL: Tensor) -> Mask | None:
+def _mask(given: Any, positions_BL: Tensor) -> Mask:
     """Return the mask of the whole sequence that a model has made for a kind of layer; None for one it does not use.
 
     VarlenMetadata has the documents of all rows in one list, and no causality: that is part of the layer's window. The
@@ -99,7 +97,12 @@ def _mask(given: Any, positions_BL: Tensor) -> Mask | None:
         return mask_of(given, (length, length))
     if isinstance(given, VarlenMetadata):
         return _documents(positions_BL)
-    return causal(length)
+    if given is None:
+        return causal(length)
+    raise UnplannedAttention(
+        f"the attention mask of this model is a {type(given).__name__}: under context parallelism it must be a BlockMask, "
+        "VarlenMetadata, or None for causal attention"
+    )
 
 
 def _documents(positions_BL: Tensor) -> Mask:
@@ -108,8 +111,9 @@ def _documents(positions_BL: Tensor) -> Mask:
     if bool((ids_BL == ids_BL[:1]).all()):
         starts = torch.nonzero(positions_BL[0] == 0).flatten().tolist()
         ends = [*starts[1:], positions_BL.shape[1]]
-        first = [starts[0]] if starts[0] else []
-        return documents([*first, *(end - start for start, end in zip(starts, ends, strict=True))], causal=False)
+        lengths = [end - start for start, end in zip(starts, ends, strict=False)]  # without starts, no lengths
+        before_the_first = positions_BL.shape[1] - sum(lengths)
+        return documents([before_the_first, *lengths] if before_the_first else lengths, causal=False)
     return mask_mod(lambda b, h, q, k: ids_BL[b, q] == ids_BL[b, k], positions_BL.shape[1], batch=len(ids_BL))
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import LayoutError, unknown_name
 from ringspan.layouts.auto import auto
@@ -48,7 +50,21 @@ def make_layout(given: LayoutLike, mask: Mask, world: int) -> tuple[Layout, str]
         raise LayoutError(
             f"{layout!r} does not fit: the mask has {n} tokens here and the group {world} ranks. Make the layout for those"
         )
+    if isinstance(mask, BatchMask):
+        _check_rows(layout, mask)
     return layout, note
+
+
+def _check_rows(layout: Layout, mask: BatchMask) -> None:
+    """Raise if a rank does not have as many tokens of each row, the rows in order."""
+    count, n = len(mask.rows), mask.row_lengths[0]
+    for rank in range(layout.world):
+        rows, held = layout.positions(rank) // max(n, 1), layout.counts[rank]
+        if held % count or (rows.reshape(count, -1) != np.arange(count)[:, None]).any():
+            raise LayoutError(
+                f"{layout!r} does not give rank {rank} as many tokens of each of the {count} rows of the batch, in their "
+                "order: give a layout of one row, or one for each row"
+            )
 
 
 @cache_by_digest(256)

@@ -40,6 +40,9 @@ class BatchMask(Mask):
     rows: tuple[Mask, ...]
 
     def __init__(self, rows: Sequence[Mask], *, name: str) -> None:
+        for i, row in enumerate(rows):
+            if row.predicate is not None:
+                raise MaskError(f"row {i} of {name} is defined by a function: give one mask_mod(b, h, q, k) of the whole batch")
         q_len, k_len = rows[0].lengths
         shifted = []
         for i, row in enumerate(rows):
@@ -63,6 +66,16 @@ class BatchMask(Mask):
             text = ",".join(row.digest for row in self.rows)
             object.__setattr__(self, "_digest", hashlib.sha256(f"rows {text}".encode()).hexdigest()[:16])
             return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other is a batch with equal rows."""
+        return self.rows == other.rows if isinstance(other, BatchMask) else False
+
+    __hash__ = Mask.__hash__
+
+    @property
+    def is_causal(self) -> bool:
+        return all(row.is_causal for row in self.rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.rows, self.name)
@@ -113,10 +126,6 @@ def per_row(masks: Sequence[Mask]) -> BatchMask:
     for i, row in enumerate(rows):
         if not isinstance(row, Mask) or isinstance(row, BatchMask):
             raise MaskError(f"per_row() takes one mask for each row; masks[{i}] is {type(row).__name__}")
-        if row.predicate is not None:
-            raise MaskError(
-                f"masks[{i}], {row.name}, is defined by a function: give one mask_mod(b, h, q, k) of the whole batch"
-            )
         if row.lengths != rows[0].lengths:
             raise MaskError(
                 f"all rows of a batch have one length, but masks[{i}] is {row.lengths[0]} × {row.lengths[1]} and masks[0] is "

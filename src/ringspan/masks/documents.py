@@ -43,7 +43,7 @@ def documents(
     A list of lists gives the lengths for each row of a batch (:func:`ringspan.per_row`). All rows have as many tokens.
 
     >>> documents([[700, 324], [1024], [512, 512]])
-    <Mask documents(3 rows of 1024 tokens): 3072 × 3072, area 1085462, 5 bands>
+    <Mask documents(3 rows of 1024 tokens): 3072 × 3072, area 1085456, 5 bands>
     """
     if sum(given is not None for given in (lengths, ids, cu_seqlens)) != 1:
         raise MaskError(
@@ -81,7 +81,8 @@ def _by_rows(lengths: Any, kv_lengths: Any, causal: bool, align: Align | None) -
     of_keys = [None] * len(lengths) if kv_lengths is None else kv_lengths
     if len(of_keys) != len(lengths):
         raise MaskError(f"{len(lengths)} rows have lengths but {len(of_keys)} have kv_lengths: both need one list each")
-    rows = [documents(q, kv_lengths=k, causal=causal, align=align) for q, k in zip(lengths, of_keys, strict=True)]
+    of_queries = [as_lengths(f"lengths[{i}]", row) for i, row in enumerate(lengths)]
+    rows = [documents(q, kv_lengths=k, causal=causal, align=align) for q, k in zip(of_queries, of_keys, strict=True)]
     batch = per_row(rows)
     return BatchMask(batch.rows, name=batch.name.replace("per_row", "documents"))
 

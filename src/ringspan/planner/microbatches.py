@@ -109,7 +109,10 @@ def pack(
     made = []
     for group in _groups(sizes, capacity, layer):
         of_group = sizes[group].tolist()
-        of_ranks = plan(mask(of_group), world=world, layout="balanced", hardware=hardware, shape=shape)
+        made_mask = mask(of_group)
+        if made_mask.lengths != (sum(of_group),) * 2:
+            raise InputError(f"mask() gave {made_mask.name} of lengths {made_mask.lengths} for {sum(of_group)} tokens")
+        of_ranks = plan(made_mask, world=world, layout="balanced", hardware=hardware, shape=shape)
         made.append(Microbatch(documents=tuple(group), lengths=tuple(of_group), plan=of_ranks))
     return made
 

@@ -259,6 +259,11 @@ class ProcessGroupTransport:
         """The backend for each type of device, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
         return dict(entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
 
+    @property
+    def device(self) -> torch.device:
+        """A device whose tensors all ranks of the group can exchange, for values that are on no device."""
+        return torch.device("cpu") if "cpu" in self._backends else torch.device("cuda", torch.cuda.current_device())
+
     @cached_property
     def _stages_through_host(self) -> bool:
         """Whether tensors on a GPU are copied through host memory, because the group uses gloo for GPUs."""

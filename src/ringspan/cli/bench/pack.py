@@ -47,7 +47,9 @@ def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
         check_drawable(args.png)
         machine = hardware(args.hardware)
         tokens = int(args.world[0] * args.tokens_per_rank * args.rounds * FILLED)
-        drawn = draw_lengths(args.lengths[0], tokens=tokens, longest=args.longest, seed=args.seed)
+        drawn = draw_lengths(
+            args.lengths[0], tokens=tokens, longest=min(args.longest, args.world[0] * args.tokens_per_rank), seed=args.seed
+        )
         part, *_ = rs.pack(drawn, args.world[0], tokens_per_rank=args.tokens_per_rank, hardware=machine, shape=SHAPE)
         draw_batch(args.png, part, machine, SHAPE)
     return packing_rows(
