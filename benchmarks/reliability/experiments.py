@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,8 +59,17 @@ class Progress:
     seconds: float = 0.0
 
 
-def run_experiments(experiments: Sequence[Experiment], *, jobs: int, seconds: float = FOR_EVER) -> dict[str, Progress]:
-    """Run all tasks, ``jobs`` at a time, and print the progress to stderr. No task is started after ``seconds``."""
+def run_experiments(
+    experiments: Sequence[Experiment],
+    *,
+    jobs: int,
+    seconds: float = FOR_EVER,
+    on_progress: Callable[[dict[str, Progress]], object] | None = None,
+) -> dict[str, Progress]:
+    """Run all tasks, ``jobs`` at a time, and print the progress to stderr. No task is started after ``seconds``.
+
+    ``on_progress`` is called every few seconds with a copy of what is done.
+    """
     start = time.monotonic()
     found = {e.name: Progress() for e in experiments}
     lock, done = threading.Lock(), threading.Event()
@@ -84,6 +93,10 @@ def run_experiments(experiments: Sequence[Experiment], *, jobs: int, seconds: fl
         while not done.wait(PROGRESS_SECONDS):
             parts = [f"{e.name} {found[e.name].tasks}/{len(e.tasks)}" for e in experiments if e.tasks]
             print(f"{time.monotonic() - start:.0f} s: tasks of {', '.join(parts)}", file=sys.stderr, flush=True)
+            if on_progress:
+                with lock:
+                    copy = {name: replace(progress, results=list(progress.results)) for name, progress in found.items()}
+                on_progress(copy)
 
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
@@ -175,14 +188,21 @@ def add_common_options(parser: argparse.ArgumentParser, *, jobs: int) -> None:
 
 
 def main_of(experiments: Sequence[Experiment], args: argparse.Namespace, title: str = "") -> None:
-    """Run experiments with the options of the command line and print their tables. Exits with 1 if a task failed."""
-    found = run_experiments(experiments, jobs=args.jobs, seconds=args.budget)
-    text, rows = report(experiments, found)
-    text = f"{title}\n\n{text}" if title else text
-    print(text)
-    if getattr(args, "markdown", None):
-        args.markdown.write_text(text + "\n", encoding="utf-8")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    """Run experiments with the options of the command line and print their tables. Exits with 1 if a task failed.
+
+    The files are written again every few seconds, so that a run that is killed leaves what it has measured.
+    """
+
+    def write(found: dict[str, Progress]) -> str:
+        text, rows = report(experiments, found)
+        text = f"{title}\n\n{text}" if title else text
+        if getattr(args, "markdown", None):
+            args.markdown.write_text(text + "\n", encoding="utf-8")
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        return text
+
+    found = run_experiments(experiments, jobs=args.jobs, seconds=args.budget, on_progress=write)
+    print(write(found))
     if any(progress.errors for progress in found.values()):
         raise SystemExit(1)
