@@ -12,6 +12,10 @@ import pytest
 import ringspan as rs
 from ringspan.cli.main import main
 from ringspan.cli.plan import drawings, png
+from ringspan.cli.plan.facts import facts
+from ringspan.cli.plan.mask_data import mask_data
+from ringspan.cli.plan.page import page
+from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Question, Study, study
 from ringspan.costs import HARDWARE
 from ringspan.layouts import LAYOUTS, named_layout
@@ -71,6 +75,26 @@ def test_speed_is_that_of_the_figures(capsys: pytest.CaptureFixture[str]) -> Non
     assert 7 < chosen["speedup"] < 9  # kernels are faster in the rectangles of several ranks than in one triangle
     assert 0.5 < chosen["share_of_kernel_speed"] < 1
     assert chosen["flops_per_s_of_rank"] < max(found["hardware"]["forward"].values())
+    assert [fewer["world"] for fewer in found["fewer_ranks"]] == [1, 2, 4]
+    assert found["fewer_ranks"][0]["seconds"] == chosen["one_rank_s"]
+    for fewer in found["fewer_ranks"]:
+        shape = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+        choice = best_on(rs.causal(2**20), world=fewer["world"], hardware="h200x8", shape=shape)
+        assert choice.best.cost is not None
+        assert fewer["seconds"] == choice.best.cost.seconds
+        assert fewer["speedup"] == pytest.approx(fewer["seconds"] / chosen["seconds"])
+
+
+def test_a_sequence_that_fewer_ranks_have_no_memory_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--mask", "causal()", "--seq-len", "16M", "--world", "32", "--layout", "zigzag", "--strategy", "ring")
+    found = told(capsys, *words)
+    assert found["chosen"]["speedup"] is found["chosen"]["one_rank_s"] is None
+    fits = {fewer["world"]: fewer["rejected"] for fewer in found["fewer_ranks"]}
+    assert fits == dict.fromkeys((1, 2, 4, 8), "no candidate fits in the memory of h200") | {16: None}
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert "one rank has too little memory" in text
+    assert "speed-up of 32" in text
 
 
 def test_a_number_of_tokens_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +128,9 @@ def test_text_tells_the_choice_the_candidates_and_the_steps_of_a_rank(capsys: py
     assert " on zigzag: " in text.splitlines()[0]
     assert "exact: all 4 ranks" in text
     assert "note      window(left=100) hides no later key" in text
-    assert "contiguous" not in text
+    candidates, compared = text.split("speed-up of 4")
+    assert "contiguous" not in candidates
+    assert [line.split()[0] for line in compared.splitlines()[2:4]] == ["1", "2"]
     assert "rank 2 of 4" in text
     assert "peak buffers" in text
 
@@ -197,7 +223,7 @@ def test_thousands_of_ranks_say_what_was_not_tried() -> None:
 )
 def test_a_small_picture_is_the_dense_mask(mask: rs.Mask, layout: str) -> None:
     made, _ = named_layout(layout, mask, 4)
-    drawn = drawings.picture(mask, made, made)
+    drawn = picture(mask, made, made)
     assert np.array_equal(drawn.seen(), mask.dense())
     assert all(token in made.positions(rank) for token, rank in zip(drawn.query, drawn.q_owner, strict=True))
 
@@ -205,7 +231,7 @@ def test_a_small_picture_is_the_dense_mask(mask: rs.Mask, layout: str) -> None:
 def test_a_large_picture_has_every_row_that_its_query_has() -> None:
     mask = rs.documents([5000, 3, 7000, 997]) & rs.window(left=40)
     layout, _ = named_layout("zigzag", mask, 8)
-    drawn = drawings.picture(mask, layout, layout, most=100)
+    drawn = picture(mask, layout, layout, most=100)
     dense = mask.dense()[drawn.query]
     in_cells = dense.reshape(100, 100, -1).any(axis=2)
     assert np.array_equal(drawn.seen(), in_cells)
@@ -262,10 +288,10 @@ def test_without_matplotlib_it_says_what_to_install(
 def test_a_browser_shows_the_report_and_its_console_is_silent(
     world: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "report.html"
+    report = tmp_path / "report.html"
     words = ["--mask", "causal(640) & window(99)", "--world", str(world), "--layout", "contiguous", "--cost-ranks", "9"]
-    found = told(capsys, *words, *TENSORS, "--html", str(page))
-    dom, console = browser.shown(page, tmp_path / "profile")
+    found = told(capsys, *words, *TENSORS, "--html", str(report))
+    dom, console = browser.shown(report, tmp_path / "profile")
     assert console == []
     assert f"{found['chosen']['strategy']} on contiguous</h1>" in dom
     assert ("all 2 ranks were planned" if world == 2 else "sampled: 9 of 300 ranks") in dom
@@ -279,10 +305,68 @@ def test_a_browser_shows_the_report_and_its_console_is_silent(
     assert int(browser.attribute(dom, "timeline", "data-drawn")) >= 2 * len(found["ranks"])
 
 
-def test_what_a_name_holds_cannot_leave_its_place(tmp_path: Path) -> None:
-    from ringspan.cli.plan.facts import facts
-    from ringspan.cli.plan.page import page
+ZOOM = """<script>
+const seen = [];
+const note = () => seen.push([...view, Number(byId("mask").dataset.drawn)].join(" "));
+const press = (key) => { byId("mask").dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true })); note(); };
+location.hash = "#mask=100000,100040,99990,100030";
+addEventListener("hashchange", () => {
+  note();
+  press("-");
+  press("ArrowRight");
+  byId("zoom-in").click();
+  note();
+  press("0");
+  const box = byId("mask").getBoundingClientRect();
+  const at = { clientX: box.left + MASK_LEFT + 1, clientY: box.bottom - 20, ctrlKey: true, deltaY: -1, cancelable: true };
+  byId("mask").dispatchEvent(new WheelEvent("wheel", at));
+  note();
+  byId("view").dataset.seen = seen.join(", ");
+});
+</script>"""
 
+
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium (apt-get install chromium) to open the page")
+def test_the_page_zooms_into_the_mask(tmp_path: Path) -> None:
+    """Views from a link, keys, buttons and the wheel; what is painted is the area of the mask in the view."""
+    mask = rs.documents([100_020, 2**20 - 100_020]) & rs.window(left=30)
+    text = page(found := study(question(mask, 4, compare_fewer=True)), facts(found))
+    (tmp_path / "zoom.html").write_text(text.replace("</body>", ZOOM + "</body>"), encoding="utf-8")
+    dom, console = browser.shown(tmp_path / "zoom.html", tmp_path / "profile")
+    assert console == []
+    views = [[int(n) for n in shown.split()] for shown in browser.attribute(dom, "view", "data-seen").split(", ")]
+    assert [view[:4] for view in views[:5]] == [
+        [100_000, 100_040, 99_990, 100_030],
+        [99_980, 100_060, 99_970, 100_050],
+        [99_980, 100_060, 99_990, 100_070],
+        [100_000, 100_040, 100_010, 100_050],
+        [0, 2**20, 0, 2**20],
+    ]
+    for q0, q1, k0, k1, painted in views[:4]:
+        query, key = np.arange(q0, q1)[:, None], np.arange(k0, k1)
+        assert painted == ((key <= query) & (key >= query - 30) & ((key < 100_020) == (query < 100_020))).sum()
+    q0, q1, k0, k1, _ = views[5]  # the lower left corner stays where the pointer is
+    assert k0 < 1000
+    assert q1 > 2**20 - 30_000
+    assert q1 - q0 == pytest.approx(2**19.5, abs=1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
+def test_a_mask_of_many_bands_is_drawn_in_cells(layout: str) -> None:
+    mask = rs.documents([700] * 9 + [5, 95])
+    made, _ = named_layout(layout, mask, 4)
+    drawn, data = picture(mask, made, made), mask_data(mask, made, made, most=3)
+    assert "11 bands" in data["note"]
+    seen = np.zeros(mask.lengths, dtype=bool)
+    for q0, q1, k0, k1, *_ in data["bands"]:
+        seen[q0:q1, k0:k1] = True
+    assert np.array_equal(seen[drawn.query][:, drawn.key], drawn.seen())
+    pieces = {start: owner for owner, start, *_ in data["k_pieces"]}
+    assert [pieces[max(s for s in pieces if s <= key)] for key in drawn.key] == drawn.k_owner.tolist()
+    assert mask_data(mask, made, made)["note"] == ""
+
+
+def test_what_a_name_holds_cannot_leave_its_place(tmp_path: Path) -> None:
     found = study(question(rs.causal(64), 2))
     evil = "</script><script>alert(1)</script>&<b>"
     text = page(found, {**facts(found), "notes": [evil], "chosen": {**facts(found)["chosen"], "layout": evil}})

@@ -13,7 +13,7 @@ from ringspan.cli.plan.facts import facts
 from ringspan.cli.plan.page import page
 from ringspan.cli.plan.png import check_drawable, draw
 from ringspan.cli.plan.study import Question, study
-from ringspan.cli.plan.text import candidates, shortened, summary
+from ringspan.cli.plan.text import candidates, fewer_ranks, shortened, summary
 from ringspan.costs import Hardware, named_hardware
 from ringspan.errors import InputError, PlanError
 from ringspan.plans import Shape
@@ -89,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(results))
         return 0
-    show(summary(results), candidates(results), "", shortened(found.plans[0].at(args.rank).explain(found.question.shape)))
+    show(summary(results), candidates(results), "")
+    if results["fewer_ranks"]:
+        show(fewer_ranks(results), "")
+    show(shortened(found.plans[0].at(args.rank).explain(found.question.shape)))
     for path in filter(None, (args.html, args.png)):
         show(f"\nwritten: {path}")
     return 0
@@ -119,6 +122,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
         strategy=args.strategy,
         most_ranks=args.cost_ranks,
         every_candidate=args.all,
+        compare_fewer=True,
     )
     return question, (*notes, *meant.notes)
 

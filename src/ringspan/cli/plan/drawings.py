@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.cli.plan.picture import picture
+from ringspan.cli.plan.mask_data import mask_data
 from ringspan.cli.plan.study import Study
 from ringspan.costs.timeline import Timeline
-from ringspan.layouts import areas
-from ringspan.masks import table as tables
 from ringspan.plans.data import PHASES
 
 # The maximum number of ranks along a side of a drawing, and of steps of a rank and phase. More are merged with their
@@ -23,24 +21,9 @@ MAX_STEPS = 200
 
 def drawings(study: Study) -> dict[str, Any]:
     plan = study.plans[0]
-    drawn = picture(study.question.mask, plan.q_layout, plan.kv_layout)
-    used, band = np.unique(drawn.runs.band, return_inverse=True)
     rows = slowest_of_groups(study)
     return {
-        "picture": {
-            **{name: getattr(drawn, name).tolist() for name in ("query", "key", "q_owner", "k_owner")},
-            "runs": np.stack([drawn.runs.row, drawn.runs.start, drawn.runs.stop, band], axis=1).tolist(),
-            "bands": [
-                [*row, area, int(number)]
-                for row, area, number in zip(
-                    study.question.mask.table[used].tolist(),
-                    tables.area(study.question.mask.table[used]).tolist(),
-                    used,
-                    strict=True,
-                )
-            ],
-            "areas": areas(study.question.mask, plan.q_layout).tolist(),
-        },
+        "mask": mask_data(study.question.mask, plan.q_layout, plan.kv_layout),
         "traffic": traffic(study),
         "timeline": {
             "rows": rows,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import ringspan as rs
-from ringspan.cli.plan.study import Study
+from ringspan.cli.plan.study import FewerRanks, Study
 from ringspan.layouts import balance
 from ringspan.planner import Candidate, bytes_moved, peak_bytes
 from ringspan.plans.data import PHASES
@@ -42,6 +42,7 @@ def facts(study: Study) -> dict[str, Any]:
         "exact": cost.is_exact,
         "costed_ranks": list(cost.ranks),
         "candidates": [_candidate(candidate) for candidate in study.choice.candidates],
+        "fewer_ranks": [_fewer(fewer, study) for fewer in study.fewer],
         "ranks": _ranks(study),
         "notes": list(study.notes),
     }
@@ -51,18 +52,35 @@ def facts(study: Study) -> dict[str, Any]:
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 
 
-def _throughput(study: Study) -> dict[str, float]:
+def _throughput(study: Study) -> dict[str, float | None]:
     """Return tokens and FLOP/s of forward and backward, the share of the kernel's best speed, and the speed-up over one
-    rank."""
+    rank, which is None if one rank has too little memory or was not compared."""
     question, seconds, machine = study.question, study.cost.seconds, study.question.machine
     work = question.mask.area * question.shape.batch * question.shape.heads * question.shape.head_dim
     fastest = work * (FORWARD_FLOPS / machine.forward.best + BACKWARD_FLOPS / machine.backward.best) / question.world
+    one_rank_s = seconds if question.world == 1 else None
+    if study.fewer and study.fewer[0].best and study.fewer[0].best.cost:
+        one_rank_s = study.fewer[0].best.cost.seconds
     return {
         "tokens_per_s": question.shape.batch * question.mask.lengths[0] / seconds,
         "flops_per_s_of_rank": work * (FORWARD_FLOPS + BACKWARD_FLOPS) / seconds / question.world,
         "share_of_kernel_speed": fastest / seconds,
-        "one_rank_s": study.one_rank_s,
-        "speedup": study.one_rank_s / seconds,
+        "one_rank_s": one_rank_s,
+        "speedup": one_rank_s and one_rank_s / seconds,
+    }
+
+
+def _fewer(fewer: FewerRanks, study: Study) -> dict[str, Any]:
+    """Return the figures of the fastest plan for fewer ranks, and how much faster all ranks are."""
+    cost = fewer.best and fewer.best.cost
+    return {
+        "world": fewer.world,
+        "strategy": fewer.best and fewer.best.strategy,
+        "layout": fewer.best and fewer.best.layout.name,
+        "seconds": cost and cost.seconds,
+        "peak_bytes": cost and cost.peak_bytes,
+        "speedup": cost and cost.seconds / study.cost.seconds,
+        "rejected": fewer.reason,
     }
 
 

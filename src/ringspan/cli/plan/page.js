@@ -39,8 +39,12 @@ function summary() {
     ["largest exposed time of a rank", seconds(chosen.exposed_s)],
     ["buffers, fullest rank", bytes(chosen.peak_bytes)],
     ["balance, busiest ÷ mean", chosen.balance.toFixed(3)],
+    ["tokens/s through one layer's attention", short(chosen.tokens_per_s)],
+    ["FLOP/s of a rank", `${short(chosen.flops_per_s_of_rank / 1e12)} T, ${Math.round(100 * chosen.share_of_kernel_speed)}% of the kernel's best`, "words"],
+    ["speed-up over one rank", chosen.speedup === null ? "– (too little memory)" : short(chosen.speedup)],
     ["ranks", `${whole(data.world)} × ${hardware.name}, ${hardware.per_node} a node`, "words"],
     ["tokens", mask.queries === mask.keys ? whole(mask.queries) : `${whole(mask.queries)} × ${whole(mask.keys)}`],
+    ["visible pairs", `${(100 * mask.share).toPrecision(3)}% of all`],
     ["mask", mask.name, "words"],
     ["tensors", `${shape.heads} heads, ${shape.kv_heads} key heads, head dim ${shape.head_dim}, ${shape.dtype}`, "words"],
   ];
@@ -72,6 +76,13 @@ function tables() {
     ["figures", (c) => (c.exact === null ? "–" : c.exact ? "exact" : "sampled")],
     ["why not", (c) => c.rejected || "", "words reason"],
   ], data.candidates, (c) => (c === data.candidates[0] ? "chosen" : c.rejected ? "rejected" : ""));
+  byId("fewer-title").textContent = `${whole(data.world)} ranks compared with fewer`;
+  byId("fewer-section").hidden = !data.fewer_ranks.length;
+  table("fewer", [
+    ["ranks", (f) => whole(f.world)], ["forward and backward", known(seconds, "seconds")],
+    [`speed-up of ${whole(data.world)}`, known(short, "speedup")], ["buffers", known(bytes, "peak_bytes")],
+    ["fastest plan", (f) => f.rejected || `${f.strategy} on ${f.layout}`, "words"],
+  ], data.fewer_ranks, (f) => (f.rejected ? "rejected" : ""));
   table("ranks", [
     ["rank", (r) => r.rank], ["queries", (r) => whole(r.queries)], ["keys", (r) => whole(r.keys)],
     ["work ÷ mean", (r) => r.work.toFixed(3)],
@@ -135,58 +146,6 @@ function stretch(pen, columns, rows, x, y, width, height, draw) {
 }
 
 function rounded(n) { return n >= 1e6 ? short(n / 2 ** 20) + "Mi" : n >= 1e4 ? short(n / 2 ** 10) + "Ki" : whole(n); }
-
-function drawMask() {
-  const { query, key, q_owner, k_owner, runs, bands, areas } = data.drawings.picture;
-  const left = 56, top = 24, right = 14, strip = 8;
-  const { element, pen, width } = canvas("mask", (w) => w - left - right + top + 14);
-  const side = width - left - right, cellW = side / key.length, cellH = side / query.length;
-  pen.fillStyle = colour("paper");
-  pen.fillRect(left, top, side, side);
-  const seen = new Map();
-  let cells = 0;
-  for (const [row, start, stop, band] of runs) {
-    cells += stop - start;
-    if (!seen.has(row)) seen.set(row, []);
-    seen.get(row).push([start, stop, band]);
-  }
-  stretch(pen, key.length, query.length, left, top, side, side, (cell) => {
-    for (const [row, start, stop] of runs) {
-      cell.fillStyle = rankColour(q_owner[row]);
-      for (let a = start, b; a < stop; a = b) {
-        const own = k_owner[a] === q_owner[row];
-        for (b = a + 1; b < stop && (k_owner[b] === q_owner[row]) === own;) b += 1;
-        cell.globalAlpha = own ? 1 : 0.42;
-        cell.fillRect(a, row, b - a, 1);
-      }
-    }
-  });
-  const paint = (cell, owner, place) => owner.forEach((rank, n) => { cell.fillStyle = rankColour(rank); cell.fillRect(...place(n), 1, 1); });
-  stretch(pen, 1, query.length, left - strip - 2, top, strip, side, (cell) => paint(cell, q_owner, (n) => [0, n]));
-  stretch(pen, key.length, 1, left, top - strip - 2, side, strip, (cell) => paint(cell, k_owner, (n) => [n, 0]));
-  pen.strokeStyle = colour("line");
-  pen.strokeRect(left - 0.5, top - 0.5, side + 1, side + 1);
-  for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-    label(pen, rounded(Math.round(part * data.mask.queries)), left - strip - 6, top + part * side, "right");
-    const at = part === 0 ? "left" : part === 1 ? "right" : "center";
-    label(pen, rounded(Math.round(part * data.mask.keys)), left + part * side, 6, at);
-  }
-  hover(element, (x, y) => {
-    const row = Math.floor((y - top) / cellH), column = Math.floor((x - left) / cellW);
-    if (!(row in q_owner) || !(column in k_owner)) return null;
-    const rank = q_owner[row], share = areas[rank] / data.mask.area;
-    const words = [`query ${whole(query[row])} of rank ${rank}, key ${whole(key[column])} of rank ${k_owner[column]}`];
-    const hit = (seen.get(row) || []).find(([start, stop]) => start <= column && column < stop);
-    if (hit) {
-      const [q0, q1, k0, k1, lo, hi, area, number] = bands[hit[2]];
-      words.push(`band ${number}: queries ${whole(q0)}–${whole(q1 - 1)}, keys ${whole(k0)}–${whole(k1 - 1)}, ` +
-        `${whole(lo)} ≤ key − query ≤ ${whole(hi)}, area ${whole(area)}`);
-    } else words.push("not visible");
-    words.push(`rank ${rank}: ${whole(areas[rank])} pairs, ${(100 * share).toPrecision(3)}% of all`);
-    return words.join("\n");
-  });
-  return cells;
-}
 
 function drawTraffic() {
   const { from, to, bytes: sent } = data.drawings.traffic;
@@ -314,15 +273,3 @@ function drawTimeline() {
   return steps;
 }
 
-// The drawn data is stored where tests can read it.
-function drawAll() {
-  const drawn = { mask: drawMask(), traffic: drawTraffic(), load: drawLoad(), timeline: drawTimeline() };
-  for (const [name, count] of Object.entries(drawn)) byId(name).dataset.drawn = count;
-}
-
-summary();
-tables();
-drawAll();
-let resizing;
-window.addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 100); });
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -21,7 +21,7 @@ def page(study: Study, results: dict[str, Any]) -> str:
     parts = {
         "TITLE": html.escape(f"{chosen['strategy']} on {chosen['layout']}, {results['world']:,} ranks"),
         "STYLE": _part("page.css"),
-        "SCRIPT": _part("page.js"),
+        "SCRIPT": _part("page.js") + _part("mask_view.js") + _part("start.js"),
         "DATA": _inside_script(data),
     }
     # In one pass, so that inserted text is not searched for placeholders.

@@ -19,6 +19,8 @@ from ringspan.strategies import parse_strategy
 
 # Each rank may have a message for every other rank. This bounds the messages of the simulated ranks.
 MAX_MESSAGES = 2**16
+# The numbers of ranks that a choice is compared with: at most so many, and none that takes long to plan.
+MAX_COMPARED, MAX_RANKS_COMPARED = 6, 128
 # Units of the progress bar, for choosing and again for simulating the choice.
 WHOLE = 1000
 
@@ -35,6 +37,7 @@ class Question:
     strategy: str = "auto"
     most_ranks: int | None = None
     every_candidate: bool = False
+    compare_fewer: bool = False
 
     def __post_init__(self) -> None:
         check_world(self.world)
@@ -50,6 +53,15 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewerRanks:
+    """The fastest plan of any layout and strategy for fewer ranks, or the reason why there is none."""
+
+    world: int
+    best: Candidate | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """The question, all candidates, and for the best one the plans of the simulated ranks and their cost."""
 
@@ -58,8 +70,8 @@ class Study:
     plans: tuple[Plan, ...]
     cost: Cost
     notes: tuple[str, ...]
-    one_rank_s: float
-    """The seconds of the whole sequence on one rank, without communication."""
+    fewer: tuple[FewerRanks, ...]
+    """If asked for, the same question for fewer ranks, one rank first."""
 
     @property
     def best(self) -> Candidate:
@@ -82,8 +94,7 @@ def study(question: Question) -> Study:
             choice = replace(choice, candidates=tuple(_with_cost(candidate, question, bar) for candidate in choice.candidates))
         plans = _plans(choice.best, question, bar)
         simulated = cost(plans, question.machine, question.shape)
-        alone = best_on(question.mask, world=1, hardware=question.machine, shape=question.shape).best.cost
-        assert alone is not None  # a world of one rank has one candidate
+        fewer = tuple(_fewer_ranks(world, question, bar) for world in halves(question.world) if question.compare_fewer)
         bar.update(2 * WHOLE, f"{len(choice.candidates)} candidates")
     return Study(
         question=question,
@@ -91,8 +102,31 @@ def study(question: Question) -> Study:
         plans=tuple(plans),
         cost=simulated,
         notes=tuple(_left_out(question)),
-        one_rank_s=alone.seconds,
+        fewer=fewer,
     )
+
+
+def halves(world: int) -> list[int]:
+    """Return the numbers of ranks to compare with: one, and the largest halves that are planned quickly.
+
+    >>> halves(64), halves(12), halves(4096), halves(1)
+    ([1, 2, 4, 8, 16, 32], [1, 3, 6], [1, 8, 16, 32, 64, 128], [])
+    """
+    found = []
+    while world > 1:
+        world //= 2
+        found.append(world)
+    quick = [n for n in found if 1 < n <= MAX_RANKS_COMPARED][: MAX_COMPARED - 1]
+    return [*found[-1:], *reversed(quick)]
+
+
+def _fewer_ranks(world: int, question: Question, bar: Progress) -> FewerRanks:
+    bar.update(2 * WHOLE, f"{world} ranks, to compare")
+    try:
+        best = best_on(question.mask, world=world, hardware=question.machine, shape=question.shape).best
+    except PlanError as error:  # the sequence may need the memory of more ranks
+        return FewerRanks(world=world, best=None, reason=str(error).partition(":")[0])
+    return FewerRanks(world=world, best=best)
 
 
 def _plans(candidate: Candidate, question: Question, bar: Progress) -> list[Plan]:

@@ -23,6 +23,14 @@ COLUMNS = {
     "rejected": "rejected",
 }
 
+FEWER_COLUMNS = {
+    "world": "ranks",
+    "seconds": "forward and backward",
+    "speedup": "",
+    "peak_bytes": "buffers",
+    "plan": "fastest plan",
+}
+
 
 def summary(found: dict[str, Any]) -> str:
     """Return the choice and the figures behind it, above the table of candidates."""
@@ -36,7 +44,7 @@ def summary(found: dict[str, Any]) -> str:
         f"({found['hardware']['source']})",
         f"  speed     {chosen['tokens_per_s']:,.0f} tokens/s through one layer's attention; {tflops:,.3g} TFLOP/s a rank, "
         f"{chosen['share_of_kernel_speed']:.0%} of the kernel's best",
-        f"  speed-up  {chosen['speedup']:.3g} over one rank, which would take {seconds(chosen['one_rank_s'])}",
+        f"  speed-up  {_speedup(chosen)}",
         f"  exposed   {seconds(chosen['exposed_s'])} at most on a rank: waiting for messages, copies, merging, contention",
         f"  memory    {size(chosen['peak_bytes'])} for buffers on the fullest rank, of {size(found['hardware']['memory'])}",
         f"  balance   {chosen['balance']:.3f} (pairs of the busiest rank ÷ mean, exact)",
@@ -50,6 +58,26 @@ def summary(found: dict[str, Any]) -> str:
 def candidates(found: dict[str, Any]) -> Table:
     """Return a table of all candidates, and why some were rejected."""
     return table(COLUMNS, [_row(candidate) for candidate in found["candidates"]])
+
+
+def fewer_ranks(found: dict[str, Any]) -> Table:
+    """Return a table of the fastest plans for fewer ranks, and how much faster all ranks are."""
+    rows = []
+    for fewer in found["fewer_ranks"]:
+        took = "–" if fewer["seconds"] is None else seconds(fewer["seconds"])
+        speedup = "–" if fewer["speedup"] is None else f"{fewer['speedup']:.3g}"
+        peak = "–" if fewer["peak_bytes"] is None else size(fewer["peak_bytes"])
+        plan = fewer["rejected"] or f"{fewer['strategy']} on {fewer['layout']}"
+        rows.append(
+            {**fewer, "seconds": took, "world": f"{fewer['world']:,}", "speedup": speedup, "peak_bytes": peak, "plan": plan}
+        )
+    return table({**FEWER_COLUMNS, "speedup": f"speed-up of {found['world']:,}"}, rows)
+
+
+def _speedup(chosen: dict[str, Any]) -> str:
+    if chosen["speedup"] is None:
+        return "one rank has too little memory for this sequence; over fewer ranks see below"
+    return f"{chosen['speedup']:.3g} over one rank, which would take {seconds(chosen['one_rank_s'])}"
 
 
 def basis(found: dict[str, Any]) -> str:
