@@ -64,7 +64,9 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     ),
     "mixing": (
         "a layer mixes tokens outside attention, so it needs tokens of other ranks (a convolution, a norm over the sequence)",
-        "gather the sequence around the layer: cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1)",
+        "for a convolution, cp.halo(x, before=width - 1) gives each token those before it; for a shift, cp.roll(x, shift) is "
+        "that of the whole sequence; else gather the sequence around the layer: "
+        "cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1)",
     ),
     "attention": (
         "q, k and v of an attention call are equal, but its result is not",
