@@ -245,7 +245,6 @@ def changed_in_one_graph(rank: int, change: str) -> None:
     check(model)
 
 
-@pytest.mark.xfail(torch.__version__ < "2.12", reason="torch 2.11 traces the call again in the backward pass: it is refused")
 @pytest.mark.parametrize("change", ["assignment", "sharding"])
 def test_a_compiled_checkpoint_has_the_settings_of_the_forward_pass(pools: Pools, change: str) -> None:
     pools(2).run(changed_in_one_graph, change)

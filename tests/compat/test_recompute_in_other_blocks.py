@@ -21,8 +21,6 @@ from tests.conftest import Pools
 
 N = 32
 
-before_2_12 = pytest.mark.xfail(torch.__version__ < "2.12", reason="gradients are wrong on torch 2.11: docs/compat.md")
-
 
 class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +38,6 @@ WAYS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
     "not reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=False),
     "compiled, in one graph": side_effects_allowed,
 }
-CASES = ["reentrant", "not reentrant", pytest.param("compiled, in one graph", marks=before_2_12)]
 
 
 def layer_with_style(mesh: DeviceMesh, way: str) -> Callable[[Tensor], Tensor]:
@@ -77,12 +74,12 @@ def backward_after_the_block(rank: int, way: str) -> None:
     check(mesh, x)
 
 
-@pytest.mark.parametrize("way", CASES)
+@pytest.mark.parametrize("way", WAYS)
 def test_backward_in_another_block(pools: Pools, way: str) -> None:
     pools(2).run(backward_in_another_block, way)
 
 
-@pytest.mark.parametrize("way", CASES)
+@pytest.mark.parametrize("way", WAYS)
 def test_backward_after_the_block(pools: Pools, way: str) -> None:
     pools(2).run(backward_after_the_block, way)
 

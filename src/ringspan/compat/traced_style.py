@@ -27,6 +27,7 @@ from ringspan.compat.context_cache import ContextCache
 from ringspan.compat.meshes import innermost_block
 from ringspan.compat.row_operator import attend_rows, ids_of
 from ringspan.compat.shardings import STATES
+from ringspan.engine import is_exporting
 from ringspan.errors import InputError
 from ringspan.frontends.attention_block import AttentionMode, under_autocast
 from ringspan.frontends.flex import check_arguments
@@ -79,7 +80,7 @@ class TracedStyleMode(AttentionMode):
         return request.select(self._attend(q, k, v, number, False, call.scale))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Any:
-        state = None if torch.compiler.is_exporting() else STATES.number
+        state = None if is_exporting() else STATES.number
         plan_ids = torch.ops.ringspan.plans_of_call(q, k, mask, self._number, state, is_causal)
         return attend_rows(q, k, v, plan_ids, check_scale(scale, q.shape[-1]))
 
