@@ -160,3 +160,17 @@ def test_strided_views() -> None:
     ):
         assert torch.allclose(x.partial.out, y.partial.out, atol=1e-14)
     compare(tight(bands), rows_first, 0.3, dlse=True)
+
+
+def test_a_gradient_of_lse_that_is_zero_changes_no_bit() -> None:
+    """An additional column for it would round the scores differently from the forward pass."""
+    q, k, v, dout, of_lse = tensors(40, 8, torch.float32, 2, 2, 64, 64)
+    bands, scale = tight([Band(0, 40, 0, 8, -FAR, FAR)]), 0.125
+    q = q * 30
+    out, lse = forward(cpu, q, k, v, bands, scale, torch.float32)
+    without, zero, other = (
+        backward(cpu, Saved(q, dout, out, lse, dlse), k, v, bands, scale, torch.float32)
+        for dlse in (None, torch.zeros_like(of_lse), of_lse)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(without, zero, strict=True))
+    assert not torch.equal(without[0], other[0])

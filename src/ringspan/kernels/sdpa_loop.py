@@ -61,7 +61,7 @@ class SdpaKernel:
         for call in make_sdpa_calls(tuple(bands), k_BGTD.device.type == "cpu"):
             rows = saved.rows(call.q0, call.q1)
             dout, out, values = rows.dout_BHSE, rows.out_BHSE, v_BGTE
-            if rows.dlse_BHS is not None:
+            if rows.dlse_BHS is not None and _may_be_nonzero(rows.dlse_BHS):
                 dout, out, values = with_dlse_column(dout, out, v_BGTE, rows.dlse_BHS)
             q, k, v = self._operands(saved.q_BHSD, k_BGTD, values, call, dtype)
             dout, out = dout.to(dtype), out.to(dtype)
@@ -91,6 +91,16 @@ class SdpaKernel:
         if not q.shape[-1] == v.shape[-1] == width:
             q, k, v = _padded(q, width), _padded(k, width), _padded(v, width)
         return q, k, v
+
+
+def _may_be_nonzero(dlse: Tensor) -> bool:
+    """Return whether a gradient of lse must be passed to the kernel. Queries that moved have one, often all zeros.
+
+    Its additional column makes rows wider. A product of matrices of another width rounds scores differently from the
+    forward pass, and then the rounding errors of ``score - lse`` no longer cancel. On other devices than CPUs the values
+    are not read, because the host would wait for the device.
+    """
+    return dlse.device.type != "cpu" or bool(dlse.any())
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
