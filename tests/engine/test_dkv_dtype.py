@@ -74,6 +74,15 @@ def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(exact, rounded, strict=True))
 
 
+def test_float64_is_refused() -> None:
+    """bfloat16 has a smaller range than float64: gradients could become infinite."""
+    q = torch.randn(1, 4, TOKENS, 8, dtype=torch.float64)
+    world = rs.LocalWorld(WORLD)
+    with pytest.raises(rs.InputError, match=r"dkv_dtype='bfloat16' would round .* of float64 tensors .* leave out dkv_dtype"):
+        world.attention(q, q, q, mask=MASK, strategy="ring", dkv_dtype="bfloat16")
+    world.attention(q, q, q, mask=MASK, strategy="ring", dkv_dtype="float32")
+
+
 def test_it_belongs_to_the_plan() -> None:
     make = partial(rs.plan, MASK, world=WORLD, rank=1, strategy="ring", layout="zigzag")
     plan, rounded = make(), make(dkv_dtype="bfloat16")

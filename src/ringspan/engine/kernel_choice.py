@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ringspan.engine.executor import AttentionConfig
@@ -44,6 +45,11 @@ def choose_config(
 ) -> AttentionConfig:
     """Do the same as :func:`config_for`, given the kernel inputs and, if known, the kernel for calls with functions."""
     check_score_mod_heads(score_mod, q_BHSD.shape[1])
+    if inputs.dtype == torch.float64 and plan.program.rounds_dkv:
+        raise InputError(
+            f"dkv_dtype={plan.program.dkv_dtype!r} would round gradients of float64 tensors to 8 bits, and large ones to "
+            "infinity: leave out dkv_dtype, or use tensors of lower precision"
+        )
     mods = mods_of(score_mod, _mask_mod(plan.mask, q_BHSD), q_BHSD)
     if mods is None:
         kernel = select_kernel(backend, inputs)
