@@ -120,7 +120,8 @@ def _group_times(group: Group, machine: str, layer: LayerCost) -> GroupTimes:
     if plan is None:
         mask = rs.documents(group.lengths)
         plan = rs.plan(mask, world=group.ranks, layout="per_document", hardware=machine, shape=SHAPE)
-    workload = workload_of(plan.mask, plan.q_layout, plan.kv_layout, hardware(machine), SHAPE, SAMPLED_RANKS)
+    layouts = plan.q_layout, plan.kv_layout
+    workload = workload_of(plan.mask, *layouts, hardware(machine), SHAPE, SAMPLED_RANKS, plan.program.dkv_dtype)
     attention = cost(plans_at(workload, plan.strategy), hardware(machine), SHAPE)
     products = layer.seconds(max(plan.q_layout.counts), 0)
     computing = sum((line.computed - line.begin).sum(axis=1) for line in (attention.forward, attention.backward))

@@ -22,7 +22,7 @@ from ringspan.costs.timeline import Seconds
 from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Mask
 from ringspan.masks.table import Table, area
-from ringspan.plans.data import PHASES, DkvDtype, PayloadKind, Phase
+from ringspan.plans.data import AS_ACCUMULATED, PHASES, DkvDtype, PayloadKind, Phase
 from ringspan.plans.moving_side import KEYS, QUERIES, MovingSide
 from ringspan.plans.problem import Ints, union, whole_tiles
 from ringspan.plans.shape import Shape
@@ -51,7 +51,7 @@ class Workload:
     ranks: tuple[int, ...]
     machine: Hardware
     shape: Shape
-    dkv_dtype: DkvDtype = "float32"
+    dkv_dtype: DkvDtype = AS_ACCUMULATED
 
     @property
     def world(self) -> int:

@@ -32,13 +32,16 @@ from ringspan.engine.slots import Slots
 from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype
 from ringspan.planner import Plan
 from ringspan.plans import Slot, Task
-from ringspan.plans.data import PayloadKind, Phase
+from ringspan.plans.data import DkvDtype, PayloadKind, Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import CallDescription, RankGenerator, WaitExchange
 
 # Drives the generators of the ranks of this process to their results: ``transport.run``. The second argument is what must be
 # equal on all ranks.
 Run = Callable[[Sequence[Any], CallDescription | None], list[Any]]
+
+# None: that of the accumulators.
+DKV_MESSAGE_DTYPES: dict[DkvDtype, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
 NO_SPAN = nullcontext()  # opening a span of the profiler takes as long as a kernel launch
 
@@ -173,8 +176,9 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
     def finish() -> tuple[Tensor, ...]:
         return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
-    dkv_dtype = None if program.dkv_dtype == "float32" else getattr(torch, program.dkv_dtype)
-    slots = Slots({"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv}, dkv_dtype=dkv_dtype)
+    slots = Slots(
+        {"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv}, dkv_dtype=DKV_MESSAGE_DTYPES[program.dkv_dtype]
+    )
     return Pass(slots, compute, finish)
 
 

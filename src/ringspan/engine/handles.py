@@ -194,7 +194,7 @@ class PlanHandle:
             self.group.refuse(CallDescription("forward", plan.digest), error)
             raise error
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
-        wire = "" if plan.program.dkv_dtype == "float32" else f", dkv_dtype {plan.program.dkv_dtype}"
+        wire = f", dkv_dtype {plan.program.dkv_dtype}" if plan.program.rounds_dkv else ""
         text = f"plan {plan.digest} ({plan.mask.name} by {plan.strategy} on {plan.q_layout.name}{wire})"
         check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_text=text)
 

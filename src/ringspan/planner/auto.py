@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from ringspan.caching.by_digest import cache_by_digest
@@ -16,7 +15,7 @@ from ringspan.planner.choose import Choice, OnProgress, choose
 from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_request import PlanRequest
 from ringspan.planner.samples import sample
-from ringspan.plans.data import DkvDtype
+from ringspan.plans.data import AS_ACCUMULATED, DkvDtype
 from ringspan.plans.shape import EXAMPLE, Shape
 from ringspan.strategies.registry import BY_STRATEGY_NAME
 
@@ -32,7 +31,7 @@ def best(
     *,
     machine: Hardware | None,
     shape: Shape | None,
-    dkv_dtype: DkvDtype = "float32",
+    dkv_dtype: DkvDtype = AS_ACCUMULATED,
     on_progress: OnProgress | None = None,
 ) -> Choice:
     """Choose the layouts and the strategy that the request does not name.
@@ -71,18 +70,31 @@ def _find(
 ) -> Choice:
     layouts = layouts_for(mask, world, machine, shape, kv_layout) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
-    workloads = [
-        replace(workload_of(mask, one, kv_layout or one, machine, shape, SAMPLE_SIZE), dkv_dtype=dkv_dtype) for one in layouts
-    ]
+    workloads = [workload_of(mask, one, kv_layout or one, machine, shape, SAMPLE_SIZE, dkv_dtype) for one in layouts]
     return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
 
 
 _find_cached = cache_by_digest(256, group=BY_STRATEGY_NAME)(_find)
 
 
-def workload_of(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, shape: Shape, most_ranks: int) -> Workload:
-    ranks = sample(mask, q_layout, kv_layout, machine, most_ranks)
-    return Workload(mask=mask, q_layout=q_layout, kv_layout=kv_layout, ranks=ranks, machine=machine, shape=shape)
+def workload_of(
+    mask: Mask,
+    q_layout: Layout,
+    kv_layout: Layout,
+    machine: Hardware,
+    shape: Shape,
+    most_ranks: int,
+    dkv_dtype: DkvDtype = AS_ACCUMULATED,
+) -> Workload:
+    return Workload(
+        mask=mask,
+        q_layout=q_layout,
+        kv_layout=kv_layout,
+        ranks=sample(mask, q_layout, kv_layout, machine, most_ranks),
+        machine=machine,
+        shape=shape,
+        dkv_dtype=dkv_dtype,
+    )
 
 
 def plans_at(workload: Workload, strategy: str) -> Sequence[Plan]:

@@ -10,7 +10,7 @@ from ringspan.costs.plan_cost import Cost, cost
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
-from ringspan.plans.data import DKV_DTYPES, DkvDtype, Program, RankPlan
+from ringspan.plans.data import AS_ACCUMULATED, DKV_DTYPES, DkvDtype, Program, RankPlan
 from ringspan.plans.explain import explain
 from ringspan.plans.files import from_json, to_json
 from ringspan.plans.shape import EXAMPLE, Shape, check_shape
@@ -106,7 +106,7 @@ def plan_rank(
     strategy: str,
     rank: int,
     notes: tuple[str, ...] = (),
-    dkv_dtype: DkvDtype = "float32",
+    dkv_dtype: DkvDtype = AS_ACCUMULATED,
 ) -> Plan:
     """Return the plan of one rank for given layouts and a given strategy. A repeated call is a dictionary look-up.
 
@@ -127,7 +127,7 @@ def _make(
     dkv_dtype: DkvDtype,
 ) -> Plan:
     program = make_program(mask, q_layout, kv_layout, strategy, rank)
-    if dkv_dtype != "float32" and isinstance(program, Program):
+    if dkv_dtype != AS_ACCUMULATED and isinstance(program, Program):
         program = replace(program, dkv_dtype=dkv_dtype)
     return Plan(mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy, rank=rank, program=program, notes=notes)
 

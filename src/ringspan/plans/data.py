@@ -48,6 +48,8 @@ PHASES: tuple[Phase, ...] = ("forward", "backward")
 Side = Literal["q", "kv"]
 DkvDtype = Literal["float32", "bfloat16"]
 DKV_DTYPES: tuple[DkvDtype, ...] = ("float32", "bfloat16")
+# Gradients are sent in the dtype in which they are accumulated: float32, or float64 for float64 tensors.
+AS_ACCUMULATED: DkvDtype = "float32"
 
 
 def side(what: str) -> Side:
@@ -117,8 +119,8 @@ class Program:
 
     ``heads`` are the numbers of query and key heads that the program is for. None: no transfer or slot selects heads,
     so the program works for any number of heads. ``dkv_dtype`` is the dtype of dkv in messages. The planner sets it,
-    not the strategy. Gradients are always accumulated in float32 (float64 for float64 tensors); "float32" sends them
-    as they are.
+    not the strategy. Gradients are always accumulated in float32 (float64 for float64 tensors); ``AS_ACCUMULATED`` sends
+    them as they are.
     """
 
     forward: tuple[Step, ...]
@@ -126,7 +128,12 @@ class Program:
     q_slots: tuple[Slot, ...]
     kv_slots: tuple[Slot, ...]
     heads: tuple[int, int] | None = None
-    dkv_dtype: DkvDtype = "float32"
+    dkv_dtype: DkvDtype = AS_ACCUMULATED
+
+    @property
+    def rounds_dkv(self) -> bool:
+        """Whether messages of dkv have lower precision than its accumulators."""
+        return self.dkv_dtype != AS_ACCUMULATED
 
     @property
     def approximate_bytes(self) -> int:
@@ -182,7 +189,7 @@ class RankPlan(LocalRows):
         program is correct for this mask, not that it is the one that the strategy makes.
         """
         parts: tuple[object, ...] = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
-        if self.program.dkv_dtype != "float32":
+        if self.program.rounds_dkv:
             parts += (self.program.dkv_dtype,)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

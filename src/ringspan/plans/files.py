@@ -13,7 +13,18 @@ from ringspan.layouts import Layout
 from ringspan.masks import Band, BatchMask, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, MAX_LENGTH, Q0, Q1
-from ringspan.plans.data import DKV_DTYPES, PAYLOAD_KINDS, VERSION, Program, RankPlan, Slot, Step, Task, Transfer
+from ringspan.plans.data import (
+    AS_ACCUMULATED,
+    DKV_DTYPES,
+    PAYLOAD_KINDS,
+    VERSION,
+    Program,
+    RankPlan,
+    Slot,
+    Step,
+    Task,
+    Transfer,
+)
 from ringspan.plans.slot_tokens import SlotTokens
 
 T = TypeVar("T")
@@ -48,7 +59,7 @@ def to_json(plan: RankPlan) -> str:
             "q_slots": [_slot_out(slot) for slot in plan.program.q_slots],
             "kv_slots": [_slot_out(slot) for slot in plan.program.kv_slots],
             "heads": plan.program.heads,
-            **({"dkv_dtype": plan.program.dkv_dtype} if plan.program.dkv_dtype != "float32" else {}),
+            **({"dkv_dtype": plan.program.dkv_dtype} if plan.program.rounds_dkv else {}),
             "forward": [_step_out(step) for step in plan.program.forward],
             "backward": [_step_out(step) for step in plan.program.backward],
             "notes": plan.notes,
@@ -85,7 +96,7 @@ def from_json(text: str, kind: type[P]) -> P:
             q_slots=top.get("q_slots").items(_slot),
             kv_slots=top.get("kv_slots").items(_slot),
             heads=top.get("heads").optional(_heads),
-            dkv_dtype=top.get("dkv_dtype").one_of(DKV_DTYPES) if "dkv_dtype" in data else "float32",
+            dkv_dtype=top.get("dkv_dtype").one_of(DKV_DTYPES) if "dkv_dtype" in data else AS_ACCUMULATED,
         ),
         notes=top.get("notes").items(_Field.text),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ringspan.plans.data import PayloadKind, Phase, Program, RankPlan, Step, Task
+from dataclasses import replace
+
+from ringspan.plans.data import AS_ACCUMULATED, PayloadKind, Phase, Program, RankPlan, Step, Task
 from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
 
@@ -19,7 +21,7 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     bytes more for each query and head of a slot, and 4 for the result.
     """
     check_heads_fit(plan, shape)
-    program = plan.program
+    program, unrounded = plan.program, replace(plan.program, dkv_dtype=AS_ACCUMULATED)
     held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
     if program.moves_queries(phase):  # they are sent from a contiguous copy
         held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
@@ -28,11 +30,14 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
         held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
 
     def messages(step: Step) -> int:
-        buffered = [t for t in step.sends if is_packed(t)]
-        buffered += [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
-        if program.dkv_dtype != "float32":  # dkv is converted to that dtype in a copy
-            buffered += [t for t in step.sends if t.what == "dkv"]
-        return shape.total_bytes(buffered, phase, program)
+        packed = [t for t in step.sends if is_packed(t)]
+        received = [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
+        total = shape.total_bytes(packed, phase, unrounded) + shape.total_bytes(received, phase, program)
+        if program.rounds_dkv:  # in copies, made when messages are posted. Packed messages are converted back one by one
+            rounded = [t for t in step.sends if t.what == "dkv" and t.peer != plan.rank]
+            widened = [shape.transfer_bytes(t, phase, unrounded) for t in received if t.what == "dkv" and is_packed(t)]
+            total += max(shape.total_bytes(rounded, phase, program), *widened, 0)
+        return total
 
     return [held + messages(step) for step in program.steps(phase)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringspan.errors import InputError, PlanError
-from ringspan.plans.data import DkvDtype, PayloadKind, Phase, Program, RankPlan, Slot, Transfer, side
+from ringspan.plans.data import AS_ACCUMULATED, DkvDtype, PayloadKind, Phase, Program, RankPlan, Slot, Transfer, side
 
 # The alignment in bytes that kernels require of rows they read in place.
 ROW_ALIGNMENT = 16
@@ -76,11 +76,11 @@ class Shape:
         return self.batch * heads * (d if what == "dq" else dv + 1) * self.accumulator_item
 
     def message_row_bytes(
-        self, what: PayloadKind, phase: Phase, heads: int | None = None, *, dkv_dtype: DkvDtype = "float32"
+        self, what: PayloadKind, phase: Phase, heads: int | None = None, *, dkv_dtype: DkvDtype = AS_ACCUMULATED
     ) -> int:
         """Return the bytes of one row in a message."""
         stored = self.row_bytes(what, phase, heads)
-        if what != "dkv" or dkv_dtype == "float32":
+        if what != "dkv" or dkv_dtype == AS_ACCUMULATED:
             return stored
         return stored // self.accumulator_item * ITEM_BYTES[dkv_dtype]
 
