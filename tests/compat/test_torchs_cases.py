@@ -269,8 +269,9 @@ class TestCPFlexAttention:
 
 
 class TestCPCustomOps:
-    def test_flex_cp_custom_op(self, pools: Pools) -> None:
-        pools(2).run(passes_opcheck)
+    @pytest.mark.parametrize("world", [2, 4])
+    def test_flex_cp_custom_op(self, pools: Pools, world: int) -> None:
+        pools(world).run(passes_opcheck)
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------------
