@@ -15,3 +15,5 @@ torch.set_num_threads(1)  # the tests use small tensors, which are faster with o
 collect_ignore = [] if find_spec("triton") else ["src/ringspan/kernels/fused.py"]
 if not find_spec("transformers"):
     collect_ignore.append("src/ringspan/integrations")
+elif not find_spec("trl"):
+    collect_ignore.append("src/ringspan/integrations/trl.py")

@@ -41,6 +41,14 @@ def test_finetune_hf() -> None:
     assert float(apart[0]) <= 1e-5
 
 
+def test_sft_trl() -> None:
+    pytest.importorskip("trl")
+    together, alone = (losses_of(torchrun(EXAMPLES / "sft_trl.py", processes)) for processes in (2, 1))
+    assert list(alone) == [0, 1, 2, 3]
+    for step, loss in alone.items():
+        assert abs(loss - together[step]) <= 1e-5
+
+
 def test_grpo_step() -> None:
     printed = torchrun(EXAMPLES / "grpo_step.py", 2)
     fewer = [float(x) for x in re.findall(r"([\d.]+)x fewer", printed)]

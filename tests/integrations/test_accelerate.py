@@ -1,122 +1,158 @@
-"""The hooks of accelerate and of Trainer on two processes, against one process.
+"""Training by ``Trainer`` on two processes, against one process.
 
-accelerate 1.15 refuses ``cp_size > 1`` on CPUs (``ParallelismConfig`` wants several GPUs, FSDP2 or DeepSpeed). So the
-functions of Trainer and Accelerator that do the work are called here on a gloo mesh, without their constructors.
+The runs are whole: ``Trainer.train()`` and the evaluations in it. Models are in float64, so that the losses of one
+process and of two differ by rounding only.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from ringspan.errors import InputError
 from ringspan.testing.float64 import Float64
 from tests.conftest import Pools
+from tests.integrations.processes import launched
 from tests.integrations.small_models import VOCABULARY, small_model
 
 if find_spec("accelerate") is None or find_spec("transformers") is None:
     pytest.skip("needs accelerate and transformers: pip install 'ringspan[hf]'", allow_module_level=True)
 
-STEPS, N = 3, 29
+STEPS, N, B = 4, 29, 2
 
 
-def batch(kind: str, step: int) -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCABULARY, (2, N), generator=torch.Generator().manual_seed(step))
-    inputs = {"input_ids": ids, "labels": ids.clone()}
-    if kind == "packed":
-        lengths = [5 + step, 11, 13 - step]
-        inputs["position_ids"] = torch.cat([torch.arange(n) for n in lengths]).repeat(2, 1)
-        inputs["labels"][:, [0, lengths[0], lengths[0] + 11]] = -100
-    return inputs
+def rows(kind: str) -> list[dict[str, Tensor]]:
+    """A data set for ``STEPS`` batches. ``packed`` rows have documents, the last row of a ``padded`` batch is short."""
+    data = []
+    for i in range(STEPS * B):
+        ids = torch.randint(3, VOCABULARY, (N,), generator=torch.Generator().manual_seed(i))
+        row = {"input_ids": ids, "labels": ids.clone()}
+        if kind == "packed":
+            lengths = [5 + i, 11, 13 - i]
+            row["position_ids"] = torch.cat([torch.arange(n) for n in lengths])
+            row["labels"][[0, lengths[0], lengths[0] + 11]] = -100
+        if kind == "padded":
+            row["attention_mask"] = (torch.arange(N) < (N if i % B == 0 else N - 6)).long()
+            row["labels"][row["attention_mask"] == 0] = -100
+        data.append(row)
+    return data
 
 
-def train(rank: int, name: str, kind: str) -> list[tuple[float, float]]:
-    """The losses of some steps of one process and of this group. The functions of Trainer and Accelerator are
-    upstream's."""
-    from transformers import Trainer
+def train(rank: int, folder: str, name: str, kind: str) -> list[list[dict[str, float]]]:
+    """What Trainer logs, by one process and by this group."""
+    from transformers import Trainer, TrainingArguments
 
-    from ringspan.integrations.accelerate import Accelerator
+    from ringspan.integrations.accelerate import ParallelismConfig
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    accelerator: Any = SimpleNamespace(
-        torch_device_mesh=mesh, parallelism_config=SimpleNamespace(cp_enabled=True, cp_backend="torch")
-    )
-    accelerator.maybe_context_parallel = lambda **given: Accelerator.maybe_context_parallel(accelerator, **given)
-    trainer: Any = SimpleNamespace(accelerator=accelerator)
-    curves: list[list[float]] = []
+    logs = []
     for alone in (True, False):
-        model = small_model(name)
-        model.set_attn_implementation("sdpa")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        Accelerator._prepare_cp(accelerator, model, optimizer)
-        losses = []
-        for step in range(STEPS):
-            inputs = batch(kind, step)
-            count = (inputs["labels"][:, 1:] >= 0).sum()
-            if alone:
-                with Float64():
-                    loss = model(**inputs, use_cache=False, num_items_in_batch=count).loss
-                loss.backward()
-            else:
-                context, inputs = Trainer._prepare_context_parallel_inputs(trainer, model, inputs)
-                with context(), Float64():
-                    loss = model(**inputs, use_cache=False, num_items_in_batch=count).loss
-                    loss.backward()
-                add_up(model, loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert model.config._attn_implementation == "sdpa"
-        curves.append(losses)
-    return list(zip(*curves, strict=True))
+        with launched(alone=alone), Float64():
+            model = small_model(name)
+            model.set_attn_implementation("sdpa")
+            arguments = TrainingArguments(
+                output_dir=folder,
+                use_cpu=True,
+                per_device_train_batch_size=B,
+                per_device_eval_batch_size=B,
+                max_steps=STEPS,
+                learning_rate=0.01,
+                logging_steps=1,
+                eval_strategy="steps",
+                eval_steps=2,
+                prediction_loss_only=True,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                parallelism_config=None if alone else ParallelismConfig(cp_size=2),
+            )
+            trainer = Trainer(model=model, args=arguments, train_dataset=rows(kind), eval_dataset=rows(kind)[: 2 * B])
+            first = trainer.evaluate()
+            trainer.train()
+            assert model.config._attn_implementation == "sdpa"
+            logs.append([first, *trainer.state.log_history])
+    return logs
 
 
-def add_up(model: nn.Module, loss: Tensor) -> None:
-    """What FSDP does with the gradients, and Trainer with the loss: each rank has those of its own tokens."""
-    dist.all_reduce(loss.data)
-    for x in model.parameters():
-        dist.all_reduce(x.grad)
+def curve(log: list[dict[str, float]], what: str) -> list[float]:
+    return [x[what] for x in log if what in x]
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gemma3", "packed"), pytest.param("llama4", "plain", marks=pytest.mark.slow)])
-def test_the_losses_of_training_are_those_of_one_process(name: str, kind: str, pools: Pools) -> None:
-    for losses in pools(2).run(train, name, kind):
-        for alone, together in losses:
-            assert abs(alone - together) <= 1e-9 * abs(alone)
-        assert losses[0][0] != losses[1][0]
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma3", "packed"), ("gemma3", "padded"), pytest.param("llama4", "plain", marks=pytest.mark.slow)]
+)
+def test_the_losses_of_trainer_are_those_of_one_process(name: str, kind: str, pools: Pools, tmp_path: Path) -> None:
+    for alone, together in pools(2).run(train, str(tmp_path), name, kind):
+        for what, count in {"loss": STEPS, "grad_norm": STEPS, "eval_loss": STEPS // 2 + 1}.items():
+            wanted, found = curve(alone, what), curve(together, what)
+            assert len(wanted) == len(found) == count
+            assert found == pytest.approx(wanted, rel=2.5e-7, abs=0)  # Trainer adds losses up in float32
+            assert len(set(wanted)) == count
 
 
-# What the integration relies on: function -> its parameters.
-SIGNATURES = {
-    "Accelerator._prepare_cp": ["self", "args"],
-    "Accelerator.maybe_context_parallel": ["self", "buffers", "buffer_seq_dims", "no_restore_buffers"],
+# What the integration relies on: function -> its parameters, and what its source has.
+HOOKS = {
+    "accelerate.Accelerator._prepare_cp": (["self", "args"], ["self._cp_context ="]),
+    "accelerate.Accelerator.maybe_context_parallel": (
+        ["self", "buffers", "buffer_seq_dims", "no_restore_buffers"],
+        ["self._cp_context("],
+    ),
+    "accelerate.Accelerator.prepare_model": (
+        ["self", "model", "device_placement", "evaluation_mode"],
+        ["self._models.append(model)", "model._is_accelerate_prepared = True", "DistributedType.MULTI_CPU"],
+    ),
+    "accelerate.ParallelismConfig._validate_accelerator": (
+        ["self", "accelerator"],
+        ["self._sizes", "accelerator.multi_device"],
+    ),
+    "transformers.Trainer._prepare_context_parallel_inputs": (["self", "model", "inputs"], ["maybe_context_parallel"]),
+    "transformers.Trainer.create_accelerator_and_postprocess": (["self"], ["self.accelerator ="]),
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_accelerate_has_the_hooks(name: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_hooks_are_there(name: str) -> None:
+    package, cls, method = name.split(".")
+    function = getattr(getattr(importlib.import_module(package), cls), method, None)
+    assert function is not None, f"{package} has no {cls}.{method} any more: see ringspan/integrations/accelerate.py"
+    parameters, snippets = HOOKS[name]
+    found = list(inspect.signature(inspect.unwrap(function)).parameters)
+    assert found == parameters, f"{package} has changed {cls}.{method}: see ringspan/integrations/accelerate.py"
+    source = inspect.getsource(inspect.unwrap(function))
+    for snippet in snippets:
+        assert snippet in source, f"{cls}.{method} of {package} has no `{snippet}`: see ringspan/integrations/accelerate.py"
+
+
+def sizes_that_are_refused(rank: int) -> list[str]:
     import accelerate
 
-    function = getattr(accelerate.Accelerator, name.partition(".")[2], None)
-    assert function is not None, f"accelerate has no {name} any more: see ringspan/integrations/accelerate.py"
-    found = list(inspect.signature(inspect.unwrap(function)).parameters)
-    assert found == SIGNATURES[name], f"accelerate has changed {name}: see ringspan/integrations/accelerate.py"
-    source = inspect.getsource(inspect.unwrap(accelerate.Accelerator.maybe_context_parallel))
-    assert "self._cp_context(" in source, "accelerate no longer enters _cp_context in each step"
+    from ringspan.integrations.accelerate import ParallelismConfig
+
+    messages = []
+    for sizes in ({"cp_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}):
+        with launched(alone=False):
+            try:
+                accelerate.Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+                messages.append("")
+            except InputError as error:
+                messages.append(str(error))
+    with launched(alone=False), pytest.raises(ValueError, match="ParallelismConfig is only compatible"):
+        accelerate.Accelerator(cpu=True, parallelism_config=accelerate.ParallelismConfig(cp_size=2))
+    return messages
 
 
-def test_trainer_has_the_hook() -> None:
-    from transformers import Trainer
-
-    found = list(inspect.signature(Trainer._prepare_context_parallel_inputs).parameters)
-    assert found == ["self", "model", "inputs"], "transformers has changed Trainer._prepare_context_parallel_inputs"
+def test_other_sizes_are_refused_on_cpus(pools: Pools) -> None:
+    """accelerate's own configuration refuses all of them."""
+    for found in pools(2).run(sizes_that_are_refused):
+        assert found[0] == ""
+        assert "got cp_size=1, dp_shard_size=2" in found[1]
+        assert "got cp_size=1, tp_size=2" in found[2]
 
 
 def test_positions_are_found_among_the_buffers() -> None:

@@ -4,31 +4,62 @@ With ``ParallelismConfig(cp_size=…)``, accelerate splits the batch in ``maybe_
 compute attention, for full causal attention only. Here the same hooks shard by a ringspan layout and attend under the
 masks of the model::
 
-    trainer = Trainer(...)                              # or SFTTrainer
-    use_ringspan(trainer.accelerator)                   # before trainer.train()
+    from ringspan.integrations.accelerate import ParallelismConfig
 
-    accelerator = Accelerator(parallelism_config=...)   # of this module, in a loop of your own
+    trainer = Trainer(args=TrainingArguments(..., parallelism_config=ParallelismConfig(cp_size=2)), ...)
+
+    accelerator = accelerate.Accelerator(parallelism_config=ParallelismConfig(cp_size=2))   # in a loop of your own
 
 Sliding windows, chunks, softcap, sinks, packed documents, padding and lengths that the ranks do not divide are exact.
-The documents of a packed batch are found by its position ids, as transformers does in one process.
+The documents of a packed batch are found by its position ids, as transformers does in one process. With this
+configuration context parallelism works on CPUs too, where accelerate refuses its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import accelerate
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ringspan.errors import InputError
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.integrations.transformers import NAME, packed_mask
 from ringspan.masks import Mask, causal
+
+
+class ParallelismConfig(accelerate.ParallelismConfig):
+    """An ``accelerate.ParallelismConfig`` whose context parallelism is ringspan's, on GPUs and on CPUs.
+
+    The accelerator that gets this configuration uses ringspan; :func:`use_ringspan` need not be called.
+    """
+
+    def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
+        """Check the sizes against the accelerator that is being made, and let it use ringspan."""
+        if accelerator.distributed_type == DistributedType.MULTI_CPU:
+            self._check_cpus(accelerator.num_processes)
+        else:
+            super()._validate_accelerator(accelerator)
+        use_ringspan(accelerator)
+
+    def _check_cpus(self, processes: int) -> None:
+        """Raise unless all processes are in one context-parallel group.
+
+        accelerate has no FSDP on CPUs. It wraps the model in DDP over all processes.
+        """
+        others = {axis: size for axis, size in self._sizes.items() if axis != "cp" and size > 1}
+        if others or self.cp_size != processes:
+            sizes = ", ".join(f"{axis}_size={size}" for axis, size in {"cp": self.cp_size, **others}.items())
+            raise InputError(
+                f"on CPUs, accelerate replicates the model on all {processes} processes, so that they form one group: expected "
+                f"cp_size={processes} and no other size, got {sizes}"
+            )
 
 
 class Accelerator(accelerate.Accelerator):
@@ -47,9 +78,22 @@ def use_ringspan(accelerator: accelerate.Accelerator) -> None:
 
 
 def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
-    """Set the context that ``maybe_context_parallel`` enters in each step. Called by ``Accelerator.prepare``."""
-    models = [x for x in prepared if isinstance(x, nn.Module)]
-    accelerator._cp_context = partial(sharded, mesh=accelerator.torch_device_mesh["cp"], models=models)
+    """Set the context that ``maybe_context_parallel`` enters in each step. Called by ``Accelerator.prepare``.
+
+    Trainer calls it for its model and for each data loader. So the models are those that the accelerator has when a
+    step begins.
+    """
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        for model in prepared:
+            # ``Trainer.evaluate`` marks a model as prepared without wrapping it; DDP would then be left out in training
+            if isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
+                model.__dict__.pop("_is_accelerate_prepared", None)
+
+    def context(**buffers: Any) -> Any:
+        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        return sharded(mesh=accelerator.torch_device_mesh["cp"], models=models, **buffers)
+
+    accelerator._cp_context = context
     return prepared
 
 

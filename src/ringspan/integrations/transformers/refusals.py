@@ -80,17 +80,10 @@ def refuse_config(config: Any) -> None:
 
 # Tensors that an attention layer can pass to the attention function without changing what it computes there.
 HARMLESS = {
-    *(
-        "labels",
-        "shift_labels",
-        "num_items_in_batch",
-        "position_ids",
-        "s_aux",
-        "cache_position",
-        "logits_to_keep",
-        "position_embeddings",
-    ),
+    *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep"),
+    *("position_ids", "position_embeddings", "cache_position", "s_aux"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    "seq_idx",  # the documents again, for convolutions
 }
 
 
