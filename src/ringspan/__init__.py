@@ -47,6 +47,7 @@ from ringspan.frontends import (
     current,
     flex_attention,
     fold,
+    interleave,
     local_attention,
     old_names,
     relative_bias,
@@ -77,7 +78,7 @@ from ringspan.masks import (
 )
 from ringspan.planner import Microbatch, Plan, best_on, pack, plan
 from ringspan.plans import Shape
-from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, PassQ, Ring, Ulysses
+from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, Interleave, PassQ, Ring, Ulysses
 from ringspan.transports import FlightRecord, flight_record
 
 __version__ = "0.1.0"
@@ -104,6 +105,7 @@ __all__ = [
     "Hierarchical",
     "Hybrid",
     "InputError",
+    "Interleave",
     "KernelError",
     "Layout",
     "LayoutError",
@@ -149,6 +151,7 @@ __all__ = [
     "flight_record",
     "fold",
     "full",
+    "interleave",
     "local_attention",
     "mask_mod",
     "merge",

@@ -71,24 +71,31 @@ def _heads(t: Transfer) -> slice:
 
 
 def simulate(plans: Sequence[Plan], phase: Phase) -> list[Rank]:
-    """Run all ranks in lock-step. Every message that is sent must be received."""
+    """Run all ranks in lock-step. Every message that is sent must be received. A message is received at the end of its
+    step, or some steps later if the program has several exchanges in flight."""
     ranks = [Rank(plan) for plan in plans]
     programs = [plan.program.steps(phase) for plan in plans]
-    for n in range(max(map(len, programs))):
+    (in_flight,) = {plan.program.in_flight for plan in plans}
+    sent: deque[tuple[list[Step], dict[tuple[int, int], deque[tuple[str, Ints]]]]] = deque()
+    count = max(map(len, programs))
+    for n in range(count):
         steps = [program[n] if n < len(program) else Step() for program in programs]
         mail: dict[tuple[int, int], deque[tuple[str, Ints]]] = defaultdict(deque)
         for rank, step in zip(ranks, steps, strict=True):
             for t in step.sends:
                 mail[rank.plan.rank, t.peer].append((t.what, rank.read(t)))
+        sent.append((steps, mail))
         for rank, step in zip(ranks, steps, strict=True):
             for task in step.tasks:
                 rank.compute(task, phase)
-        for rank, step in zip(ranks, steps, strict=True):
-            for t in step.recvs:
-                what, message = mail[t.peer, rank.plan.rank].popleft()
-                assert what == t.what
-                rank.write(t, message)
-        assert not any(mail.values())
+        while len(sent) >= in_flight or (sent and n == count - 1):
+            steps, mail = sent.popleft()
+            for rank, step in zip(ranks, steps, strict=True):
+                for t in step.recvs:
+                    what, message = mail[t.peer, rank.plan.rank].popleft()
+                    assert what == t.what
+                    rank.write(t, message)
+            assert not any(mail.values())
     return ranks
 
 

@@ -79,7 +79,8 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
                     way[link, row, n] = shape.total_bytes(there, phase, plan.program)
     pairs = (np.array(sorted(m), dtype=np.int64).reshape(-1, 2).T for m in exchanging)
     peers = [(rows, peer) for rows, peer in pairs]
-    return Loads(computing, communication_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, peers)
+    communication = communication_seconds(sent, received, machine)
+    return Loads(computing, communication, copied / machine.copy_bytes_per_s, peers, plans[0].program.in_flight)
 
 
 def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:

@@ -3,7 +3,8 @@
 A step of a rank begins when its previous step has ended. The messages of a rank in a step start together, when the rank
 and all its peers of that step have begun the step. All messages that a rank sends over a link share that link, and so
 do all that it receives. The step ends after its tasks and its own communication (latency and transfer), and then
-packing, unpacking and merging. Congestion at a peer is not modelled::
+packing, unpacking and merging. Congestion at a peer is not modelled. If several exchanges are in flight, a step ends
+after the communication of an earlier step, and the exchanges of a rank take place one after the other::
 
     rank 0   |== compute 0 ==|=== compute 1 ===|........|== compute 2 ==|
              |~~ comm 0 ~~|  |~~~~~~~~ comm 1 ~~~~~~~~~~|                  dots: exposed time
@@ -36,13 +37,14 @@ NO_PEERS: RankPeers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 class Loads(NamedTuple):
     """Seconds that each rank (row) spends in each step (column).
 
-    ``peers`` has for each step the pairs of ranks that exchange messages.
+    ``peers`` has for each step the pairs of ranks that exchange messages. ``in_flight`` is that of the program.
     """
 
     computing: Seconds
     communication: Seconds
     copying: Seconds
     peers: Sequence[RankPeers]
+    in_flight: int = 1
 
 
 class Timeline(NamedTuple):
@@ -66,19 +68,33 @@ class Timeline(NamedTuple):
 
 def simulate(loads: Loads, overlap: float) -> Timeline:
     """Return the timeline of all ranks through all steps."""
-    extra = (1 - overlap) * np.minimum(loads.computing, loads.communication) + loads.copying
-    begin, computed, end = (np.zeros_like(loads.computing) for _ in range(3))
-    now = np.zeros(len(loads.computing))
-    for n in range(loads.computing.shape[1]):
-        posted = now.copy()
+    steps, lag = loads.computing.shape[1], loads.in_flight - 1
+    hiding = sum(_later(loads.computing, n) for n in range(lag + 1))  # the computing while messages are in flight
+    extra = (1 - overlap) * np.minimum(hiding, loads.communication) + loads.copying
+    begin, computed, end, arrival = (np.zeros_like(loads.computing) for _ in range(4))
+    now, link_is_free = (np.zeros(len(loads.computing)) for _ in range(2))
+    for n in range(steps):
+        ready = np.maximum(now, link_is_free) if lag else now
+        posted = ready.copy()
         row, peer = loads.peers[n]
-        np.maximum.at(posted, row, now[peer])
+        np.maximum.at(posted, row, ready[peer])
         begin[:, n] = now
         computed[:, n] = now + loads.computing[:, n]
         communication = loads.communication[:, n]
-        now = np.maximum(computed[:, n], np.where(communication > 0, posted + communication, 0.0)) + extra[:, n]
+        arrival[:, n] = np.where(communication > 0, posted + communication, 0.0)
+        if lag:
+            link_is_free = np.maximum(link_is_free, arrival[:, n])
+        awaited = arrival[:, max(0, n - lag) : n - lag + 1 if n + 1 < steps else steps]
+        now = np.maximum(computed[:, n], awaited.max(axis=1, initial=0.0)) + extra[:, n]
         end[:, n] = now
     return Timeline(begin, computed, end)
+
+
+def _later(seconds: Seconds, steps: int) -> Seconds:
+    """Return the seconds of this many steps later, 0 after the last."""
+    shifted = np.zeros_like(seconds)
+    shifted[:, : max(0, seconds.shape[1] - steps)] = seconds[:, steps:]
+    return shifted
 
 
 def communication_seconds(sent: Seconds | Ints, received: Seconds | Ints, machine: Hardware) -> Seconds:

@@ -5,6 +5,8 @@ messages of a step overlap with its kernel calls. A step without remote messages
 
     yield PostExchange ──► kernel, accumulate ──► yield WaitExchange ──► apply what has arrived
 
+If the program has several exchanges in flight, the last two are those of an earlier step.
+
 Slots and messages are rows first (S, B, H, D). Kernels get (B, H, S, D) views. Key and value of a token are stored in
 one row, so a contiguous range of rows with all heads is sent without a copy.
 
@@ -13,6 +15,7 @@ Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E va
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -192,6 +195,9 @@ def run_steps(
     """
     slots, compute, finish = prepare()
     del prepare  # it holds tensors that may have been copied
+    # For each step whose messages are in flight: whether it has messages, and the handle of its exchange, None if none
+    # is on the wire.
+    in_flight: deque[tuple[bool, Any]] = deque()
     for step in plan.derived(schedule, phase, only):
         pending = None
         if step.messages is not None:
@@ -199,15 +205,26 @@ def run_steps(
             if step.messages.is_on_wire:
                 pending = yield exchange
             del exchange  # it holds the messages of this step
+        in_flight.append((step.messages is not None, pending))
+        del pending  # else the next step's messages would be packed while this step's are still held
         with record_function(f"ringspan::step {step.number} {phase}, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
             for task in step.tasks:
                 compute(task, step.number)
-        if step.messages is not None:
-            if step.messages.is_on_wire:
-                yield WaitExchange(pending)
-            del pending  # else the next step's messages would be packed while this step's are still held
-            slots.apply_arrivals()
+        if len(in_flight) == plan.program.in_flight:
+            yield from _complete_oldest(slots, in_flight)
+    while in_flight:
+        yield from _complete_oldest(slots, in_flight)
     return finish()
+
+
+def _complete_oldest(slots: Slots, in_flight: deque[tuple[bool, Any]]) -> RankGenerator[None]:
+    """Wait for the messages of the oldest step in flight, and apply them."""
+    has_messages, pending = in_flight.popleft()
+    if pending is not None:
+        yield WaitExchange(pending)
+        del pending
+    if has_messages:
+        slots.apply_arrivals()
 
 
 def saved_for_backward(q_SBHD: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Saved:

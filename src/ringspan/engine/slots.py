@@ -7,6 +7,7 @@ Legend: S rows, B batch, H heads, E value dim.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,13 +46,15 @@ class Slots:
             "q": self.outputs or self.gradients.get("dq", []),
             "kv": self.gradients.get("dkv", []),
         }
-        self._arriving: list[tuple[Transfer, Tensor | None]] = []
+        self._in_flight: deque[list[tuple[Transfer, Tensor | None]]] = deque()  # the arrivals of each exchange
 
     def begin(self, messages: StepMessages, label: str) -> PostExchange:
         """Return the exchange of a step: payloads to send, buffers to receive into.
 
         Record its arrivals for `apply_arrivals`.
         """
+        arriving: list[tuple[Transfer, Tensor | None]] = []
+        self._in_flight.append(arriving)
         payloads: list[Tensor] = []
         for t, packed in messages.payloads:
             payloads.append(self._pack(t) if packed else self._rows_of(t))
@@ -61,13 +64,13 @@ class Slots:
             recv_buffers.update(zip(run.recvs, rows.split_with_sizes(run.sizes), strict=True))
         for t, payload, buffer in messages.arrivals:
             if payload is not None:
-                self._arriving.append((t, payloads[payload]))
+                arriving.append((t, payloads[payload]))
             elif buffer is not None:
                 recv_buffers[buffer] = self._new_buffer(t)
-                self._arriving.append((t, recv_buffers[buffer]))
+                arriving.append((t, recv_buffers[buffer]))
             elif self._row_accumulators[t.what]:
-                self._arriving.append((t, None))  # received in place: only accumulators are cleared
-        if self._dkv_dtype is not None:  # not for messages of this rank to itself, which are in _arriving already
+                arriving.append((t, None))  # received in place: only accumulators are cleared
+        if self._dkv_dtype is not None:  # not for messages of this rank to itself, which are in `arriving` already
             for n in {n for _, n in messages.sends if messages.payloads[n].transfer.what == "dkv"}:
                 payloads[n] = payloads[n].to(self._dkv_dtype)
         sends, recvs = [], []
@@ -78,12 +81,12 @@ class Slots:
         return PostExchange(label, tuple(sends), tuple(recvs))
 
     def apply_arrivals(self) -> None:
-        """Copy, merge or add the messages that were not received in place, and release their buffers.
+        """Copy, merge or add the messages of the oldest exchange that were not received in place, and release their
+        buffers.
 
         Clear the accumulators of rows that were overwritten.
         """
-        arrived, self._arriving = self._arriving, []
-        for t, message in arrived:
+        for t, message in self._in_flight.popleft():
             if t.what in self.rows:
                 self._overwrite(t, message)
             elif message is not None:

@@ -5,6 +5,7 @@ from ringspan.frontends.attention import attention
 from ringspan.frontends.attention_block import local_attention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.flex import flex_attention
+from ringspan.frontends.interleaving import interleave
 from ringspan.frontends.labels import shift_labels
 from ringspan.frontends.local_world import LocalWorld
 from ringspan.frontends.parity import Parity, check_parity
@@ -29,6 +30,7 @@ __all__ = [
     "current",
     "flex_attention",
     "fold",
+    "interleave",
     "local_attention",
     "relative_bias",
     "restore",

@@ -98,7 +98,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         expect_attention: bool = True,
     ) -> None:
         self.group: ProcessGroupTransport = as_transport(group, timeout)
-        self._expect_attention = expect_attention
+        self.expects_attention = expect_attention
         self.tokens_of_ranks = TokensOfRanks()
         self.backend = backend
         self.plan: Plan = plan(
@@ -156,7 +156,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             shape=self._shape,
             dkv_dtype=self.plan.program.dkv_dtype,
             backend=self.backend,
-            expect_attention=self._expect_attention,
+            expect_attention=self.expects_attention,
         )
 
     def prefetch(self, mask: Mask) -> Future[ContextParallel]:
@@ -186,7 +186,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
                 shape=self._shape,
                 dkv_dtype=self.plan.program.dkv_dtype,
                 backend=self.backend,
-                expect_attention=self._expect_attention,
+                expect_attention=self.expects_attention,
             )
         finally:
             planner.shutdown(wait=False)  # the thread ends when the plan is made

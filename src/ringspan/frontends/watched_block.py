@@ -78,7 +78,7 @@ class WatchedBlock(AttentionMode):
     plan: Plan
     group: ProcessGroupTransport
     tokens_of_ranks: TokensOfRanks
-    _expect_attention: bool
+    expects_attention: bool
     _was_used_before = False
     _has_local_softmax = False
 
@@ -96,7 +96,7 @@ class WatchedBlock(AttentionMode):
         if torch.compiler.is_dynamo_compiling():
             return
         # Functions of torch.cond run in an entry of their own, inside the user's.
-        if raised[0] is not None or not self._expect_attention or self.was_used or self in entered_blocks():
+        if raised[0] is not None or not self.expects_attention or self.was_used or self in entered_blocks():
             return
         if not self._was_used_before or self._has_local_softmax:  # else: an optimiser step, or a CUDA graph replay
             raise UnplannedAttention(NO_ATTENTION)

@@ -14,6 +14,7 @@ from ringspan.layouts.auto import auto
 from ringspan.layouts.balanced import balanced
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import Tiles, areas, balance, cut
+from ringspan.layouts.end_to_end import end_to_end
 from ringspan.layouts.layout import Layout, Pieces, Span, check_world
 from ringspan.layouts.per_document import per_document
 from ringspan.layouts.round_robin import round_robin
@@ -104,12 +105,7 @@ def by_rows(given: LayoutLike | Sequence[Layout], mask: BatchMask, world: int) -
             f"a rank must have as many tokens of each row of a batch, but the layouts have {layouts[0].counts}, then "
             f"{next(one.counts for one in layouts if one.counts != layouts[0].counts)} tokens"
         )
-    n = mask.row_lengths[0]
-    spans = [
-        [(s.start + i * n, s.stop + i * n, s.step) for i, layout in enumerate(layouts) for s in layout.spans[rank]]
-        for rank in range(world)
-    ]
-    return Layout(spans, length=mask.lengths[0], name=layouts[0].name)
+    return end_to_end(layouts, layouts[0].name)
 
 
 def _by_tokens(layout: Layout) -> Layout:
@@ -154,6 +150,7 @@ __all__ = [
     "check_world",
     "contiguous",
     "cut",
+    "end_to_end",
     "for_nodes",
     "make_layout",
     "named_layout",

@@ -21,11 +21,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ringspan.errors import MaskError
+from ringspan.masks.end_to_end import bands_end_to_end
 from ringspan.masks.mask import Mask
-from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1
 
 
 class BatchMask(Mask):
@@ -44,12 +42,7 @@ class BatchMask(Mask):
             if row.predicate is not None:
                 raise MaskError(f"row {i} of {name} is defined by a function: give one mask_mod(b, h, q, k) of the whole batch")
         q_len, k_len = rows[0].lengths
-        shifted = []
-        for i, row in enumerate(rows):
-            shift = np.zeros(6, dtype=np.int64)
-            shift[[Q0, Q1]], shift[[K0, K1]], shift[[LO, HI]] = i * q_len, i * k_len, i * (k_len - q_len)
-            shifted.append(row.table + shift)
-        super().__init__(np.concatenate(shifted), len(rows) * q_len, len(rows) * k_len, name=name)
+        super().__init__(bands_end_to_end(rows), len(rows) * q_len, len(rows) * k_len, name=name)
         object.__setattr__(self, "rows", tuple(rows))
 
     @property

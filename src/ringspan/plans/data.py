@@ -3,7 +3,8 @@
 A rank works on *slots*, arrays of rows (tokens). A query slot holds queries, their partial outputs and their gradients.
 A key slot holds keys and values and their gradients. Slot 0 holds the rank's own tokens. A *step* posts its transfers,
 computes its tasks while the messages are under way, and ends when they have arrived. What arrives in one step can be
-used in the next. There are five kinds of payload. Each is applied in one way on arrival:
+used in the next. (A program may keep several exchanges in flight. Then a step ends when the messages of an earlier step
+have arrived.) There are five kinds of payload. Each is applied in one way on arrival:
 
 ====== =================================== ==============================================
 what   rows of                             on arrival
@@ -121,6 +122,12 @@ class Program:
     so the program works for any number of heads. ``dkv_dtype`` is the dtype of dkv in messages. The planner sets it,
     not the strategy. Gradients are always accumulated in float32 (float64 for float64 tensors); ``AS_ACCUMULATED`` sends
     them as they are.
+
+    ``in_flight`` is the number of exchanges that may be in flight at once, the same on all ranks. The messages of a step
+    have arrived at the end of that step if it is 1, of the next step if it is 2, and so on. After the last step all have
+    arrived::
+
+        in_flight=2      post 0   compute 0            post 1   compute 1   wait for 0   post 2   compute 2   wait for 1   …
     """
 
     forward: tuple[Step, ...]
@@ -129,6 +136,7 @@ class Program:
     kv_slots: tuple[Slot, ...]
     heads: tuple[int, int] | None = None
     dkv_dtype: DkvDtype = AS_ACCUMULATED
+    in_flight: int = 1
 
     @property
     def rounds_dkv(self) -> bool:

@@ -60,6 +60,7 @@ def to_json(plan: RankPlan) -> str:
             "kv_slots": [_slot_out(slot) for slot in plan.program.kv_slots],
             "heads": plan.program.heads,
             **({"dkv_dtype": plan.program.dkv_dtype} if plan.program.rounds_dkv else {}),
+            **({"in_flight": plan.program.in_flight} if plan.program.in_flight != 1 else {}),
             "forward": [_step_out(step) for step in plan.program.forward],
             "backward": [_step_out(step) for step in plan.program.backward],
             "notes": plan.notes,
@@ -97,6 +98,7 @@ def from_json(text: str, kind: type[P]) -> P:
             kv_slots=top.get("kv_slots").items(_slot),
             heads=top.get("heads").optional(_heads),
             dkv_dtype=top.get("dkv_dtype").one_of(DKV_DTYPES) if "dkv_dtype" in data else AS_ACCUMULATED,
+            in_flight=top.get("in_flight").whole(1, MAX_LENGTH) if "in_flight" in data else 1,
         ),
         notes=top.get("notes").items(_Field.text),
     )

@@ -39,7 +39,8 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
             total += max(shape.total_bytes(rounded, phase, program), *widened, 0)
         return total
 
-    return [held + messages(step) for step in program.steps(phase)]
+    of_steps = [messages(step) for step in program.steps(phase)]
+    return [held + sum(of_steps[max(0, n + 1 - program.in_flight) : n + 1]) for n in range(len(of_steps))]
 
 
 def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:

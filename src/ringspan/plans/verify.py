@@ -14,9 +14,9 @@ exactly once for every query head, with the key head that it shares.
 gradients add weights. In the end each owner must hold the sum of all weights that were added to its rows: nothing is
 lost or counted twice. This check is randomised, with a fixed seed: an error passes with negligible probability.
 
-*Races*: within a step, no rows are overwritten that a task or a send reads, and no two receives overwrite the same
-rows. Nothing is received over the local rows of slot 0. No output or gradient is sent while a task or a receive adds to
-it.
+*Races*: while messages are in flight, no rows are overwritten that a task or a send reads, and no two receives
+overwrite the same rows. Nothing is received over the local rows of slot 0. No output or gradient is sent while a task
+or a receive adds to it.
 
 *Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
 
@@ -57,6 +57,9 @@ def verify(plans: Sequence[RankPlan]) -> None:
     first = plans[0]
     if [p.rank for p in plans] != list(range(first.world)) or len({p.digest for p in plans}) != 1:
         raise PlanError(f"verify needs the plans of all {first.world} ranks, in rank order and with equal digests")
+    depths = {p.program.in_flight for p in plans}
+    if len(depths) != 1 or min(depths) < 1:
+        raise PlanError(f"all ranks must keep the same number of exchanges in flight, at least 1; the programs say {depths}")
     for p in plans:
         _check_slot_0(p)
     heads = heads_of(plans)
@@ -92,6 +95,7 @@ class _ExpectedWeights:
 
 
 Message = NDArray[np.generic]
+MessagesByPair = dict[tuple[int, int], list[tuple[str, Message]]]
 
 
 class _Simulation:
@@ -119,40 +123,47 @@ class _Simulation:
 
     def run(self) -> None:
         programs = [r.plan.program.steps(self.phase) for r in self.ranks]
-        for n in range(max(map(len, programs))):
-            steps = [program[n] if n < len(program) else Step() for program in programs]
-            in_flight = self._send(n, steps)
+        count, lag = max(map(len, programs)), self.ranks[0].plan.program.in_flight - 1
+        in_flight: dict[int, MessagesByPair] = {}
+        for n in range(count):
+            steps = [program[n : n + 1 + lag] for program in programs]
+            in_flight[n] = self._send(n, steps)
             self._compute(n, steps)
-            self._receive(n, steps, in_flight)
+            for arriving in range(max(0, n - lag), n - lag + 1 if n + 1 < count else count):
+                self._receive(arriving, [program[arriving : arriving + 1] for program in programs], in_flight.pop(arriving))
         self._check_results()
 
     def _where(self, n: int, r: SymbolicSlots) -> str:
         return f"{self.phase} step {n} on rank {r.plan.rank}"
 
-    def _send(self, n: int, steps: Sequence[Step]) -> dict[tuple[int, int], list[tuple[str, Message]]]:
-        """Check the transfers of a step, and return its messages by (sender, receiver), in order."""
-        in_flight: dict[tuple[int, int], list[tuple[str, Message]]] = {}
-        for r, step in zip(self.ranks, steps, strict=True):
+    def _send(self, n: int, steps: Sequence[Sequence[Step]]) -> MessagesByPair:
+        """Check the transfers of a step, and return its messages by (sender, receiver), in order.
+
+        ``steps`` has, for each rank, this step and those that begin while its messages are in flight.
+        """
+        in_flight: MessagesByPair = {}
+        for r, window in zip(self.ranks, steps, strict=True):
             where = self._where(n, r)
-            for t in (*step.sends, *step.recvs):
-                r.check(t, where)
-            _check_races(r, step, where)
-            for t in step.sends:
+            for step in window:
+                for t in (*step.sends, *step.recvs):
+                    r.check(t, where)
+            _check_races(r, window, where)
+            for t in (t for step in window[:1] for t in step.sends):
                 in_flight.setdefault((r.plan.rank, t.peer), []).append((t.what, r.read(t, where).copy()))
         return in_flight
 
-    def _compute(self, n: int, steps: Sequence[Step]) -> None:
-        for r, step in zip(self.ranks, steps, strict=True):
+    def _compute(self, n: int, steps: Sequence[Sequence[Step]]) -> None:
+        for r, window in zip(self.ranks, steps, strict=True):
             where = self._where(n, r)
-            for task in step.tasks:
+            for task in (task for step in window[:1] for task in step.tasks):
                 self.computed += _bands_at_owners(r, task, where)
                 _add_weights(r, task, self._results, self._expected, self._rng)
                 self.wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, self._first_heads)]
 
-    def _receive(self, n: int, steps: Sequence[Step], in_flight: dict[tuple[int, int], list[tuple[str, Message]]]) -> None:
-        for r, step in zip(self.ranks, steps, strict=True):
+    def _receive(self, n: int, steps: Sequence[Sequence[Step]], in_flight: MessagesByPair) -> None:
+        for r, window in zip(self.ranks, steps, strict=True):
             where = self._where(n, r)
-            for t in step.recvs:
+            for t in (t for step in window for t in step.recvs):
                 queue = in_flight.get((t.peer, r.plan.rank))
                 if not queue:
                     raise PlanError(
@@ -188,23 +199,27 @@ def _size(shape: tuple[int, ...], heads: Heads) -> str:
     return f"{shape[1]} rows" if heads == (1, 1, 1) else f"{shape[1]} rows × {shape[0]} heads"
 
 
-def _check_races(r: SymbolicSlots, step: Step, where: str) -> None:
-    busy = {("q", t.q_slot) for t in step.tasks} | {("kv", t.kv_slot) for t in step.tasks}
-    written = {("out", t.q_slot) for t in step.tasks} | {("dq", t.q_slot) for t in step.tasks}
-    written |= {("dkv", t.kv_slot) for t in step.tasks}
-    sent = {(t.what, t.slot) for t in step.sends}
+def _check_races(r: SymbolicSlots, steps: Sequence[Step], where: str) -> None:
+    """Check the messages of a step, the first, against all that is done while they are in flight: in the step itself
+    and in those that follow."""
+    tasks = [task for step in steps for task in step.tasks]
+    busy = {("q", t.q_slot) for t in tasks} | {("kv", t.kv_slot) for t in tasks}
+    written = {("out", t.q_slot) for t in tasks} | {("dq", t.q_slot) for t in tasks}
+    written |= {("dkv", t.kv_slot) for t in tasks}
+    sends = [{(t.what, t.slot) for t in step.sends} for step in steps]
     arriving: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
-    for t in step.recvs:
+    for n, t in ((n, t) for n, step in enumerate(steps) for t in step.recvs):
+        sent = set().union(*sends) if n == 0 else sends[0]  # those of later steps are checked with their own windows
         if t.what in ("q", "kv"):
             if t.slot == 0:
                 raise PlanError(f"{where}: receives {t.what} into slot 0, which is reserved for the rank's local rows")
             for head in range(*r.span(t)):
                 arriving.setdefault((t.what, t.slot, head), []).extend(t.rows)
-        if t.what in ("q", "kv") and (t.what, t.slot) in busy | sent:
+        if t.what in ("q", "kv") and (t.what, t.slot) in (busy | sent if n == 0 else sent):
             raise PlanError(f"{where}: receives {t.what} into slot {t.slot}, which is in use in the same step")
-        if t.what in ("out", "dq", "dkv") and (t.what, t.slot) in sent:
+        if n == 0 and t.what in ("out", "dq", "dkv") and (t.what, t.slot) in sent:
             raise PlanError(f"{where}: adds {t.what} to slot {t.slot} while it is being sent")
-    for what, slot in sent & written:
+    for what, slot in (sends[0] if sends else set()) & written:
         raise PlanError(f"{where}: sends {what} of slot {slot} while a task still writes it")
     for (of, slot, _), rows in arriving.items():
         if any(stop > start for (_, stop), (start, _) in pairwise(sorted(rows))):

@@ -4,6 +4,7 @@ from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.gather import Gather
 from ringspan.strategies.hierarchical import Hierarchical
 from ringspan.strategies.hybrid import Hybrid
+from ringspan.strategies.interleave import Interleave
 from ringspan.strategies.make_program import make_program
 from ringspan.strategies.pass_q import PassQ
 from ringspan.strategies.protocol import Strategy
@@ -17,6 +18,7 @@ __all__ = [
     "Gather",
     "Hierarchical",
     "Hybrid",
+    "Interleave",
     "PassQ",
     "Ring",
     "Strategy",

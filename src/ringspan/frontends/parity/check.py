@@ -244,7 +244,7 @@ def _not_intercepted(job: _Job, trace: Trace, error: UnplannedAttention) -> Pari
 def single(cp: ContextParallel) -> ContextParallel:
     """Return a ContextParallel of this rank alone, with the same mask: it owns all tokens and sends nothing."""
     return ContextParallel(
-        SingleRank(cp.group), cp.mask, backend=cp.backend, expect_attention=cp._expect_attention, layout="contiguous"
+        SingleRank(cp.group), cp.mask, backend=cp.backend, expect_attention=cp.expects_attention, layout="contiguous"
     )
 
 
