@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,32 @@ ATTENTION_BY_HAND: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def one_head_after_the_other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = zip(q[0], k[0], v[0], strict=True)
+    return torch.stack([torch.mm(torch.softmax(torch.mm(q, k.T), -1), v) for q, k, v in heads])
+
+
+def by_exp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+ATTENTION_BY_HAND |= {
+    "mm": one_head_after_the_other,
+    "exp": by_exp,
+    "log_softmax": lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v,
+    "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT) @ v,
+    "special": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
+    "view": lambda q, k, v: torch.bmm((q @ k.mT).softmax(-1).view(-1, N, N), v.view(-1, N, 8)),
+    "index": lambda q, k, v: torch.stack([torch.mm((q @ k.mT).softmax(-1)[0, h], v[0, h]) for h in range(2)]),
+    "transposed": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1).mT,
+    "linear": lambda q, k, v: F.linear((q @ k.mT).softmax(-1)[0, 0], v[0, 0].mT),
+    "tensordot": lambda q, k, v: torch.tensordot((q @ k.mT).softmax(-1), v[0, 0], dims=1),
+    "operators of aten": lambda q, k, v: torch.ops.aten.bmm(torch.ops.aten._softmax(torch.bmm(q[0], k[0].mT), -1, False), v[0]),
+}
+
+
 @pytest.mark.parametrize("attend", ATTENTION_BY_HAND.values(), ids=ATTENTION_BY_HAND)
 def test_attention_by_hand_is_found_beside_intercepted_calls(cp: rs.ContextParallel, attend: Callable[..., Tensor]) -> None:
     with cp:  # without strict it is not noticed
@@ -61,6 +88,91 @@ def test_attention_by_hand_is_found_beside_intercepted_calls(cp: rs.ContextParal
             attend(*QKV)
     with rs.strict(), cp, rs.local_attention():
         attend(*QKV)
+
+
+def test_special_softmax_is_found_without_strict(cp: rs.ContextParallel) -> None:
+    watching = rs.ContextParallel(None, rs.causal(N))
+    with watching:
+        F.scaled_dot_product_attention(*QKV)
+    with pytest.raises(rs.UnplannedAttention, match="no attention was intercepted"), watching:
+        ATTENTION_BY_HAND["special"](*QKV)
+
+
+# -- TorchScript ---------------------------------------------------------------------------------------------------------
+
+
+class Sdpa(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ByHand(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.dim() > 3:  # a nested block in the graph
+            weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1)
+            return torch.matmul(weights, v)
+        return q
+
+
+class Around(torch.nn.Module):
+    """A module of TorchScript inside one of Python."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = self.inner(q, k, v)
+        return out
+
+
+def saved_and_loaded(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+SCRIPTS: dict[str, Callable[[], Any]] = {
+    "trace": lambda: torch.jit.trace(Sdpa(), QKV),
+    "trace of a function": lambda: torch.jit.trace(eager, QKV),
+    "script": lambda: torch.jit.script(ByHand()),
+    "script of a function": lambda: torch.jit.script(scripted_attention),
+    "inside a module": lambda: Around(torch.jit.script(Sdpa())),
+    "script inside a script": lambda: torch.jit.trace(Around(torch.jit.trace(Sdpa(), QKV)), QKV),
+    "loaded": lambda: saved_and_loaded(torch.jit.trace(Sdpa(), QKV)),
+    "frozen": lambda: torch.jit.freeze(torch.jit.script(Sdpa()).eval()),
+}
+
+
+def scripted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.bmm(torch.softmax(torch.bmm(q[0], k[0].transpose(1, 2)), -1), v[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+@pytest.mark.parametrize("make", SCRIPTS.values(), ids=SCRIPTS)
+def test_attention_in_torchscript_is_refused_beside_intercepted_calls(cp: rs.ContextParallel, make: Callable[[], Any]) -> None:
+    scripted = make()
+    expected = scripted(*QKV)
+    with cp:
+        F.scaled_dot_product_attention(*QKV)
+        for _ in range(2):  # the second time, what was found is cached
+            with pytest.raises(rs.UnplannedAttention, match=r"TorchScript .* only the keys of this rank"):
+                scripted(*QKV)
+        with rs.local_attention():
+            assert torch.equal(scripted(*QKV), expected)
+    assert torch.equal(scripted(*QKV), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_without_attention_is_allowed(cp: rs.ContextParallel) -> None:
+    scripted = [torch.jit.trace(torch.nn.Linear(8, 3), QKV[0]), torch.jit.trace(lambda x: (x @ x.mT).softmax(-1), QKV[0])]
+    with cp:
+        for function in scripted:
+            function(QKV[0])
+    compiled = torch.compile(lambda x: scripted[0](x), backend="eager")
+    with cp:
+        assert torch.equal(compiled(QKV[0]), scripted[0](QKV[0]))
 
 
 X = torch.randn(2, 6, N)
@@ -94,6 +206,8 @@ def test_what_treats_every_token_alone_is_allowed(cp: rs.ContextParallel) -> Non
         F.conv1d(X, torch.randn(6, 6, 1))
         F.cross_entropy(torch.randn(1, 7, N), torch.randint(7, (1, N)), reduction="none")
         (x @ torch.randn(6, 5)).softmax(-1) @ torch.randn(5, 6)  # a router of a mixture of experts
+        gate = torch.nn.Parameter(torch.randn(6, N))  # as many features as tokens
+        torch.sigmoid(x @ gate) @ torch.randn(N, 6)
         F.scaled_dot_product_attention(*QKV)
 
 
@@ -182,6 +296,50 @@ def unshard_with_another_cp(rank: int, debug: bool) -> str:
     except rs.InputError as error:
         return str(error)
     return "no error"
+
+
+def unshard_what_a_model_computed(rank: int, case: str) -> str:
+    zigzag, contiguous = (
+        rs.ContextParallel(None, rs.causal(N), layout=x, strategy="ring", expect_attention=False)
+        for x in ("zigzag", "contiguous")
+    )
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 24)
+    x = zigzag.shard(torch.randn(1, N, 8), dim=1)
+
+    def model() -> Tensor:
+        q, k, v = layer(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).relu()
+
+    def step() -> Tensor:
+        with torch.set_grad_enabled(case != "no_grad"), zigzag:
+            out = model()
+        if case == "no_grad":
+            return contiguous.unshard(out, dim=1)
+        if case == "through unshard":  # a tensor that was gathered and sharded again has the layout of the second cp
+            whole = zigzag.unshard(out, dim=1)
+            return contiguous.unshard(contiguous.shard(whole, dim=1) * 2, dim=1)
+        if case == "same layout":
+            return zigzag.with_mask(rs.full(N, N)).unshard(out * 2, dim=1)
+        return contiguous.unshard(out * 2, dim=1)
+
+    if case != "no_grad":
+        try:
+            step()
+        except rs.InputError as error:
+            return str(error)
+        return "no error"
+    with rs.strict():
+        return debugging(step)
+
+
+@pytest.mark.parametrize("case", ["grad", "no_grad", "through unshard", "same layout"])
+def test_unshard_of_a_model_result_with_another_layout_is_refused(pools: Pools, case: str) -> None:
+    for printed in pools(2).run(unshard_what_a_model_computed, case):
+        if case in ("grad", "no_grad"):
+            assert "another layout" in printed
+        else:
+            assert printed == "no error"
 
 
 def test_other_tokens_on_another_rank_are_found(pools: Pools) -> None:

@@ -34,6 +34,8 @@ USES = {
     "torch._C._dispatch_tls_local_include_set": Use("dispatch_keys", "call a user's score_mod inside an operator"),
     "torch._C._dispatch_tls_local_exclude_set": Use("dispatch_keys", "call a user's score_mod inside an operator"),
     "torch._C._ForceDispatchKeyGuard": Use("dispatch_keys", "call a user's score_mod inside an operator"),
+    "torch.ScriptFunction.__call__": Use("script_calls", "refuse attention in TorchScript, which no mode can see"),
+    "torch.ScriptMethod.__call__": Use("script_calls", "refuse attention in TorchScript, which no mode can see"),
     # the compiler
     "torch._dynamo.config.patch": Use("dynamo", "compile the flex kernel for more shapes than Dynamo's limit"),
     "torch._dynamo.disable": Use("dynamo, flex_interception", "run planning and intercepted flex_attention eagerly"),

@@ -59,6 +59,7 @@ from ringspan.torch_private.function_modes import (
     remove_mode,
     without_modes,
 )
+from ringspan.torch_private.script_calls import ScriptWatcher, install_script_watching
 
 
 @dynamo_constant
@@ -112,7 +113,7 @@ class _EnteredContexts(threading.local):
 _entered = _EnteredContexts()
 
 
-class AttentionCatcher(FlexInterceptor):
+class AttentionCatcher(FlexInterceptor, ScriptWatcher):
     """Passes every attention call in the block to :meth:`caught`, except those within ``local_attention()``.
 
     Dynamo traces the methods of this class along with the model.
@@ -124,6 +125,7 @@ class AttentionCatcher(FlexInterceptor):
     def __enter__(self) -> Self:
         if not torch.compiler.is_dynamo_compiling():
             install_flex_interception()
+            install_script_watching()
             note_entry(self)
         super().__enter__()
         return self
@@ -212,6 +214,9 @@ class AttentionCatcher(FlexInterceptor):
         # A mode is off the stack while it handles a call.
         keep_blocks([*(mode for mode in function_mode_stack() if isinstance(mode, AttentionCatcher)), self])
         self.keep_settings()
+
+    def before_script_call(self, name: str, operators: tuple[str, ...]) -> None:
+        """Raise if a TorchScript function computes attention, which no mode can intercept."""
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Inspect a call of a function that is not attention, and raise if it needs the tokens of other ranks."""

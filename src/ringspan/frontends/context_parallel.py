@@ -247,7 +247,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             raise InputError(
                 f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}. Call it for each tensor"
             )
-        check_layout(x, layout)
+        check_layout(x, layout, in_graph=True)
         if self._rows is not None:
             rows = lay_end_to_end(x, dim, self._rows, layout.counts[self.rank])
             return stack_rows(_Unshard.apply(rows, self.group, layout, 0, grad), dim, self._rows)

@@ -8,6 +8,7 @@ which a rank may call in another thread.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -16,11 +17,18 @@ from torch import Tensor
 from ringspan.errors import InputError, PeerMismatch
 from ringspan.frontends.dtensor import is_dtensor
 from ringspan.layouts import Layout
+from ringspan.planner import Plan
 from ringspan.transports import ProcessGroupTransport
 from ringspan.user_functions.values import values_digest
 
 # An attribute of the results of cp.shard: the digest of their layout.
 LAYOUT = "_ringspan_layout"
+
+# Nodes of autograd: of attention, which keeps its plans, and of functions that bring tokens into another order. A search
+# for attention ends after so many nodes.
+ATTENTION_NODE = "AttendBackward"
+REORDERING = frozenset({"_UnshardBackward", "_WindowsBackward"})
+MAX_NODES = 500
 
 
 class TokensOfRanks:
@@ -76,13 +84,52 @@ def mark_layout(shard: Tensor, layout: Layout) -> Tensor:
     return shard
 
 
-def check_layout(x: Tensor, layout: Layout) -> None:
-    """Raise if x comes from ``cp.shard`` of a ContextParallel with another layout."""
-    if not torch.compiler.is_dynamo_compiling() and getattr(x, LAYOUT, layout.digest) != layout.digest:
+def check_layout(x: Tensor, layout: Layout, *, in_graph: bool = False) -> None:
+    """Raise if x comes from ``cp.shard`` of a ContextParallel with another layout.
+
+    With ``in_graph``, also if x was computed from attention on another layout of a sequence of this length. The graph of
+    autograd says so; where there is none, nothing is found.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if getattr(x, LAYOUT, layout.digest) != layout.digest:
         raise InputError(
             "this tensor was sharded by a ContextParallel with another layout, so unshard would give its tokens in a wrong "
             f"order (this one has {layout.name}): unshard with the cp that has sharded it, or make both with the same layout="
         )
+    plan = _nearest_attention(x) if in_graph else None
+    if plan is not None and plan.q_layout.length == layout.length and plan.q_layout.digest != layout.digest:
+        raise InputError(
+            f"this tensor was computed from attention on another layout ({plan.q_layout.name}), so unshard would give its "
+            f"tokens in a wrong order (this one has {layout.name}): unshard with the cp whose block the model ran in"
+        )
+
+
+def _nearest_attention(x: Tensor) -> Plan | None:
+    """Return the plan of the attention that is the fewest nodes away in the graph of x, if it is near."""
+    waiting = deque([x.grad_fn])
+    seen = {x.grad_fn}
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.popleft()
+        if node is None or node.name() in REORDERING:
+            continue
+        if node.name() == ATTENTION_NODE:
+            plan: Plan = node.plans[0]  # type: ignore[attr-defined]
+            return plan
+        fresh = [before for before, _ in node.next_functions if before not in seen]
+        seen.update(fresh)
+        waiting.extend(fresh)
+    return None
+
+
+def follow_layout(given: Iterable[Tensor], results: Iterable[Tensor], here: tuple[int, int]) -> None:
+    """Note on the results of a function that they have the layout of its inputs, if they have this rank's tokens."""
+    digests = {getattr(x, LAYOUT, None) for x in given} - {None}
+    if len(digests) == 1:
+        (digest,) = digests
+        for x in results:
+            if not hasattr(x, LAYOUT) and not {*here}.isdisjoint(x.shape):
+                setattr(x, LAYOUT, digest)
 
 
 def _compare_digests(text: str, group: ProcessGroupTransport, device: torch.device, message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any, Literal, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringspan.caching.registry import on_clear_caches
 from ringspan.debugging.settings import settings
+from ringspan.frontends.handwritten_attention import PRODUCTS, SOFTMAX
 from ringspan.torch_private.attention_operators import (
     NATIVE_MULTI_HEAD_ATTENTION,
     TRANSFORMER_ENCODER_LAYER,
@@ -63,7 +64,7 @@ def find_treatment(func: Any) -> Treatment:
         treatment = "unflatten"
     elif func is F.multi_head_attention_forward:
         treatment = "multi-head"
-    elif settings.strict or name == "softmax":
+    elif settings.strict or name in SOFTMAX:
         treatment = "watched"
     if _is_of_torch(func) and isinstance(func, Hashable) and len(treatments) < MAX_TREATMENTS:
         treatments[func] = treatment
@@ -82,6 +83,27 @@ def is_attention_of_another_package(func: Any) -> bool:
     name = str(func)  # package.operator.overload
     is_ours = name.startswith(("aten.", "prims.", "torch_attn.", "ringspan"))
     return not is_ours and OTHER_ATTENTION.search(name) is not None and BACKWARD.search(name) is None
+
+
+def attention_in_script(operators: Sequence[str]) -> str | None:
+    """Return the attention among the operators of a TorchScript function, or None if there is none.
+
+    >>> attention_in_script(["prim::Constant", "aten::scaled_dot_product_attention"])
+    'aten::scaled_dot_product_attention'
+    >>> attention_in_script(["aten::matmul", "aten::softmax", "aten::matmul"])
+    'attention written as aten::matmul and aten::softmax'
+    >>> attention_in_script(["aten::linear", "aten::softmax"])
+    """
+    for operator in operators:
+        name = operator.rpartition("::")[2]
+        if "scaled_dot_product" in name or name in REFUSED or OTHER_ATTENTION.search(operator.replace("::", ".")):
+            return operator
+    names = [operator.rpartition("::")[2] for operator in operators]
+    softmax = next((n for n, name in enumerate(names) if name in SOFTMAX), None)
+    if softmax is None or not any(name in PRODUCTS - {"linear"} for name in names[:softmax]):
+        return None
+    after = next((n for n in range(softmax, len(names)) if names[n] in PRODUCTS - {"linear"}), None)
+    return None if after is None else f"attention written as {operators[after]} and {operators[softmax]}"
 
 
 @dynamo_constant

@@ -1,19 +1,15 @@
 """Find computations in a ``with cp:`` block that need the tokens of other ranks and that the block cannot intercept.
 
 Always: a block that ends without attention raises, if it was never used before or has seen a softmax over this rank's
-keys. In strict mode (``rs.strict()``, ``RINGSPAN_DEBUG=1``) the functions of the block are watched as well::
-
-    scores = q @ k.mT               softmax of (…, queries here, keys here): the result is marked
-    weights = scores.softmax(-1)    results of the same shape as a marked tensor are marked (dropout, to, mul)
-    out = weights @ v               a product of a marked tensor raises
-
-and a convolution, a norm over the sequence and a mean cross-entropy raise. When strict mode is
-off, only softmax is watched: other functions have no treatment (:mod:`ringspan.frontends.treatments`).
+keys; and so does a function of TorchScript that contains attention. In strict mode (``rs.strict()``,
+``RINGSPAN_DEBUG=1``) the functions of the block are watched as well: attention written by hand
+(:mod:`ringspan.frontends.handwritten_attention`), a convolution, a norm over the sequence and a mean cross-entropy raise.
+When strict mode is off, only softmax is watched: other functions have no treatment
+(:mod:`ringspan.frontends.treatments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -23,9 +19,10 @@ from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.attention_block import AttentionMode
 from ringspan.frontends.batch_rows import rows_of
-from ringspan.frontends.rank_comparison import TokensOfRanks
-from ringspan.frontends.recompute import entered_blocks
-from ringspan.frontends.treatments import name_of, treatments
+from ringspan.frontends.handwritten_attention import follow_attention, is_softmax_of, tensors_in
+from ringspan.frontends.rank_comparison import TokensOfRanks, follow_layout
+from ringspan.frontends.recompute import entered_blocks, is_entered_here
+from ringspan.frontends.treatments import attention_in_script, name_of, treatments
 from ringspan.planner import Plan
 from ringspan.transports import ProcessGroupTransport
 
@@ -33,15 +30,12 @@ NO_ATTENTION = (
     "no attention was intercepted in this block, so every rank has attended to its own keys only, if at all. The block sees "
     "F.scaled_dot_product_attention, flex_attention, varlen_attn and nn.MultiheadAttention, called in its thread. It does not "
     'see attention that is written as matmul and softmax (in transformers attn_implementation="eager": use "sdpa"), '
-    "functions of torch.jit, kernels of other packages, and other threads. If the block is meant to have no attention, give "
+    "kernels of other packages, and other threads. If the block is meant to have no attention, give "
     "ContextParallel expect_attention=False"
 )
 
-PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm"})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 NORMS_OF_CHANNELS = frozenset({"batch_norm", "instance_norm", "group_norm"})
-# An attribute of tensors that come from a softmax over this rank's keys.
-MARK = "_ringspan_local_attention"
 
 _ESCAPE = "or wrap it in `with rs.local_attention():` if this layer is not part of the split sequence"
 
@@ -105,31 +99,29 @@ class WatchedBlock(AttentionMode):
         name = name_of(func)
         rows = rows_of(self.plan.mask) or 1
         here = (self.plan.q_rows // rows, self.plan.kv_rows // rows)
-        is_local_softmax = name == "softmax" and isinstance(result, Tensor) and tuple(result.shape[-2:]) == here
-        if is_local_softmax:
+        if is_softmax_of(name, result, here):
             self._has_local_softmax = True
         if settings.strict:
             _check_call(name, args, kwargs, here[0])
-            _follow_attention(name, args, kwargs, result, is_local_softmax)
+            follow_attention(name, args, kwargs, result, here, _ESCAPE)
+            follow_layout(tensors_in((args, kwargs)), tensors_in(result), here)
 
-
-def _follow_attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_local_softmax: bool) -> None:
-    marked = [x for x in _tensors((args, kwargs)) if hasattr(x, MARK)]
-    if marked and name in PRODUCTS:
-        raise UnplannedAttention(
-            f"attention written as matmul and softmax: {name} of the softmax of a {tuple(marked[0].shape)} tensor would see "
-            'only the keys of this rank: call F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), '
-            f"{_ESCAPE}"
-        )
-    shapes = {x.shape for x in marked}
-    for x in _tensors(result):
-        if is_local_softmax or x.shape in shapes:
-            setattr(x, MARK, True)
+    def before_script_call(self, name: str, operators: tuple[str, ...]) -> None:
+        if not is_entered_here(self) or self._was_absent_in_forward():
+            return
+        found = attention_in_script(operators)
+        if found:
+            error = UnplannedAttention(
+                f"the TorchScript function {name} contains {found}, which the block cannot see: it would use only the keys of "
+                f"this rank. Call the module or function itself, not what torch.jit made of it, {_ESCAPE}"
+            )
+            self.refuse(error)
+            raise error
 
 
 def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
     """Raise for a convolution or norm over this rank's tokens, and for a mean over them."""
-    x = next(_tensors((args, kwargs)), None)
+    x = next(tensors_in((args, kwargs)), None)
     if x is None or tokens < 2:
         return
     if name == "cross_entropy":
@@ -162,13 +154,3 @@ def _check_cross_entropy(input: Tensor, target: Tensor, *args: Any, tokens: int,
             'cp.shard, call the model without labels, and compute cp.mean(F.cross_entropy(..., reduction="none"), labels >= 0) '
             "after the block"
         )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for x in tree:
-            yield from _tensors(x)
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
