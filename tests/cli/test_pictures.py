@@ -42,9 +42,15 @@ def test_any_world_and_length_can_be_drawn(world: int, lengths: list[int], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("split", "alone"), [([3.0], [3.0]), ([3.0, float("nan")], [3.0, 2.0]), ([3.0, 2.0, 1.0], [3.0, 2.5, 1.0])]
+    ("split", "alone", "naive"),
+    [
+        ([3.0], [3.0], []),
+        ([3.0, float("nan")], [3.0, 2.0], [2.9, float("nan")]),
+        ([3.0, 2.0, 1.0], [3.0, 2.5, 1.0], [3.1, 2.4, 1.2]),
+        ([3.0, 2.0], [3.0, 2.0], [3.1, 2.0]),
+    ],
 )
-def test_any_curves_can_be_drawn(split: list[float], alone: list[float], tmp_path: Path) -> None:
+def test_any_curves_can_be_drawn(split: list[float], alone: list[float], naive: list[float], tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    pictures.draw_losses(tmp_path / "losses.png", split, alone, world=4, tolerance=1e-4)
+    pictures.draw_losses(tmp_path / "losses.png", split, alone, naive, world=4, tolerance=1e-4)
     assert image.imread(tmp_path / "losses.png")[..., :3].std() > 0.05

@@ -87,8 +87,8 @@ def draw_losses(
     from matplotlib.ticker import MaxNLocator
 
     steps = np.arange(1, len(split) + 1)
-    figure = Figure(figsize=(8.8, 6.8), facecolor=PAPER, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure = Figure(figsize=(8.8, 7.6), facecolor=PAPER, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1))
     above.plot(
         steps, alone, color=COLOURS[3], linewidth=6, alpha=0.75, solid_capstyle="round", label="1 process, plain PyTorch"
     )
@@ -103,6 +103,12 @@ def draw_losses(
     above.legend(frameon=False)
     above.set_title(f"The same training, with the sequence split {world} ways and whole", color=INK)
     _difference(below, steps, differences, tolerance, off)
+    if len(off) and np.nanmin(off) > tolerance:
+        rounding = max(float(np.nanmax(differences, initial=0.0)), float(np.finfo(np.float32).eps))
+        factor = float(np.nanmedian(off)) / rounding
+        power = int(np.log10(factor)) if np.isfinite(factor) and factor >= 10 else 0
+        if power:
+            below.set_title(f"Own keys only: some 10$^{{{power}}}$ times as far from the right loss", color=INK, fontsize=10)
     below.set(xlabel="step", xlim=(0.5, len(steps) + 0.5))
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, below):
@@ -123,7 +129,7 @@ def draw_memory(path: Path, memory: Mapping[int, int]) -> None:
     axes.plot(range(len(worlds)), [held[0] / n * worlds[0] for n in worlds], "o--", color=COLOURS[3], label="one rank ÷ ranks")
     for bar, mebibytes in zip(bars, held, strict=True):
         text = f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
-        axes.text(bar.get_x() + 0.3, mebibytes, text, ha="center", va="bottom", color=INK, fontsize=9)
+        axes.text(bar.get_x() + 0.3, mebibytes + 0.02 * max(held), text, ha="center", va="bottom", color=INK, fontsize=9)
     axes.set_xticks(range(len(worlds)), [str(n) for n in worlds])
     axes.set(xlabel="ranks that share the sequence", ylabel="MiB on the fullest rank", ylim=(0, max(held) * 1.12))
     axes.set_title("Memory of a rank for one step: activations and buffers of attention", color=INK, fontsize=11)
@@ -168,25 +174,19 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
     zero."""
     floor = 1e-8
     same = difference == 0
-    axes.vlines(steps[~same], floor, difference[~same], color=COLOURS[1], linewidth=1, alpha=0.5)
-    axes.plot(steps[~same], difference[~same], "o", color=COLOURS[1], markersize=4, label="difference")
-    axes.plot(
-        steps[same],
-        np.full(same.sum(), floor),
-        "o",
-        color=COLOURS[1],
-        fillstyle="none",
-        markersize=4,
-        label="equal to the last bit",
-    )
     if len(naive):
-        axes.plot(steps, naive, "s", color=COLOURS[5], markersize=3, label="own keys only")
+        axes.fill_between(steps, tolerance, np.maximum(naive, tolerance), color=COLOURS[5], alpha=0.12, linewidth=0)
+        axes.plot(steps, naive, "s--", color=COLOURS[5], markersize=3.5, linewidth=1.4, label="own keys only")
+    axes.vlines(steps[~same], floor, difference[~same], color=COLOURS[0], linewidth=1, alpha=0.5)
+    axes.plot(steps[~same], difference[~same], "o", color=COLOURS[0], markersize=4, label="ringspan: rounding")
+    hollow = {"color": COLOURS[0], "fillstyle": "none", "markersize": 4}
+    axes.plot(steps[same], np.full(same.sum(), floor), "o", **hollow, label="ringspan: equal to the last bit")
     axes.axhline(tolerance, color=INK, linewidth=1, linestyle="--")
     axes.text(steps[-1] + 0.4, tolerance, f"allowed: {tolerance:.0e}", ha="right", va="bottom", color=INK, fontsize=9)
     axes.set_yscale("log")
     largest = max(float(np.nanmax(values, initial=0.0)) for values in (difference, naive))
     axes.set_ylim(floor / 2, max(tolerance * 30, largest * 100))
-    axes.set_ylabel("difference", color=INK)
+    axes.set_ylabel("loss, difference from 1 process", color=INK)
     axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=9)
 
 

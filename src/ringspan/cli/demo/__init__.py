@@ -192,6 +192,7 @@ def report_page(training: Training, lengths: Sequence[int], world: int) -> str:
             shape=shape,
             layout=used.q_layout.name,
             strategy=used.strategy,
+            compare_fewer=True,
         )
     )
     return page(found, facts(found))

@@ -41,7 +41,7 @@ function summary() {
     ["balance, busiest ÷ mean", chosen.balance.toFixed(3)],
     ["tokens/s through one layer's attention", short(chosen.tokens_per_s)],
     ["FLOP/s of a rank", `${short(chosen.flops_per_s_of_rank / 1e12)} T, ${Math.round(100 * chosen.share_of_kernel_speed)}% of the kernel's best`, "words"],
-    ["speed-up over one rank", chosen.speedup === null ? "– (too little memory)" : short(chosen.speedup)],
+    ["speed-up over one rank", chosen.speedup === null ? "–" : short(chosen.speedup)],
     ["ranks", `${whole(data.world)} × ${hardware.name}, ${hardware.per_node} a node`, "words"],
     ["tokens", mask.queries === mask.keys ? whole(mask.queries) : `${whole(mask.queries)} × ${whole(mask.keys)}`],
     ["visible pairs", `${(100 * mask.share).toPrecision(3)}% of all`],
