@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
-from ringspan.errors import LayoutError, unknown_name
+from ringspan.errors import LayoutError
 from ringspan.layouts.auto import auto
 from ringspan.layouts.balanced import balanced
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import Tiles, areas, balance, cut
 from ringspan.layouts.end_to_end import end_to_end
 from ringspan.layouts.layout import Layout, Pieces, Span, check_world
+from ringspan.layouts.options import parse_options
 from ringspan.layouts.per_document import per_document
 from ringspan.layouts.round_robin import round_robin
 from ringspan.layouts.striped import striped
@@ -72,19 +72,16 @@ def _check_rows(layout: Layout, mask: BatchMask) -> None:
 def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
     """Return the layout of that name, or the one that ``"auto"`` chooses, and a note.
 
-    The name may have integer options, as in ``"balanced(per_node=8)"``.
+    The name may have options, as in ``"balanced(per_node=8)"``.
     """
     if isinstance(mask, BatchMask):
         return by_rows(name, mask, world), f"layout {name} of each row: as given"
     if name == "auto":
         return auto(mask, world)
-    base, options = _options(name)
-    if base not in LAYOUTS:
-        raise LayoutError(f"{unknown_name('layout', base, [*LAYOUTS, 'auto'])}, or give a list of spans")
-    try:
-        return LAYOUTS[base](mask, world, **options), f"layout {name}: as given"
-    except TypeError as error:
-        raise LayoutError(f"layout {name!r} does not fit what {base} takes: {error}") from None
+    make, options = parse_options(
+        name, LAYOUTS, kind="layout", error=LayoutError, positional=2, hint=", or give a list of spans"
+    )
+    return make(mask, world, **options), f"layout {name}: as given"
 
 
 def by_rows(given: LayoutLike | Sequence[Layout], mask: BatchMask, world: int) -> Layout:
@@ -112,18 +109,6 @@ def _by_tokens(layout: Layout) -> Layout:
     """Renumber the ranks by their number of tokens, the largest first."""
     order = sorted(range(layout.world), key=lambda rank: -layout.counts[rank])
     return Layout([layout.spans[rank] for rank in order], length=layout.length, name=layout.name)
-
-
-def _options(text: str) -> tuple[str, dict[str, int]]:
-    """Return the name and the options of a layout.
-
-    >>> _options("balanced(per_node=8, block=64)")
-    ('balanced', {'per_node': 8, 'block': 64})
-    """
-    match = re.fullmatch(r"(\w+)\(((?:\s*\w+\s*=\s*\d+\s*,?)*)\)", text)
-    if match is None:
-        return text, {}
-    return match[1], {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)", match[2])}
 
 
 def for_nodes(given: LayoutLike, world: int, per_node: int) -> LayoutLike:

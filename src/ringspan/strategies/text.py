@@ -5,13 +5,13 @@ The built-in ones are in :mod:`ringspan.strategies.registry`. A strategy that is
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
-from ringspan.errors import PlanError, unknown_name
+from ringspan.errors import PlanError
+from ringspan.layouts.options import parse_options
 from ringspan.strategies.protocol import Strategy
 
 # The group of caches whose results depend on which strategy a name means. They are cleared when a name is registered.
@@ -44,20 +44,14 @@ def parse_strategy(text: str) -> Strategy:
     >>> parse_strategy("gather(stages=4)")
     Gather(stages=4)
     """
-    match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", text)
-    if not match or match[1] not in STRATEGIES:
-        raise PlanError(unknown_name("strategy", text, [*STRATEGIES, "auto"]))
-    kind = STRATEGIES[match[1]]
+    kind, options = parse_options(text, STRATEGIES, kind="strategy", error=PlanError)
     try:
-        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        planner: Strategy = kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
-        return planner
-    except (SyntaxError, AssertionError, TypeError, ValueError, RecursionError, MemoryError) as error:  # deep nesting
+        strategy: Strategy = kind(**options)
+        return strategy
+    except (TypeError, ValueError, RecursionError) as error:  # the last: a strategy that is made of others
         if isinstance(error, PlanError):
             raise
-        options = ", ".join(f"{f.name}={f.default!r}" for f in fields(kind))
-        raise PlanError(f"cannot read strategy {text!r}: {match[1]} takes ({options})") from None
+        raise PlanError(f"cannot make strategy {text!r}: {type(error).__name__}: {error}") from error
 
 
 def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
