@@ -6,8 +6,8 @@ trial takes about a second. The parent hosts the store: it survives the death of
 The columns of a table:
 
     trials     how many were run
-    named      every surviving rank raised an error of ringspan that names the guilty rank, or it is that rank
-    unnamed    every surviving rank raised an error of ringspan, but one of them does not name the guilty rank
+    named      every surviving rank raised an error of ringspan that names the rank at fault, or it is that rank
+    unnamed    every surviving rank raised an error of ringspan, but one of them does not name the rank at fault
     silent     a rank returned without an error
     hang       a rank reported nothing within the time limit
     abort      the process of a rank ended without a report, and not by the experiment
@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """The reports by rank, of ranks that reported, the guilty rank, and when it was at fault."""
+    """The reports by rank, of ranks that reported, the rank at fault, and the time of the fault."""
 
     guilty: int
     reports: dict[int, Report]

@@ -1,4 +1,4 @@
-"""The schedules that `ringspan bench pack` compares hold every document once, within the room of the ranks."""
+"""The schedules that `ringspan bench pack` compares hold every document once, within the tokens that each rank can take."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LAYER = layer_cost(hardware("h200x8"), SHAPE)
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_document_is_computed_once_within_the_room_of_its_ranks(way: str, name: str) -> None:
-    world, room = 32, 512
-    lengths = draw_lengths(name, tokens=world * room * 3, longest=16 * room, seed=1)
-    assert sum(lengths) == world * room * 3
-    schedule = WAYS[way](lengths, world, room, "h200x8", LAYER)
+    world, capacity = 32, 512
+    lengths = draw_lengths(name, tokens=world * capacity * 3, longest=16 * capacity, seed=1)
+    assert sum(lengths) == world * capacity * 3
+    schedule = WAYS[way](lengths, world, capacity, "h200x8", LAYER)
     assert sorted(n for groups in schedule for group in groups for n in group.lengths) == sorted(lengths)
     for groups in schedule:
         assert sum(group.ranks for group in groups) <= world
-        assert all(sum(group.lengths) <= group.ranks * room for group in groups)
+        assert all(sum(group.lengths) <= group.ranks * capacity for group in groups)
 
 
 def test_powers_of_two() -> None:

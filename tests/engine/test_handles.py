@@ -56,18 +56,18 @@ def bad_tensors_on_rank_1(rank: int, how: str, agreed: bool) -> tuple[str, float
 
 @pytest.mark.parametrize("how", BAD)
 def test_bad_tensors_after_an_agreement_raise_at_once(pools: Pools, how: str) -> None:
-    (peer, waited), (guilty, seconds), (other, _) = pools(3).run(bad_tensors_on_rank_1, how, True)
-    assert guilty.startswith("InputError: ")
+    (peer, waited), (failing, seconds), (other, _) = pools(3).run(bad_tensors_on_rank_1, how, True)
+    assert failing.startswith("InputError: ")
     assert seconds < 1.0
     # The peers exchange rows. They find the error of rank 1 when they have waited for a while.
     for message in (peer, other):
         assert re.match(r"PeerFailed: rank 1 raised InputError in call \d+ \(forward of plan .*\): ", message)
-        assert guilty.removeprefix("InputError: ").splitlines()[0] in message
+        assert failing.removeprefix("InputError: ").splitlines()[0] in message
     assert waited < LIMIT
 
 
 @pytest.mark.parametrize(
-    ("how", "guilty_says", "peers_say"),
+    ("how", "failing_says", "peers_say"),
     [
         ("dtype", "InputError: q, k and v must have one dtype", "PeerFailed: rank 1 cannot make this call: InputError: "),
         (
@@ -78,9 +78,9 @@ def test_bad_tensors_after_an_agreement_raise_at_once(pools: Pools, how: str) ->
         ("rows", "PeerMismatch: rank 1 has 7 keys where the plan", "PeerMismatch: rank 1 has 7 keys where the plan"),
     ],
 )
-def test_bad_tensors_in_the_first_call_raise_on_every_rank(pools: Pools, how: str, guilty_says: str, peers_say: str) -> None:
-    (peer, _), (guilty, seconds), (other, _) = pools(3).run(bad_tensors_on_rank_1, how, False)
-    assert guilty.startswith(guilty_says)
+def test_bad_tensors_in_the_first_call_raise_on_every_rank(pools: Pools, how: str, failing_says: str, peers_say: str) -> None:
+    (peer, _), (failing, seconds), (other, _) = pools(3).run(bad_tensors_on_rank_1, how, False)
+    assert failing.startswith(failing_says)
     assert seconds < LIMIT
     assert peer == other
     assert peer.startswith(peers_say)

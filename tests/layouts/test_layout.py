@@ -218,6 +218,31 @@ def test_make_layout_rejects(given: Any, world: int, message: str) -> None:
         make_layout(given, rs.causal(8), world)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("balanced(8)", r"cannot read layout 'balanced\(8\)': balanced takes \(block=128, slack=0, per_node=None\)"),
+        ("balanced(nodes=8)", r"balanced takes \(block=128, slack=0, per_node=None\)"),
+        ("balanced(per_node=open('x'))", r"balanced takes \(block=128"),
+        ("balanced(per_node='8')", "per_node must be an integer number of ranks, at least 1; got '8'"),
+        ("zigzag(block=8)", r"zigzag takes \(\)"),
+        ("spiral(block=8)", r"no layout is called 'spiral\(block=8\)'"),
+    ],
+)
+def test_options_that_cannot_be_read_are_named(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        make_layout(text, rs.causal(8), 2)
+
+
+def test_a_type_error_inside_a_layout_is_not_an_option_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(mask: rs.Mask, world: int) -> Layout:
+        return Layout(len(mask.lengths[0]))  # type: ignore[arg-type]
+
+    monkeypatch.setitem(LAYOUTS, "broken", broken)
+    with pytest.raises(TypeError, match="has no len"):
+        make_layout("broken", rs.causal(8), 2)
+
+
 def test_check_world_takes_any_whole_number() -> None:
     assert [check_world(n) for n in (1, np.int64(3), True)] == [1, 3, 1]
 

@@ -132,20 +132,20 @@ def _spread(sizes: Ints, capacity: int, count: int, layer: LayerCost) -> list[li
     """Give each document, the longest first, to the microbatch of least time in which it fits; None if one fits
     in none."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    room = [capacity] * count
+    free = [capacity] * count
     times = [(0.0, i) for i in range(count)]  # a heap
     for document in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[document])
         if not size:
             break
         full = []
-        while times and room[times[0][1]] < size:
+        while times and free[times[0][1]] < size:
             full.append(heapq.heappop(times))
         if not times:
             return None
         seconds, i = times[0]
         groups[i].append(document)
-        room[i] -= size
+        free[i] -= size
         heapq.heapreplace(times, (seconds + layer.seconds(size, size * (size + 1) // 2), i))
         for entry in full:
             heapq.heappush(times, entry)

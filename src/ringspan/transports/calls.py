@@ -25,8 +25,8 @@ from ringspan.errors import InputError, TransportError
 
 HISTORY = 64  # calls, and exchanges, that a rank remembers
 LARGEST_TAG = 2**31 - 1
-CHECKPOINT_CALLS = 16  # calls between two checkpoints of a group without tags
-CHECKPOINTS = 256
+CHECKSUM_CALLS = 16  # calls between two checksums of a group without tags
+CHECKSUMS = 256
 
 
 class CallDescription(NamedTuple):
@@ -117,15 +117,15 @@ class GroupCalls:
         """The last error of this rank."""
         self.group_error: TransportError | None = None
         """Why the group can no longer be used."""
-        self.checkpoints: deque[tuple[int, int]] | None = None
+        self.checksums: deque[tuple[int, int]] | None = None
         """For a backend without tags: the number of a call, and a checksum of all calls up to it."""
         self._checksum = 0
         self._first_thread: int | None = None
         self._lock = threading.Lock()
 
-    def keep_checkpoints(self) -> None:
+    def keep_checksums(self) -> None:
         """Keep checksums of the calls from now on, to be compared with those of other ranks."""
-        self.checkpoints = deque(maxlen=CHECKPOINTS)
+        self.checksums = deque(maxlen=CHECKSUMS)
 
     def begin(self, description: CallDescription) -> Call:
         """Count a call. Raises if the group has failed before, or if another thread is in a call of it."""
@@ -163,10 +163,10 @@ class GroupCalls:
         """End the current call. One that failed is no part of the checksums: a rank that refuses a call may not know all
         of its description."""
         call, self.current = self.current, None
-        if self.checkpoints is not None and call is not None and call.error is None:
+        if self.checksums is not None and call is not None and call.error is None:
             self._checksum = zlib.crc32(call.checksum.to_bytes(4, "little"), self._checksum)
-            if call.number % CHECKPOINT_CALLS == 0:
-                self.checkpoints.append((call.number, self._checksum))
+            if call.number % CHECKSUM_CALLS == 0:
+                self.checksums.append((call.number, self._checksum))
 
     def fail(self, call: Call, error: BaseException, *, is_final: bool = False) -> None:
         """Remember an error, for the other ranks."""

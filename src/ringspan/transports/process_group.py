@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("ringspan.transports")
 
-GROUP_TIME_LIMIT = timedelta(minutes=30)  # for comparing calls under RINGSPAN_DEBUG=1, if timeout is None
+DEBUG_COMPARISON_LIMIT = timedelta(minutes=30)  # for comparing calls under RINGSPAN_DEBUG=1, if timeout is None
 
 DESTROYED = "the process group was destroyed: make a ContextParallel, or a transport, for a new group"
 
@@ -142,7 +142,7 @@ class ProcessGroupTransport:
             except StopIteration as end:
                 return [end.value]
 
-    def _run_uncounted(self, generator: RankGenerator[T], description: CallDescription) -> T:
+    def _run_without_traffic(self, generator: RankGenerator[T], description: CallDescription) -> T:
         """Run a collective as a numbered call, without adding its bytes to ``traffic``."""
         sent, received = self.traffic.sent, self.traffic.received
         try:
@@ -198,7 +198,7 @@ class ProcessGroupTransport:
         """Compare a call with those of all other ranks, under ``RINGSPAN_DEBUG=1``."""
         call.peers = tuple(rank for rank in range(self.world) if rank != self.rank)
         call.waiting_since, call.label = time.monotonic(), "the comparison of calls"
-        seconds = (GROUP_TIME_LIMIT if self.timeout is None else self.timeout).total_seconds()
+        seconds = (DEBUG_COMPARISON_LIMIT if self.timeout is None else self.timeout).total_seconds()
         self._state.compare_call(call, seconds)
         call.waiting_since, call.label = None, call.description.kind
 
@@ -326,14 +326,14 @@ class ProcessGroupTransport:
             return
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape))
         if self._has_tags(x.device):
-            self._run_uncounted(all_reduce_by_messages(x, self.rank, self.world, label), description)
+            self._run_without_traffic(all_reduce_by_messages(x, self.rank, self.world, label), description)
         else:
             self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), description)
 
     def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape[1:]))
         if self._has_tags(x.device):
-            return self._run_uncounted(all_gather_by_messages(x, counts, self.rank, label), description)
+            return self._run_without_traffic(all_gather_by_messages(x, counts, self.rank, label), description)
         padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in self.global_ranks]

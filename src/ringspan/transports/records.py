@@ -135,9 +135,9 @@ class Records:
                     found[rank] = record
         return found
 
-    def exchange_checkpoints(self, own: list[tuple[int, int]], peer: int) -> list[tuple[int, int]]:
-        """Write the checkpoints of this rank, and read those of another; none if it has written none yet."""
-        store, key = self._store(), f"{self._prefix}/%d/{self._generation}/checkpoints"
+    def exchange_checksums(self, own: list[tuple[int, int]], peer: int) -> list[tuple[int, int]]:
+        """Write the checksums of this rank, and read those of another; none if it has written none yet."""
+        store, key = self._store(), f"{self._prefix}/%d/{self._generation}/checksums"
         store.set(key % self._rank, json.dumps(own))
         return [(n, checksum) for n, checksum in json.loads(store.get(key % peer))] if store.check([key % peer]) else []
 

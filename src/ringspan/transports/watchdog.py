@@ -33,7 +33,7 @@ from ringspan.transports.records import CallRecord, RankRecord, Records, record_
 NO_PROGRESS_LIMIT = 1.0  # seconds without progress before a rank writes its record
 PERIOD = 0.4  # seconds between two checks
 REPEAT = 2.0  # seconds between two records of a rank that makes no progress
-CHECKPOINT_PERIOD = 2.0  # seconds between two comparisons of checkpoints, on a backend without tags
+CHECKSUM_PERIOD = 2.0  # seconds between two comparisons of checksums, on a backend without tags
 NO_RECORD_LIMIT = 6.0  # seconds after which the last record of a peer is too old to say where the peer is
 
 STORE_LIMIT = 4.0  # seconds to wait for the store
@@ -53,7 +53,7 @@ class WatchedGroup:
         self._group = ref(group)
         self._has_tags = all(entry.endswith("gloo") for entry in dist.get_backend_config(group).split(","))
         if not self._has_tags:
-            calls.keep_checkpoints()
+            calls.keep_checksums()
         self._records: Records | None = Records.of(group, global_ranks, rank)
         # The store is used by the watchdog, and by a rank that fails. It waits without a limit if the network is down.
         self._store = BoundedCalls("the store of the process group", STORE_LIMIT)
@@ -61,7 +61,7 @@ class WatchedGroup:
         self._position: tuple[object, ...] = ()
         self._position_since = 0.0
         self._written_at = 0.0
-        self._checkpoint_at, self._checkpoint = 0.0, 0  # when checkpoints were compared, and the number of the last
+        self._compared_at, self._compared_call = 0.0, 0  # when checksums were compared, and the number of the last
         self._last_records: dict[int, tuple[int, float]] = {}  # rank -> the number of its last record, and when it was read
 
     # -- in the watchdog's thread ------------------------------------------------------------------------------------
@@ -69,9 +69,9 @@ class WatchedGroup:
     def check(self) -> None:
         """Write a record if this rank makes no progress, and end a wait for a message that will never come."""
         calls, now = self.calls, time.monotonic()
-        if calls.checkpoints and now - self._checkpoint_at >= self._checkpoint_period:
-            self._checkpoint_at = now
-            self._compare_checkpoints(list(calls.checkpoints))
+        if calls.checksums and now - self._compared_at >= self._checksum_period:
+            self._compared_at = now
+            self._compare_checksums(list(calls.checksums))
         current = calls.current
         position = (calls.number, current.label if current else "", current.waiting_since if current else None, calls.failure)
         if position != self._position:
@@ -100,25 +100,25 @@ class WatchedGroup:
             self.fail_group(error)
 
     @property
-    def _checkpoint_period(self) -> float:
+    def _checksum_period(self) -> float:
         """Seconds between two comparisons. One store serves all ranks, so larger groups compare less often."""
-        return max(CHECKPOINT_PERIOD, len(self.global_ranks) / 100)
+        return max(CHECKSUM_PERIOD, len(self.global_ranks) / 100)
 
-    def _compare_checkpoints(self, own: list[tuple[int, int]]) -> None:
+    def _compare_checksums(self, own: list[tuple[int, int]]) -> None:
         """Compare the checksums of the calls so far with those of the next rank, on a backend without tags.
 
         It finds calls that differed although their messages had equal sizes, so that no rank had to wait.
         """
-        if self._records is None or self.calls.group_error is not None or own[-1][0] == self._checkpoint:
+        if self._records is None or self.calls.group_error is not None or own[-1][0] == self._compared_call:
             return
         peer = (self.rank + 1) % len(self.global_ranks)
         try:
-            theirs = dict(self._store.run(partial(self._records.exchange_checkpoints, own, peer)))
+            theirs = dict(self._store.run(partial(self._records.exchange_checksums, own, peer)))
         except (RuntimeError, OSError) as error:
             log.debug("rank %d cannot compare its calls: %s", self.rank, error)
             return
         same, common = 0, [(number, checksum == theirs[number]) for number, checksum in own if number in theirs]
-        self._checkpoint = max((number for number, _ in common), default=0)
+        self._compared_call = max((number for number, _ in common), default=0)
         for number, is_same in common:
             if not is_same:
                 low, high = sorted((self.rank, peer))

@@ -178,9 +178,9 @@ function drawTraffic() {
   return cells;
 }
 
-// The indices of the rows or columns that have room for a label.
-function every(count, room, least = 16) {
-  const step = Math.max(1, Math.ceil((count * least) / room));
+// The indices of the rows or columns that are labelled, so that labels are at least this many pixels apart.
+function every(count, pixels, least = 16) {
+  const step = Math.max(1, Math.ceil((count * least) / pixels));
   return Array.from({ length: Math.ceil(count / step) }, (_, n) => n * step);
 }
 
