@@ -238,3 +238,16 @@ def test_a_shard_of_another_layout_is_refused() -> None:
     assert torch.equal(one.unshard(shard, dim=1), torch.arange(10).view(2, 5))
     with pytest.raises(rs.InputError, match="another layout"):
         other.unshard(shard, dim=1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_local_world_refuses_rows_laid_end_to_end(rows: int) -> None:
+    """Plans know the rows as one sequence, but tensors have a batch dim."""
+    mask, world = rs.documents(LENGTHS[:rows]), rs.LocalWorld(2)
+    plans = world.plans(mask)
+    x = torch.randn(rows, 2, 21, 4)
+    assert world.run(plans, x, x, x).out.shape == x.shape
+    laid = x.transpose(0, 1).flatten(1, 2)[None].expand(2, -1, -1, -1)
+    for q in (laid, laid[:1]) if rows > 1 else (laid,):
+        with pytest.raises(rs.InputError, match=rf"a batch of {rows} rows; q is \({len(q)}, 2, {rows * 21}, 4\), not"):
+            world.run(plans, q, q, q)

@@ -5,6 +5,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -238,19 +239,31 @@ class LocalWorld:
         score_mod: ScoreMod | None = None,
     ) -> Partial:
         """Compute attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H,
-        S)."""
+        S).
+
+        For a mask that differs between the rows of a batch, B is the number of its rows.
+        """
         rows = rows_of(plans[0].mask)
         if rows is not None and score_mod is not None:
             raise InputError(
                 "a score_mod does not support masks that differ between the rows of a batch: give one mask_mod(b, h, q, k) of "
                 "the whole batch"
             )
-        if rows is not None and rows > 1 and q.shape[2] != plans[0].mask.lengths[0]:  # not laid end to end yet
+        attend = partial(self._run_sequence, plans, scale=scale, backend=backend, score_mod=score_mod)
+        return attend(q, k, v) if rows is None else attend_rows(attend, q, k, v, rows)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Partial:
-                return self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
-
-            return attend_rows(attend, q, k, v, rows)
+    def _run_sequence(
+        self,
+        plans: list[Plan],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        backend: str,
+        score_mod: ScoreMod | None,
+    ) -> Partial:
+        """Compute attention of the one sequence that the plans know: rows of a batch are laid end to end."""
         shape = shape_of(q, k, v)
         plans = [plan.for_heads(shape.heads, shape.kv_heads) for plan in plans]
         mask, q_layout, kv_layout = plans[0].mask, plans[0].q_layout, plans[0].kv_layout
