@@ -193,3 +193,13 @@ def alone(mask: rs.Mask) -> TokenData:
     data = TokenData()
     data.plan = rs.plan(mask, world=1, rank=0)
     return data
+
+
+def test_weights_keep_the_highest_precision_of_the_rows() -> None:
+    """Not that of the first row. Half precision is summed in float32."""
+    tree, small = rs.fold([[1, 2], [1, 3]]), 1 + 2.0**-40
+    rows = [torch.ones(2), torch.tensor([1.0, small], dtype=torch.float64)]
+    assert rs.shift_labels(tree=tree, weights=rows).weight.tolist() == [1.0, small]
+    assert rs.shift_labels(tree=tree, weights=[[1, 2], [1.0, 0.5]]).weight.tolist() == [2.0, 0.5]
+    halves = [torch.tensor([1.0, 0.1], dtype=torch.bfloat16)] * 2
+    assert rs.shift_labels(tree=tree, weights=halves).weight.dtype == torch.float32

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,7 +201,7 @@ def _summed(trie: Trie, weights: Sequence[Any]) -> Tensor:
             f"weights must have one number for each token of each row: {len(counts)} rows of {counts[:6]} tokens; got "
             f"{len(given)} of shapes {[tuple(w.shape) for w in given[:6]]}"
         )
-    dtype = torch.promote_types(given[0].dtype, torch.float32) if given else torch.float32
+    dtype = reduce(torch.promote_types, (w.dtype for w in given), torch.float32)
     total = torch.zeros(len(trie), dtype=dtype)
     for row, w in enumerate(given):
         total.index_add_(0, trie.index(row), w.detach().to("cpu", dtype))
