@@ -19,7 +19,7 @@ import torch
 
 import ringspan as rs
 from ringspan.cli import demo
-from ringspan.cli.demo.config import Config
+from ringspan.cli.demo.config import ModelConfig
 from ringspan.cli.demo.data import BEGIN, VOCABULARY, Document, Pack, library_documents, packs
 from ringspan.cli.demo.model import build
 from ringspan.cli.demo.report import TOLERANCE, Comparison, as_json, failure, rank_table
@@ -72,7 +72,7 @@ def failed() -> Iterator[Ran]:
 
 @pytest.fixture(scope="module")
 def training() -> Training:
-    return Training(config=Config(), packs=packs(library_documents(), count=STEPS, length=LENGTH, seed=SEED), seed=SEED)
+    return Training(config=ModelConfig(), packs=packs(library_documents(), count=STEPS, length=LENGTH, seed=SEED), seed=SEED)
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +222,7 @@ def test_invalid_arguments(words: tuple[object, ...]) -> None:
 
 
 def test_one_process_is_deterministic_and_learns(training: Training) -> None:
-    longer = Training(config=Config(), packs=packs(library_documents(), count=12, length=LENGTH, seed=SEED), seed=SEED)
+    longer = Training(config=ModelConfig(), packs=packs(library_documents(), count=12, length=LENGTH, seed=SEED), seed=SEED)
     first, second = (train_alone(longer, lambda n, loss: True) for _ in range(2))
     assert first == second
     assert first[0] > math.log(VOCABULARY)
@@ -233,7 +233,7 @@ def test_one_process_is_deterministic_and_learns(training: Training) -> None:
 
 def test_weights_depend_on_the_seed_alone() -> None:
     before = torch.random.get_rng_state()
-    one, same, other = (build(Config(), seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (build(ModelConfig(), seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["embed.weight"], other["embed.weight"])

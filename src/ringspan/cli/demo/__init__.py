@@ -18,7 +18,7 @@ from ringspan.cli import pictures
 from ringspan.cli.argument_types import at_least
 from ringspan.cli.console import show, show_error
 from ringspan.cli.demo import hf_model, report
-from ringspan.cli.demo.config import Config
+from ringspan.cli.demo.config import ModelConfig
 from ringspan.cli.demo.data import library_documents, packs
 from ringspan.cli.demo.memory import measure_memory
 from ringspan.cli.demo.model import build
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     missing = hf_model.why_not() if args.hf else None
     if missing:
         raise InputError(missing)
-    config = Config(hugging_face=args.hf)
+    config = ModelConfig(hugging_face=args.hf)
     training = Training(
         config=config,
         packs=packs(library_documents(), count=args.steps, length=args.seq_len, seed=args.seed),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class ModelConfig:
     """The sizes of the model. ``hugging_face`` selects a Llama of transformers instead of the demo's own model."""
 
     vocabulary: int = 257

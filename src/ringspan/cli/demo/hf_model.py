@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ringspan.cli.demo.config import Config
+from ringspan.cli.demo.config import ModelConfig
 
 
 def why_not() -> str | None:
@@ -22,7 +22,7 @@ class HuggingFaceModel(nn.Module):
     """Logits (B, S, V) for tokens (B, S) at ``positions`` (S). The attention is ``"ringspan"`` inside a block, and
     ``"sdpa"`` with an ``attn_mask`` (S, S) outside."""
 
-    def __init__(self, config: Config, attention: str) -> None:
+    def __init__(self, config: ModelConfig, attention: str) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 

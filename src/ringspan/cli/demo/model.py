@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringspan.cli.demo.config import Config
+from ringspan.cli.demo.config import ModelConfig
 from ringspan.cli.demo.hf_model import HuggingFaceModel
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.qkv = nn.Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=False)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
@@ -51,7 +51,7 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Logits (B, S, V) for tokens (B, S) at ``positions`` (S) of the sequence."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocabulary, config.width)
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x_BSM))
 
 
-def build(config: Config, seed: int, *, attention: str = "ringspan") -> nn.Module:
+def build(config: ModelConfig, seed: int, *, attention: str = "ringspan") -> nn.Module:
     """Return the model with weights that depend on the seed alone. The global random generator is left unchanged.
 
     ``attention`` is the attention of a model of transformers. The demo's own model needs none: it calls PyTorch's.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringspan as rs
-from ringspan.cli.demo.config import Config
+from ringspan.cli.demo.config import ModelConfig
 from ringspan.cli.demo.data import Pack
 from ringspan.cli.demo.model import build
 from ringspan.planner import bytes_moved
@@ -27,7 +27,7 @@ SHIFT = 3
 class Training:
     """The inputs of a run. ``sabotage`` is what the last rank does wrong: ``"positions"`` or ``"gradient"``."""
 
-    config: Config
+    config: ModelConfig
     packs: tuple[Pack, ...]
     seed: int
     sabotage: str | None = None
@@ -161,7 +161,7 @@ class Adam:
             p.grad = None
 
 
-def _gather_received(plan: rs.Plan, config: Config) -> int:
+def _gather_received(plan: rs.Plan, config: ModelConfig) -> int:
     """Return the bytes this rank would have received if every rank were sent all keys."""
     gather = make_plan(plan.mask, world=plan.world, rank=plan.rank, strategy="gather", layout=plan.q_layout)
     shape = rs.Shape(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype="float32")
