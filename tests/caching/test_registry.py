@@ -27,7 +27,7 @@ NOT_CACHES = {
     "caching/by_digest.py: _caches": "the list of caches",
     "caching/by_stream.py: _caches": "the list of caches",
     "frontends/sdpa.py: _active": "the kernels that the user has activated",
-    "transports/process_group.py: _states": "the calls of a group, as long as it lives: their numbers must agree on all ranks",
+    "transports/watchdog.py: _states": "the calls of a group, as long as it lives: their numbers must agree on all ranks",
     "transports/handshake.py: _agreements": "what groups agreed on: ranks that forget it would wait for ranks that do not",
     "compat/block_masks.py: _origins": "the whole mask and the layouts of a sharded BlockMask, as long as the shard lives",
     "compat/block_masks.py: _shard_mods": "sharded BlockMasks by the number that compiled code passes on, held weakly",

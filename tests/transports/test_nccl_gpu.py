@@ -7,6 +7,7 @@ NCCL_MULTI_RANK_GPU_ENABLE=1.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import time
@@ -306,6 +307,27 @@ def mismatch(rank: int, how: str) -> str:
 def test_the_handshake_finds_a_mismatch(nccl_pools: Callable[[int], Pool], how: str) -> None:
     for message in nccl_pools(4).run(mismatch, how):
         assert "rank 1 has" in message
+
+
+def other_order(rank: int, differs: bool) -> tuple[float, str]:
+    """Make two calls with equal messages, on rank 1 in the other order. Return the mean, and what sum_gradients raised."""
+    cp = rs.ContextParallel(dist.new_group(), rs.causal(N), strategy="ring", layout="zigzag")
+    q, k, v = (x.detach().requires_grad_() for x in cp.shard(*tensors(torch.bfloat16)[:3], dim=2))
+    cp.attention(q, k, v)
+    scales = (0.5, 0.25) if rank == 1 and differs else (0.25, 0.5)
+    mean, error = cp.mean(cp.attention(q, k, v, scale=scales[0]) + cp.attention(q, k, v, scale=scales[1])), ""
+    try:
+        cp.sum_gradients([q])
+    except rs.PeerMismatch as found:
+        error = str(found)
+    return float(mean), error
+
+
+@pytest.mark.parametrize("differs", [False, True], ids=["equal calls", "another order"])
+def test_no_number_follows_calls_in_another_order(nccl_pools: Callable[[int], Pool], differs: bool) -> None:
+    for mean, message in nccl_pools(2).run(other_order, differs):
+        assert math.isnan(mean) == differs
+        assert ("different calls before cp.sum_gradients" in message) == differs
 
 
 def survive(rank: int, when: str, port: int) -> None:

@@ -71,7 +71,8 @@ def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTra
             by_kind.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(p)
     for (dtype, device), alike in by_kind.items():
         present = torch.tensor([p.grad is not None for p in alike], dtype=torch.int32, device=device)
-        used = _all_sum_(present, groups).tolist()
+        # Comparing the calls here is enough, and raises. Comparing in a bucket would be another pass over its memory.
+        used = _all_sum_(present, groups, compare_calls=True).tolist()
         bucket = _Bucket(dtype, device, groups)
         for p, ranks in zip(alike, used, strict=True):
             if ranks and p.grad is None:
@@ -135,9 +136,9 @@ class _Bucket:
         self._pieces, self._copies, self._filled = [], [], 0
 
 
-def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
+def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport], *, compare_calls: bool = False) -> Tensor:
     for group in groups:
-        group.all_reduce_sum_(x, label="cp.sum_gradients")
+        group.all_reduce_sum_(x, label="cp.sum_gradients", compare_calls=compare_calls)
     return x
 
 

@@ -119,7 +119,8 @@ class GroupCalls:
         """Why the group can no longer be used."""
         self.checksums: deque[tuple[int, int]] | None = None
         """For a backend without tags: the number of a call, and a checksum of all calls up to it."""
-        self._checksum = 0
+        self.checksum = 0
+        """That of all calls which have ended, for a backend without tags."""
         self._first_thread: int | None = None
         self._lock = threading.Lock()
 
@@ -164,9 +165,9 @@ class GroupCalls:
         of its description."""
         call, self.current = self.current, None
         if self.checksums is not None and call is not None and call.error is None:
-            self._checksum = zlib.crc32(call.checksum.to_bytes(4, "little"), self._checksum)
+            self.checksum = zlib.crc32(call.checksum.to_bytes(4, "little"), self.checksum)
             if call.number % CHECKSUM_CALLS == 0:
-                self.checksums.append((call.number, self._checksum))
+                self.checksums.append((call.number, self.checksum))
 
     def fail(self, call: Call, error: BaseException, *, is_final: bool = False) -> None:
         """Remember an error, for the other ranks."""

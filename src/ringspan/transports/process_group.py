@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
-from functools import cached_property
-from threading import Lock
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -27,13 +26,14 @@ from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
-from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, GroupCalls, is_known_to_peers
+from ringspan.transports.call_comparison import apply_comparison, start_comparison
+from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.flight_record import record_failure
 from ringspan.transports.pending import PendingExchange
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
-from ringspan.transports.watchdog import WatchedGroup, watchdog
+from ringspan.transports.watchdog import group_state
 
 T = TypeVar("T")
 
@@ -320,15 +320,17 @@ class ProcessGroupTransport:
         self.all_reduce_sum_(total, label=label)
         return total
 
-    def all_reduce_sum_(self, x: Tensor, *, label: str = "an all-reduce") -> None:
-        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous."""
+    def all_reduce_sum_(self, x: Tensor, *, label: str = "an all-reduce", compare_calls: bool = True) -> None:
+        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous. Without ``compare_calls`` a backend without
+        tags does not compare the calls before this one."""
         if self.world == 1:
             return
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape))
         if self._has_tags(x.device):
             self._run_without_traffic(all_reduce_by_messages(x, self.rank, self.world, label), description)
         else:
-            self._run_collective(lambda: dist.all_reduce(x, group=self.group, async_op=True), description)
+            start = partial(dist.all_reduce, x, group=self.group, async_op=True)
+            self._run_collective(start, [x] if compare_calls else [], description)
 
     def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape[1:]))
@@ -337,7 +339,8 @@ class ProcessGroupTransport:
         padded = x.new_zeros((max(counts), *x.shape[1:]))
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in self.global_ranks]
-        self._run_collective(lambda: dist.all_gather(gathered, padded, group=self.group, async_op=True), description)
+        start = partial(dist.all_gather, gathered, padded, group=self.group, async_op=True)
+        self._run_collective(start, gathered, description)
         # all_gather returns the rank order of the process group, which may differ from that of the mesh.
         by_global_rank = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
         ordered = [by_global_rank[global_rank] for global_rank in self.global_ranks]
@@ -347,18 +350,26 @@ class ProcessGroupTransport:
         """Whether messages of the backend have tags, so that collectives are made of messages."""
         return self._backends.get(device.type) == "gloo"
 
-    def _run_collective(self, start: Callable[[], Any], description: CallDescription) -> None:
+    def _run_collective(self, start: Callable[[], Any], compared: Sequence[Tensor], description: CallDescription) -> None:
+        """Run a collective of the backend. Its results in ``compared`` are invalid if the ranks made different calls."""
+        checksum = self._state.calls.checksum
         with self._call(description) as call:
             if settings.debug:
                 self._compare(call)
             call.peers = peers = tuple(rank for rank in range(self.world) if rank != self.rank)
             call.waiting_since = time.monotonic()
             try:
-                work = start()
-                work.wait() if self.timeout is None else work.wait(self.timeout)
+                works = [start()]
+                if compared:
+                    extremes, comparison = start_comparison(checksum, compared[0].device, self.group)
+                    works.append(comparison)
+                for work in works:
+                    work.wait() if self.timeout is None else work.wait(self.timeout)
             except RuntimeError as error:
                 self._raise(error, description.kind, list(peers))
             call.waiting_since = None
+            if compared:
+                apply_comparison(extremes, compared, description.kind)
 
 
 def _time_limit(seconds: float | None) -> timedelta | None:
@@ -369,23 +380,6 @@ def _time_limit(seconds: float | None) -> timedelta | None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# By process group, and by the global ranks in rank order: two meshes can share a process group and number it
-# differently.
-_states: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], WatchedGroup]] = WeakKeyDictionary()
-_states_lock = Lock()
-
-
-def group_state(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> WatchedGroup:
-    """Return the watched state of a group. All transports with the same group and order of ranks share it."""
-    with _states_lock:
-        by_ranks = _states.setdefault(group, {})
-        if global_ranks not in by_ranks:
-            by_ranks[global_ranks] = state = WatchedGroup(group, global_ranks, rank, GroupCalls())
-            if len(global_ranks) > 1:
-                watchdog.add(state)
-        return by_ranks[global_ranks]
 
 
 def as_transport(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringspan.transports.process_group import ProcessGroupTransport, group_state
+from ringspan.transports.process_group import ProcessGroupTransport
+from ringspan.transports.watchdog import group_state
 
 
 class SingleRank(ProcessGroupTransport):

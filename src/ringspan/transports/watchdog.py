@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -312,3 +312,20 @@ class Watchdog:
 
 watchdog = Watchdog()
 atexit.register(watchdog.end)
+
+
+# By process group, and by the global ranks in rank order: two meshes can share a process group and number it
+# differently.
+_states: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], WatchedGroup]] = WeakKeyDictionary()
+_states_lock = threading.Lock()
+
+
+def group_state(group: dist.ProcessGroup, global_ranks: tuple[int, ...], rank: int) -> WatchedGroup:
+    """Return the watched state of a group. All transports with the same group and order of ranks share it."""
+    with _states_lock:
+        by_ranks = _states.setdefault(group, {})
+        if global_ranks not in by_ranks:
+            by_ranks[global_ranks] = state = WatchedGroup(group, global_ranks, rank, GroupCalls())
+            if len(global_ranks) > 1:
+                watchdog.add(state)
+        return by_ranks[global_ranks]

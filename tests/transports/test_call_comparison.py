@@ -1,0 +1,83 @@
+"""Collectives compare the calls before them on a backend that matches messages by their order alone, as NCCL does."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.testing.assertions import assert_close
+from ringspan.transports import ProcessGroupTransport
+from ringspan.transports.calls import Call
+from tests.conftest import Pools
+
+N, SCALES = 16, (0.5, 0.25)
+
+
+def group_without_tags() -> ProcessGroupTransport:
+    """Make gloo match messages by their order, and use its own collectives."""
+    group = ProcessGroupTransport(dist.new_group(), timeout=20.0)
+    group._has_tags = lambda device: False  # type: ignore[method-assign]
+    group._state._has_tags = False
+    group._state.calls.keep_checksums()
+    return group
+
+
+def two_calls(cp: rs.ContextParallel, x: Tensor, scales: tuple[float, float]) -> Tensor:
+    """Two calls of one plan, whose messages have equal sizes."""
+    q = cp.shard(x, dim=2)
+    return cp.attention(cp.attention(q, q, q, scale=scales[0]), q, q, scale=scales[1])
+
+
+def collectives(rank: int, differs: bool) -> list[object]:
+    """Return the results of collectives after calls that were, or were not, the same on all ranks."""
+    tag, Call.tag = Call.tag, lambda self, label, nbytes: 7  # type: ignore[method-assign, assignment, return-value]
+    try:
+        cp = rs.ContextParallel(group_without_tags(), rs.causal(N))
+        x = torch.randn(1, 2, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        two_calls(cp, x, SCALES)  # the handshake
+        out = two_calls(cp, x, SCALES[::-1] if differs and rank == 1 else SCALES)
+        mean, whole = cp.mean(out), cp.unshard(out, dim=2)
+        out.sum().backward()
+        try:
+            cp.sum_gradients([x])
+        except rs.PeerMismatch as error:
+            return [mean.detach(), whole.detach(), str(error)]
+        return [mean.detach(), whole.detach(), x.grad]
+    finally:
+        Call.tag = tag  # type: ignore[method-assign]
+
+
+def expected() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(1, 2, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    q = x
+    for scale in SCALES:
+        q = torch.nn.functional.scaled_dot_product_attention(q, x, x, is_causal=True, scale=scale)
+    (grad,) = torch.autograd.grad(q.sum(), x)
+    return q.detach().mean(), q.detach(), grad
+
+
+def test_equal_calls_change_nothing(pools: Pools) -> None:
+    for found in pools(2).run(collectives, False):
+        for actual, wanted in zip(found, expected(), strict=True):
+            assert_close(actual, wanted, atol=1e-12, rtol=0.0)
+
+
+def test_no_number_follows_different_calls(pools: Pools) -> None:
+    for mean, whole, error in pools(2).run(collectives, True):
+        assert mean.isnan().all()
+        assert whole.isnan().all()
+        assert "different calls before cp.sum_gradients" in error
+
+
+def test_groups_with_tags_keep_no_checksum(pools: Pools) -> None:
+    """Messages of different calls do not match there."""
+    assert pools(2).run(checksum_with_tags) == [0, 0]
+
+
+def checksum_with_tags(rank: int) -> int:
+    group = ProcessGroupTransport(dist.new_group())
+    cp = rs.ContextParallel(group, rs.causal(N))
+    cp.mean(cp.shard(torch.ones(N), dim=0))
+    return group._state.calls.checksum
