@@ -102,19 +102,23 @@ def test_the_script_of_the_start_page_is_equal_to_one_process(tmp_path: Path) ->
     assert losses == sorted(losses, reverse=True)
 
 
-def run_script(rank: int, script: str) -> str:
+def run_script(rank: int, script: str) -> tuple[str, Any, str]:
+    """What the script printed, and the cause and text of its result of check_parity."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run_blocks("start.md", [script])
-    return printed.getvalue()
+        parity = run_blocks("start.md", [script])["parity"]
+    return printed.getvalue(), parity.cause, str(parity)
 
 
 def test_the_mistake_of_the_start_page_is_found(pools: Pools) -> None:
     wrong = start_script().replace("cp.positions(documents=LENGTHS)", "torch.arange(mine.shape[1])")
     wrong = re.sub(r"dist\.(init|destroy)_process_group\(.*", "", wrong)  # the workers have a group
     assert wrong.count("torch.arange(mine.shape[1])") == 1
-    for printed in pools(4).run(run_script, wrong):
-        assert "4 ranks are NOT equal to one process" in printed
-        assert "probable cause: positions are not sharded" in printed
+    results = pools(4).run(run_script, wrong)
+    for _, cause, found in results:
+        assert cause == "positions"
+        assert "4 ranks are NOT equal to one process" in found
+        assert "probable cause: positions are not sharded" in found
+    assert results[0][2] in results[0][0]
 
 
 def test_the_rest_of_the_start_page_runs() -> None:

@@ -28,4 +28,5 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 def test_without_rich_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(main, "find_spec", lambda name: None)
     assert main.main(["doctor"]) == 2
-    assert capsys.readouterr() == ("", "ringspan: the command line needs rich; install it with: pip install 'ringspan[cli]'\n")
+    install = "install it with: pip install 'ringspan[cli]' (in a clone: pip install '.[cli]')"
+    assert capsys.readouterr() == ("", f"ringspan: the command line needs rich; {install}\n")

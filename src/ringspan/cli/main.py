@@ -24,7 +24,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     if find_spec("rich") is None:
-        print("ringspan: the command line needs rich; install it with: pip install 'ringspan[cli]'", file=sys.stderr)
+        install = "install it with: pip install 'ringspan[cli]' (in a clone: pip install '.[cli]')"
+        print(f"ringspan: the command line needs rich; {install}", file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser(
         prog="ringspan", description="Exact attention over one sequence that is split across many devices."
