@@ -105,6 +105,7 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "gemma3 with images": ("Gemma3ForConditionalGeneration", _gemma3_with_images),
     "t5gemma": ("T5GemmaForConditionalGeneration", _t5gemma),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", lambda t: t.RecurrentGemmaConfig(**SIZES, lru_width=32)),
     "qwen3_next": ("Qwen3NextForCausalLM", lambda t: t.Qwen3NextConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),
 }
 

@@ -27,7 +27,7 @@ DECODERS = [
     *("llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "olmo3", "llama4", "gpt_oss", "phi3", "cohere2"),
     *("deepseek_v3", "smollm3"),
 ]
-PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert"]
+PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert"]  # all others only have the name set
 ONLY_EAGER = {"gemma2", "gpt_oss", "t5gemma"}  # SDPA has no softcap and no sinks
 ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt"}  # they have no other
 LAYOUTS = ["contiguous", "zigzag"]
@@ -59,8 +59,6 @@ def compare(
 
     ``keep`` (B, N) says which tokens count: all but padding.
     """
-    from ringspan.integrations.transformers import prepare
-
     n = cp.plan.q_layout.length
     weights = torch.randn(B, n, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
     if keep is not None:
@@ -68,7 +66,7 @@ def compare(
     model = small_model(name)
     model.set_attn_implementation("eager" if name in ONLY_EAGER else "sdpa")
     logits, grads = results(model, whole, weights)
-    prepare(model)
+    use_ringspan(model, name)
     with cp:
         my_logits, my_grads = results(model, sharded, cp.shard(weights, dim=1))
     cp.sum_gradients(model.parameters())
@@ -78,6 +76,16 @@ def compare(
         logits, my_logits = logits[mine], my_logits[mine]
     assert grads.keys() == my_grads.keys()
     return {"logits": difference(my_logits, logits)} | {x: difference(my_grads[x], grads[x]) for x in grads}
+
+
+def use_ringspan(model: Any, name: str) -> None:
+    """As docs/transformers.md says: ``prepare`` for some models, the name of the attention for all others."""
+    import ringspan.integrations.transformers as ours
+
+    if name in (*PREPARED, "bart with encoder"):
+        ours.prepare(model)
+    else:
+        model.set_attn_implementation("ringspan")
 
 
 def tokens(n: int = N) -> Tensor:
@@ -258,6 +266,7 @@ def refused(rank: int) -> dict[str, str]:
     return {
         "fine": message("llama", cp),
         "linear layers": message("qwen3_next", cp),
+        "recurrent layers": message("recurrent_gemma", cp),
         "no positions": message("llama", cp, position_ids=None),
         "no positions, added to the tokens": message("bert", cp, position_ids=None),
         "not prepared": message("bart", cp, position_ids=None),
@@ -271,6 +280,7 @@ def refused(rank: int) -> dict[str, str]:
 REFUSALS = {
     "fine": "",
     "linear layers": "qwen3_next has layers that are not softmax attention under a mask (linear_attention: layers 0, 1, 2)",
+    "recurrent layers": "recurrent_gemma cannot run under context parallelism: it has recurrent layers",
     "no positions": "pass position_ids=cp.positions()[None]",
     "no positions, added to the tokens": "pass position_ids=cp.positions()[None]",
     "not prepared": "bart counts the positions of its tokens",

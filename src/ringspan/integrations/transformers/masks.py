@@ -7,7 +7,7 @@ of the layer.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,52 +29,48 @@ from ringspan.integrations.transformers.packing import (
     positions_of_model,
 )
 from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, refuse_config
-from ringspan.masks import Mask, documents, full, window
+from ringspan.masks import Mask, documents, window
 from ringspan.plans.data import Side
 
 Sides = tuple[Side, Side]
 
 
+class ModelCall(NamedTuple):
+    """What a forward pass says about the tokens of the model."""
+
+    batch: int
+    valid_BN: Tensor | None  # False at padding, for the whole sequence
+    packed_BS: Tensor | None  # the number of the document of each token of this rank, as transformers counts them
+    positions: tuple[bool, Tensor | None] = (False, None)  # whether the position ids of the model are known, and these
+
+
 class LayerMask:
     """The mask of a kind of layer, over the whole sequence, in place of a mask tensor.
 
-    Models make masks that no layer uses. So a mask that cannot be made exact raises when a layer uses it.
+    Models make masks that no layer uses. So a mask that cannot be made exact has a ``refusal``, which is raised when a
+    layer uses the mask.
     """
 
     def __init__(
-        self,
-        mask: Mask | RingspanError,
-        outer: ContextParallel,
-        sides: Sides,
-        *,
-        batch: int,
-        valid_BN: Tensor | None,
-        packed_BS: Tensor | None,
-        positions: tuple[bool, Tensor | None] = (False, None),
+        self, mask: Mask, outer: ContextParallel, sides: Sides, call: ModelCall, *, refusal: RingspanError | None = None
     ) -> None:
-        self._outer, self._sides, self._valid_BN, self._packed_BS = outer, sides, valid_BN, packed_BS
-        self._positions = positions
-        self._mask = full(*(_layout(outer, side).length for side in sides)) if isinstance(mask, RingspanError) else mask
-        self._batch = batch
+        self._mask, self._outer, self._sides, self._call, self._refusal = mask, outer, sides, call, refusal
         self.local_lengths = tuple(_layout(outer, side).counts[outer.rank] for side in sides)
         self.tokens = _layout(outer, sides[0]).length
         self._last: tuple[Any, Any, Any, ContextParallel] | None = None
         self._block: ContextParallel | None = None
-        self._error: RingspanError | None = None
-        if isinstance(mask, RingspanError):
-            self._error = mask
-            return
-        try:
-            self._block = self._made(outer.mask)
-        except RingspanError as error:
-            self._error = error
+        if refusal is None:
+            try:
+                self._block = self._made(outer.mask)
+            except RingspanError as error:
+                self._refusal = error
 
     @property
     def block(self) -> ContextParallel:
         """The user's block with the mask of the layer."""
         self._outer.was_used = True  # a layer attends: the block need not intercept a call
         if self._block is None:
-            raise self._error or UnplannedAttention("this mask has no block")
+            raise self._refusal or UnplannedAttention("this mask has no block")
         return self._block
 
     def block_of(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, window_size: int | None) -> ContextParallel:
@@ -83,7 +79,7 @@ class LayerMask:
         Raises if its position ids are not those of this rank's tokens, or if its window is not in the mask. All layers
         of a model have the same tensors, which are read once.
         """
-        is_known, of_model = self._positions
+        is_known, of_model = self._call.positions
         if position_ids is None and is_known:
             position_ids = of_model
             if of_model is None:
@@ -104,13 +100,12 @@ class LayerMask:
 
     def narrowed(self, size: int) -> LayerMask:
         """Return this mask, limited to the last ``size`` keys of each query."""
-        given: dict[str, Any] = {"batch": self._batch, "valid_BN": self._valid_BN, "packed_BS": self._packed_BS}
-        mask = self._error or self._mask & window(left=size - 1)
-        return LayerMask(mask, self._outer, self._sides, **given, positions=self._positions)
+        mask = self._mask & window(left=size - 1)
+        return LayerMask(mask, self._outer, self._sides, self._call, refusal=self._refusal)
 
     def size(self) -> torch.Size:
         """Return the shape that a mask tensor would have: (B, 1, S, T), of this rank's tokens."""
-        return torch.Size((self._batch, 1, *self.local_lengths))
+        return torch.Size((self._call.batch, 1, *self.local_lengths))
 
     def to(self, *_: Any, **__: Any) -> LayerMask:
         return self
@@ -126,10 +121,10 @@ class LayerMask:
     def _check_positions(self, position_ids: Tensor | None, of_documents: Mask) -> None:
         is_self_attention = self._sides == ("q", "kv") and of_documents.lengths[0] == of_documents.lengths[1]
         tokens = _tokens(self._outer, self._sides[0])
-        if self._packed_BS is not None and is_self_attention:
-            check_restarts(self._packed_BS, tokens, of_documents)
+        if self._call.packed_BS is not None and is_self_attention:
+            check_restarts(self._call.packed_BS, tokens, of_documents)
         if position_ids is not None:
-            check_positions(position_ids, tokens, of_documents if is_self_attention else None, self._valid_BN)
+            check_positions(position_ids, tokens, of_documents if is_self_attention else None, self._call.valid_BN)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -178,19 +173,16 @@ def ringspan_mask(
     sequence = Sequence(*(_layout(outer, side).length for side in sides))
     if attention_mask is not None:
         sequence = sequence._replace(padding_BN=_whole(attention_mask, outer, sides[1]))
-    mask: Mask | RingspanError
+    call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function))
+    if config is None or config.model_type not in COUNTS_POSITIONS:
+        call = call._replace(positions=positions_of_model())
     try:
         mask = mask_of(mask_function, sequence)
         if sequence.padding_BN is not None and not sequence.padding_BN.all():
             mask = mask & padding_mask(sequence.padding_BN, sequence)
     except RingspanError as error:  # raised by the layers that use this mask, if any does
-        mask = error
-    packed = packed_ids(mask_function)
-    positions: tuple[bool, Tensor | None] = (False, None)
-    if config is None or config.model_type not in COUNTS_POSITIONS:
-        positions = positions_of_model()
-    of_call: dict[str, Any] = {"batch": batch_size, "valid_BN": sequence.padding_BN, "packed_BS": packed}
-    return LayerMask(mask, outer, sides, **of_call, positions=positions)
+        return LayerMask(sequence.full, outer, sides, call, refusal=error)
+    return LayerMask(mask, outer, sides, call)
 
 
 def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:
