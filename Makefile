@@ -24,9 +24,10 @@ TORCH_VENV := .venv-torch-$(TORCH)
 HAS_TORCH := $(VENV)/.torch-$(notdir $(PYTHON))
 DEMO      := $(VENV)/.demo-$(notdir $(PYTHON))
 READY     := $(VENV)/.ready-$(notdir $(PYTHON))
+TITAN     := build/titan/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow test-torch coverage lint format bench clean
+.PHONY: help setup demo docs test test-slow test-titan test-torch coverage lint format bench clean
 
 help:  ## this text
 	@echo "ringspan: exact attention over one long sequence on many devices"
@@ -48,6 +49,9 @@ test: lint  ## lint, types, tests, doctests and the documentation, all but the s
 test-slow: $(READY)  ## the tests that take long and rarely fail: random cases, experiments, examples
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone"
 	$(BIN)/python -m pytest -m "slow and alone"
+
+test-titan: $(TITAN)  ## the tests of torchtitan, which is installed in build/titan without its 40 dependencies
+	PYTHONPATH=$(dir $(TITAN)) $(BIN)/python -m pytest tests/integrations/test_torchtitan.py
 
 test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
@@ -88,6 +92,11 @@ $(HAS_TORCH): constraints.txt
 
 $(READY): $(HAS_TORCH) pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(TITAN): $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(dir $@) torchtitan==0.3.0 spmd_types==0.2.3 \
+		torchdata torch_checkpointing tyro typeguard docstring_parser einops
 	@touch $@
 
 $(DEMO): $(HAS_TORCH) pyproject.toml

@@ -1,9 +1,8 @@
 """Models of torchtitan on two processes with the overrides of ringspan, against dense attention in one process, in
 float64.
 
-torchtitan is not among the dependencies of development: it installs 40 packages. ``pip install torchtitan==0.3.0``, or
-without what these tests do not need: ``pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro einops
-docstring_parser typeguard torchdata torch_checkpointing``.
+torchtitan is not among the dependencies of development: it installs 40 packages. ``make test-titan`` installs the eight
+that these tests need in ``build/titan``, and runs them; CI does so.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.conftest import Pools
 
 if find_spec("torchtitan") is None or find_spec("spmd_types") is None:
-    pytest.skip("needs torchtitan 0.3: see the first lines of this file", allow_module_level=True)
+    pytest.skip("needs torchtitan 0.3: make test-titan", allow_module_level=True)
 
 VOCABULARY, DIM, HEADS, N, B = 64, 32, 4, 29, 2
 WINDOW = 6
