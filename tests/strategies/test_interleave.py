@@ -94,6 +94,13 @@ def test_messages_hide_behind_the_compute_of_the_other_part() -> None:
     assert simulate(loads._replace(in_flight=2), 0.9).seconds == pytest.approx(8.6)
 
 
+def test_with_three_exchanges_in_flight_the_third_step_waits_for_the_first() -> None:
+    peers = np.array([0, 1]), np.array([1, 0])
+    exchange = np.array([[10.0, 0.0, 0.0, 0.0]] * 2)
+    loads = Loads(np.ones((2, 4)), exchange, np.zeros((2, 4)), [peers, NO_PEERS, NO_PEERS, NO_PEERS], in_flight=3)
+    assert simulate(loads, 1.0).end[0].tolist() == [1.0, 2.0, 10.0, 11.0]
+
+
 def test_the_messages_of_the_last_steps_arrive_before_the_end() -> None:
     peers = np.array([0, 1]), np.array([1, 0])
     loads = Loads(np.ones((2, 1)), np.full((2, 1), 5.0), np.zeros((2, 1)), [peers], in_flight=3)

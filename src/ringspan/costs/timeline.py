@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.costs.hardware import Hardware
+from ringspan.plans.data import completed_exchanges
 
 Seconds = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -82,10 +83,11 @@ def simulate(loads: Loads, overlap: float) -> Timeline:
         computed[:, n] = now + loads.computing[:, n]
         communication = loads.communication[:, n]
         arrival[:, n] = np.where(communication > 0, posted + communication, 0.0)
-        if lag:
+        if lag:  # else the rank has waited for the link
             link_is_free = np.maximum(link_is_free, arrival[:, n])
-        awaited = arrival[:, max(0, n - lag) : n - lag + 1 if n + 1 < steps else steps]
-        now = np.maximum(computed[:, n], awaited.max(axis=1, initial=0.0)) + extra[:, n]
+        ending = completed_exchanges(n, steps, loads.in_flight)
+        arrived = arrival[:, ending.start : ending.stop].max(axis=1, initial=0.0)
+        now = np.maximum(computed[:, n], arrived) + extra[:, n]
         end[:, n] = now
     return Timeline(begin, computed, end)
 

@@ -53,6 +53,16 @@ DKV_DTYPES: tuple[DkvDtype, ...] = ("float32", "bfloat16")
 AS_ACCUMULATED: DkvDtype = "float32"
 
 
+def completed_exchanges(step: int, steps: int, in_flight: int) -> range:
+    """Return the steps whose messages a rank waits for at the end of a step.
+
+    >>> [list(completed_exchanges(n, 4, in_flight=2)) for n in range(4)]
+    [[], [0], [1], [2, 3]]
+    """
+    oldest = step + 1 - in_flight
+    return range(max(0, oldest), steps if step + 1 == steps else max(0, oldest + 1))
+
+
 def side(what: str) -> Side:
     """Return whether a transfer of this kind belongs to queries or to keys."""
     return "kv" if what in ("kv", "dkv") else "q"

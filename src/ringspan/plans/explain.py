@@ -24,7 +24,7 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
         f"{len(plan.mask):,} band{'s' * (len(plan.mask) != 1)}",
         f"  tokens    {plan.q_rows:,} queries, {plan.kv_rows:,} keys here{_balance(plan)}",
         f"  work      {plan.work:.3f} × the mean of all ranks{_heads(plan)}",
-        *([f"  messages  dkv travels in {plan.program.dkv_dtype}"] if plan.program.rounds_dkv else []),
+        *([f"  messages  dkv is sent in {plan.program.dkv_dtype}"] if plan.program.rounds_dkv else []),
         *(f"  {'choice' if n == 0 else '':10}{note}" for n, note in enumerate(plan.notes)),
         f"  tensors   {shape.words}{example}",
     ]

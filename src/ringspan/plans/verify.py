@@ -36,7 +36,7 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import PHASES, Phase, RankPlan, Side, Step, Task, side
+from ringspan.plans.data import PHASES, Phase, RankPlan, Side, Step, Task, completed_exchanges, side
 from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
 
 
@@ -123,13 +123,13 @@ class _Simulation:
 
     def run(self) -> None:
         programs = [r.plan.program.steps(self.phase) for r in self.ranks]
-        count, lag = max(map(len, programs)), self.ranks[0].plan.program.in_flight - 1
+        count, depth = max(map(len, programs)), self.ranks[0].plan.program.in_flight
         in_flight: dict[int, MessagesByPair] = {}
         for n in range(count):
-            steps = [program[n : n + 1 + lag] for program in programs]
+            steps = [program[n : n + depth] for program in programs]
             in_flight[n] = self._send(n, steps)
             self._compute(n, steps)
-            for arriving in range(max(0, n - lag), n - lag + 1 if n + 1 < count else count):
+            for arriving in completed_exchanges(n, count, depth):
                 self._receive(arriving, [program[arriving : arriving + 1] for program in programs], in_flight.pop(arriving))
         self._check_results()
 

@@ -28,7 +28,7 @@ from ringspan.layouts import Layout
 from ringspan.masks import Band, Mask
 from ringspan.masks import table as tables
 from ringspan.masks.end_to_end import shift
-from ringspan.plans.data import PHASES, Phase, Program, Side, Slot, Step, Task, Transfer, side
+from ringspan.plans.data import Phase, Program, Side, Slot, Step, Task, Transfer, side
 from ringspan.plans.problem import Problem
 from ringspan.plans.slot_tokens import SlotTokens
 from ringspan.strategies.protocol import Strategy, described
@@ -134,15 +134,15 @@ def _merge(programs: Sequence[Program], rows: Sequence[tuple[int, int]], tokens:
     heads = {program.heads for program in programs if program.heads is not None}
     if len(heads) > 1:
         raise PlanError(f"the parts are for different numbers of heads: {', '.join(map(str, sorted(heads)))}")
-    moves = [
-        _Move({"q": q, "kv": k}, {"q": q_slots, "kv": kv_slots}, {"q": q_token, "kv": k_token})
+    offsets = [
+        _Offsets({"q": q, "kv": k}, {"q": q_slots, "kv": kv_slots}, {"q": q_token, "kv": k_token})
         for q, k, q_slots, kv_slots, (q_token, k_token) in zip(
             accumulate((q for q, _ in rows), initial=0),
             accumulate((k for _, k in rows), initial=0),
             accumulate((len(p.q_slots) - 1 for p in programs), initial=0),
             accumulate((len(p.kv_slots) - 1 for p in programs), initial=0),
             tokens,
-            strict=False,
+            strict=False,  # accumulate yields one value more
         )
     ]
 
@@ -150,13 +150,13 @@ def _merge(programs: Sequence[Program], rows: Sequence[tuple[int, int]], tokens:
         count = max(len(program.steps(phase)) for program in programs)
         merged = []
         for n in range(count):
-            for program, move in zip(programs, moves, strict=True):
-                merged += [move.step(step) for step in program.steps(phase)[n : n + 1]] or [Step()]
+            for program, offset in zip(programs, offsets, strict=True):
+                merged += [offset.step(step) for step in program.steps(phase)[n : n + 1]] or [Step()]
         return tuple(merged)
 
     return Program(
-        forward=steps(PHASES[0]),
-        backward=steps(PHASES[1]),
+        forward=steps("forward"),
+        backward=steps("backward"),
         q_slots=(Slot(rows=sum(q for q, _ in rows)), *(slot for p in programs for slot in p.q_slots[1:])),
         kv_slots=(Slot(rows=sum(k for _, k in rows)), *(slot for p in programs for slot in p.kv_slots[1:])),
         heads=heads.pop() if heads else None,
@@ -164,9 +164,9 @@ def _merge(programs: Sequence[Program], rows: Sequence[tuple[int, int]], tokens:
     )
 
 
-class _Move(NamedTuple):
-    """Where a part lies: its first own row in slot 0, how many slots of other parts lie before its own, and its first
-    token, each for queries and keys."""
+class _Offsets(NamedTuple):
+    """What is added to the numbers of a part: to its own rows, which are in slot 0, to its other slots, and to its
+    tokens, each for queries and keys."""
 
     rows: dict[Side, int]
     slots: dict[Side, int]
@@ -182,11 +182,11 @@ class _Move(NamedTuple):
         return replace(t, slot=self._slot(t.slot, of), rows=rows)
 
     def _task(self, task: Task) -> Task:
-        by = shift(self._first_row(task.q_slot, "q"), self._first_row(task.kv_slot, "kv")).tolist()
+        offset = shift(self._first_row(task.q_slot, "q"), self._first_row(task.kv_slot, "kv")).tolist()
         return Task(
             q_slot=self._slot(task.q_slot, "q"),
             kv_slot=self._slot(task.kv_slot, "kv"),
-            bands=tuple(Band(*(x + d for x, d in zip(band, by, strict=True))) for band in task.bands),
+            bands=tuple(Band(*(x + d for x, d in zip(band, offset, strict=True))) for band in task.bands),
             q_tokens=self._tokens(task.q_tokens, "q"),
             kv_tokens=self._tokens(task.kv_tokens, "kv"),
         )
