@@ -94,7 +94,7 @@ def study(question: Question) -> Study:
             choice = replace(choice, candidates=tuple(_with_cost(candidate, question, bar) for candidate in choice.candidates))
         plans = _plans(choice.best, question, bar)
         simulated = cost(plans, question.machine, question.shape)
-        fewer = tuple(_fewer_ranks(world, question, bar) for world in halves(question.world) if question.compare_fewer)
+        fewer = tuple(_fewer_ranks(world, question, bar) for world in fewer_worlds(question.world) if question.compare_fewer)
         bar.update(2 * WHOLE, f"{len(choice.candidates)} candidates")
     return Study(
         question=question,
@@ -106,10 +106,10 @@ def study(question: Question) -> Study:
     )
 
 
-def halves(world: int) -> list[int]:
+def fewer_worlds(world: int) -> list[int]:
     """Return the numbers of ranks to compare with: one, and the largest halves that are planned quickly.
 
-    >>> halves(64), halves(12), halves(4096), halves(1)
+    >>> fewer_worlds(64), fewer_worlds(12), fewer_worlds(4096), fewer_worlds(1)
     ([1, 2, 4, 8, 16, 32], [1, 3, 6], [1, 8, 16, 32, 64, 128], [])
     """
     found = []
