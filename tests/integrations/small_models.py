@@ -99,6 +99,10 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bloom": ("BloomForCausalLM", lambda t: t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
     "falcon": ("FalconForCausalLM", lambda t: t.FalconConfig(**FALCON)),
     "openai-gpt": ("OpenAIGPTLMHeadModel", lambda t: t.OpenAIGPTConfig(**GPT, n_positions=64)),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        lambda t: t.Lfm2Config(**{**SIZES, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"]),
+    ),
     "bert": (
         "BertLMHeadModel",
         lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),

@@ -27,7 +27,7 @@ DECODERS = [
     *("llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "olmo3", "llama4", "gpt_oss", "phi3", "cohere2"),
     *("deepseek_v3", "smollm3"),
 ]
-PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert"]  # all others only have the name set
+PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]  # all others only have the name set
 ONLY_EAGER = {"gemma2", "gpt_oss", "t5gemma"}  # SDPA has no softcap and no sinks
 ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt"}  # they have no other
 LAYOUTS = ["contiguous", "zigzag"]
@@ -240,6 +240,35 @@ def test_a_prepared_model_is_exact(name: str, pools: Pools) -> None:
     check(pools(2).run(plain_prepared, name, "zigzag"))
 
 
+def convolutions(rank: int) -> dict[str, Any]:
+    """Convolutions of packed documents against those of each document alone; with checkpoints; and with padding."""
+    from ringspan.integrations.transformers import prepare
+
+    cp, ids = rs.ContextParallel(None, rs.documents(LENGTHS), layout="zigzag"), tokens()
+    model = prepare(small_model("lfm2"))
+    each = [model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
+    wanted = cp.shard(torch.cat(each, dim=1), dim=1)
+    given = cp.shard({"input_ids": ids, "position_ids": positions(LENGTHS)}, dim=1)
+    found, grads = {}, []
+    for recompute in (False, True):
+        model.zero_grad(set_to_none=True)
+        if recompute:
+            model.train().gradient_checkpointing_enable()
+        with cp:
+            logits = model(**given, use_cache=False).logits
+        logits.square().sum().backward()
+        found[f"documents, recompute={recompute}"] = difference(logits, wanted)
+        grads.append([x.grad for x in model.parameters()])
+    found["gradients"] = max(difference(a, b) for a, b in zip(*grads, strict=True))
+    with cp, pytest.raises(rs.UnplannedAttention, match="the batch has padding"):
+        model(**given, attention_mask=torch.arange(N).gt(3).long().expand(B, -1), use_cache=False)
+    return found
+
+
+def test_convolutions_are_exact(pools: Pools) -> None:
+    check(pools(2).run(convolutions))
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +299,7 @@ def refused(rank: int) -> dict[str, str]:
         "no positions": message("llama", cp, position_ids=None),
         "no positions, added to the tokens": message("bert", cp, position_ids=None),
         "not prepared": message("bart", cp, position_ids=None),
+        "convolutions, not prepared": message("lfm2", cp),
         "documents only in the positions": message("llama", cp, position_ids=cp.shard(positions([20, 9]), dim=1)),
         "a mask tensor": message("llama", cp, attention_mask=torch.ones(B, 1, 15, 15, dtype=torch.bool)),
         "images and a causal block": message("gemma3 with images", cp, token_type_ids=types, **images),
@@ -284,6 +314,7 @@ REFUSALS = {
     "no positions": "pass position_ids=cp.positions()[None]",
     "no positions, added to the tokens": "pass position_ids=cp.positions()[None]",
     "not prepared": "bart counts the positions of its tokens",
+    "convolutions, not prepared": "lfm2 has convolutions over its tokens",
     "documents only in the positions": "make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids)",
     "a mask tensor": "LlamaAttention, layer 0 has a mask of shape (2, 1, 15, 15)",
     "images and a causal block": "this layer lets queries see later keys",

@@ -3,6 +3,7 @@
 * Models that count the positions of the tokens they get, and take no ``position_ids`` (Bart and its relatives). Their
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
+* Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ringspan.errors import InputError
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.attention import NAME
-from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, PreparedName
+from ringspan.integrations.transformers.convolutions import convolution_over_ranks
+from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName
 from ringspan.integrations.transformers.written_out import attention_over_ranks
 from ringspan.plans.data import Side
 
@@ -27,8 +29,8 @@ def prepare(model: nn.Module) -> nn.Module:
     """Let a model use ringspan inside a ``ContextParallel`` block, and return it.
 
     For most models this is ``model.set_attn_implementation("ringspan")``. In addition it replaces the ``forward`` of
-    position embeddings that count tokens, and of layers that write attention out. Outside a block these compute what
-    they did before.
+    position embeddings that count tokens, and of layers that write attention out or have a convolution. Outside a block
+    these compute what they did before.
 
     >>> from transformers import GPTJConfig, GPTJForCausalLM
     >>> config = GPTJConfig(vocab_size=8, n_embd=8, n_head=2, n_layer=1, rotary_dim=2, n_positions=8)
@@ -51,6 +53,8 @@ def _prepare_module(module: Any, model_type: str) -> None:
     name = cls.__name__
     if name == WRITES_OUT.get(model_type):
         module.__class__ = _subclass(cls, attention_over_ranks)
+    elif name == CONVOLVES.get(model_type):
+        module.__class__ = _subclass(cls, convolution_over_ranks)
     elif model_type in COUNTS_POSITIONS and name.endswith("PositionalEmbedding"):
         module.__class__ = _subclass(cls, _positions_of_shard)
 

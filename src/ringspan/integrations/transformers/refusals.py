@@ -37,6 +37,9 @@ WRITES_OUT = {
     "xglm": "XGLMAttention",
 }
 
+# Model types with causal convolutions, which are layers of the type "conv" -> the class of these layers.
+CONVOLVES = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}
+
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
     "doge": "it computes with its attention mask as a tensor",
@@ -58,18 +61,20 @@ def is_prepared(config: Any) -> bool:
 def refuse_config(config: Any) -> None:
     """Raise if a model of this config has layers that are not softmax attention under a mask."""
     others: dict[str, list[int]] = {}
-    for n, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in ATTENTION_LAYERS:
-            others.setdefault(kind, []).append(n)
     model_type = getattr(config, "model_type", "")
+    known = ATTENTION_LAYERS | ({"conv"} if model_type in CONVOLVES else set())
+    for n, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in known:
+            others.setdefault(kind, []).append(n)
     if others:
         layers = "; ".join(f"{kind}: layers {', '.join(map(str, at))}" for kind, at in others.items())
         raise UnplannedAttention(
             f"{model_type} has layers that are not softmax attention under a mask ({layers}). They would mix only the tokens "
             "of this rank: this model cannot run under context parallelism"
         )
-    if model_type in COUNTS_POSITIONS | WRITES_OUT.keys() and not is_prepared(config):
+    if model_type in COUNTS_POSITIONS | WRITES_OUT.keys() | CONVOLVES.keys() and not is_prepared(config):
         how = "counts the positions of its tokens" if model_type in COUNTS_POSITIONS else "writes attention out in its layers"
+        how = "has convolutions over its tokens" if model_type in CONVOLVES else how
         raise UnplannedAttention(
             f"{model_type} {how}, which sees the tokens of this rank only: call "
             "ringspan.integrations.transformers.prepare(model) first"

@@ -1,0 +1,98 @@
+"""Layers with a short causal convolution over the tokens (LFM2).
+
+A token needs the K - 1 tokens before it, and some of them are on other ranks. So while such a layer runs inside a
+block, ``F.conv1d`` is computed from windows of tokens that ``cp.halo`` has brought together::
+
+    rank 0 has tokens 0 1 6 7, rank 1 has 2 3 4 5, and K = 3
+
+    token of rank 0    0      1      6      7
+    window           . . 0  . 0 1  4 5 6  5 6 7
+
+No window reaches into another document of the block's mask, or of ``cu_seq_lens_q``.
+
+Legend: B batch, C channels, S tokens of this rank, K width of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ringspan.errors import RingspanError, UnplannedAttention
+from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.current_block import current_block
+from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
+from ringspan.integrations.transformers.refusals import layer_name
+
+
+def convolution_over_ranks(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a layer with a causal convolution. In a block, the convolution is over the tokens of all
+    ranks."""
+    block = current_block()
+    if block is None or was_absent_in_forward(block):
+        return original(self, *args, **kwargs)
+    try:
+        keep_blocks(entered_blocks())  # a checkpoint around this layer must run it in the same block again
+        if kwargs.get("attention_mask") is not None:
+            raise UnplannedAttention(
+                "the batch has padding, which this layer would look for in the last tokens of the mask: pack documents instead"
+            )
+        with CausalConvolutions(block, _documents(block, kwargs.get("cu_seq_lens_q"))):
+            return original(self, *args, **kwargs)
+    except RingspanError as error:
+        error.add_note(f"in {layer_name(self)}")
+        block.refuse(error)
+        raise
+
+
+class CausalConvolutions(TorchFunctionMode):
+    """Computes causal depthwise convolutions over the tokens of all ranks of a block."""
+
+    def __init__(self, block: ContextParallel, documents: list[int]) -> None:
+        super().__init__()
+        self.block, self.documents = block, documents
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._convolve(*args, **(kwargs or {})) if func is F.conv1d else func(*args, **(kwargs or {}))
+
+    def _convolve(
+        self,
+        input: Tensor,  # the names are those of F.conv1d
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        channels, _, width = weight.shape
+        sizes = [x[0] if isinstance(x, tuple) else x for x in (stride, padding, dilation)]
+        if sizes != [1, width - 1, 1] or groups != channels or input.ndim != 3:
+            raise UnplannedAttention(
+                f"this layer has a convolution of width {width} with stride, padding and dilation {sizes} and {groups} groups, "
+                f"over an input of shape {tuple(input.shape)}. Under context parallelism it must be causal and depthwise: "
+                f"stride 1, padding {width - 1}, dilation 1 and {channels} groups"
+            )
+        window_BCSK = self.block.halo(input, before=width - 1, dim=2, documents=self.documents)
+        out_BCS = torch.einsum("bcsk,ck->bcs", window_BCSK, weight[:, 0])
+        if bias is not None:
+            out_BCS = out_BCS + bias[:, None]
+        return F.pad(out_BCS, (0, width - 1))  # the layer cuts off what the padding on the right has added
+
+
+def _documents(block: ContextParallel, cu_seq_lens: Tensor | None) -> list[int]:
+    """Return the lengths of the documents of the block's mask, split by those of the call."""
+    if block.mask.predicate is not None:
+        raise UnplannedAttention("the documents of the block's mask are not known: give ContextParallel rs.documents(lengths)")
+    starts = block.mask.documents()
+    if cu_seq_lens is not None:
+        starts = np.union1d(starts, cu_seq_lens.cpu().numpy())
+    length = block.plan.q_layout.length
+    lengths: list[int] = np.diff(np.union1d(starts, [0, length])).tolist()
+    return lengths
