@@ -41,6 +41,7 @@ class Study(NamedTuple):
     layout: str
     exact: int
     mask_for: Callable[[int], rs.Mask]
+    has_documents: bool = False
 
 
 FEW = 32
@@ -48,10 +49,10 @@ FEW = 32
 EVEN_WORK = 1.02
 
 
-def documents(n: int) -> rs.Mask:
+def documents(n: int, seed: int = 0) -> rs.Mask:
     """Make documents of log-normal lengths of about 8,192 tokens, as in packed training data."""
     count = max(1, n // 8192)
-    share = np.random.default_rng(0).lognormal(sigma=1.0, size=count)
+    share = np.random.default_rng(seed).lognormal(sigma=1.0, size=count)
     cuts = np.round(np.cumsum(share) / share.sum() * n).astype(int)
     return rs.documents(np.diff(np.concatenate([[0], cuts])))
 
@@ -70,8 +71,10 @@ STUDIES = {
         "balanced(per_node=8)",
         512,
         lambda world: documents(TOKENS_PER_RANK * world),
+        has_documents=True,
     ),
 }
+TWO_BATCHES = "Two batches in flight, packed documents"
 # These send all keys for any mask, so that simulating a few ranks is enough.
 MOVE_EVERYTHING = ("ring", "gather")
 
@@ -93,8 +96,42 @@ def main() -> int:
         print(title, file=sys.stderr)
         rows = [row for world in WORLDS if world <= args.most for row in _rows(study, world, machine)]
         tables.append(f"## {title}\n\n{study.text} Layout `{study.layout}`.\n\n{_table(rows)}\n")
+    if args.only in TWO_BATCHES:
+        print(TWO_BATCHES, file=sys.stderr)
+        tables.append(_two_batches(machine, args.most))
+    else:
+        tables.append(_section(old, TWO_BATCHES))
     args.page.write_text(f"{head}<!-- tables -->\n\n" + "\n".join(tables) + f"\n<!-- end of tables -->{conclusions}")
     return 0
+
+
+def _two_batches(machine: Hardware, most: int) -> str:
+    """Return the section about `rs.interleave`: two batches of documents, one after the other and in flight together."""
+    layout, rows = f"balanced(per_node={machine.per_node})", []
+    for world in (w for w in (128, 512) if w <= most):
+        masks = [documents(TOKENS_PER_RANK * world, seed) for seed in (0, 1)]
+        ideal = sum(_ideal_seconds(mask, world, machine) for mask in masks)
+        for options in ("hierarchical(per_node={})", "hierarchical(per_node={}, pieces=6)", "hybrid(per_node={})"):
+            strategy = options.format(machine.per_node)
+            print(f"  {world} GPUs, {strategy}", file=sys.stderr)
+            parts = [rs.plan(mask, world=world, layout=layout, strategy=strategy) for mask in masks]
+            plans = [part.for_heads(SHAPE.heads, SHAPE.kv_heads) for part in (*parts, rs.interleave(*parts))]
+            a, b, both = (cost([plan.at(rank) for rank in range(world)], machine, SHAPE) for plan in plans)
+            apart = a.seconds + b.seconds
+            rows.append(
+                f"| {world} | `{strategy}` | {apart * 1e3:,.0f} | {both.seconds * 1e3:,.0f} | {ideal / apart:.0%} | "
+                f"{ideal / both.seconds:.0%} | {max(a.peak_bytes, b.peak_bytes) / 2**30:.1f} | {both.peak_bytes / 2**30:.1f} |"
+            )
+    head = (
+        "| GPUs | strategy | one after the other, ms | interleaved, ms | of the ideal | interleaved | buffers, GiB "
+        "| interleaved |\n"
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    )
+    text = (
+        "Two different batches as in the table above, 16,384 tokens a GPU each, with `rs.interleave` "
+        "([batches.md](batches.md)). All ranks are planned and simulated."
+    )
+    return f"## {TWO_BATCHES}\n\n{text}\n\n" + "\n".join([head, *rows]) + "\n"
 
 
 def _section(tables: str, title: str) -> str:
@@ -108,7 +145,7 @@ def _rows(study: Study, world: int, machine: Hardware) -> Iterator[list[str]]:
     mask = study.mask_for(world)
     ideal = _ideal_seconds(mask, world, machine)
     bound = ideal / max(ideal, _wire_seconds(mask, world, machine))
-    for strategy in _strategies(world, machine):
+    for strategy in _strategies(world, machine, study):
         print(f"  {world} GPUs, {strategy}", file=sys.stderr)
         most = world if world <= study.exact and strategy not in MOVE_EVERYTHING else FEW
         figures = _cost(mask, world, study.layout, strategy, machine, most)
@@ -130,13 +167,15 @@ def _rows(study: Study, world: int, machine: Hardware) -> Iterator[list[str]]:
     yield from (row for _, row in sorted(found))
 
 
-def _strategies(world: int, machine: Hardware) -> list[str]:
+def _strategies(world: int, machine: Hardware, study: Study) -> list[str]:
     many = min(64, max(2, world // 8))
     found = ["ring", "gather", "exchange(stages=1)", f"exchange(stages={many})"]
     if world <= SHAPE.heads:
         found.append("ulysses")
     if world > machine.per_node:
         found += [f"hierarchical(per_node={machine.per_node})", f"hybrid(per_node={machine.per_node})"]
+        if study.has_documents:
+            found.append(f"hierarchical(per_node={machine.per_node}, pieces=6)")
     return found
 
 

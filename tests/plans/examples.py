@@ -28,7 +28,7 @@ OPTIONS = {
     "exchange": ("", "stages=1"),
     "pass_q": ("", "stages=1"),
     "ulysses": ("heads=6, kv_heads=3",),
-    "hierarchical": ("per_node=2", "per_node=3"),
+    "hierarchical": ("per_node=2", "per_node=3", "per_node=2, pieces=3"),
     "hybrid": ("per_node=1, heads=6, kv_heads=3",),  # fits any number of ranks; test_strategies.py has other nodes
 }
 STRATEGIES = (

@@ -16,6 +16,16 @@
     step 3    dk: 3 → 2, where it is added to that of rank 2
     step 4    dk: 2 → 0, across, once for the node
 
+With ``pieces=m``, the rows that cross are sent in m pieces, in a pipeline. Piece p makes each of these steps p steps later,
+and the rank's own rows are computed bit by bit in all steps, so that every step has about equal work::
+
+    pieces=2, backward    step 0     step 1     step 2     step 3     step 4     step 5
+    across                piece 0    piece 1
+    fan-out                          piece 0    piece 1
+    compute               own        own, 0     own, 0 1   own, 1     own        own
+    gradients in the node                                  piece 0    piece 1
+    gradients across                                                  piece 0    piece 1
+
 On each other node a rank has a *forwarding rank*, the one with the same index there, so that all ranks of a node share
 the work of sending. The forwarding rank receives the rows that any rank of its node sees, forwards them, and keeps them
 until it has added up the gradients that come back.
@@ -24,7 +34,7 @@ until it has added up the gradients that come back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,19 +42,21 @@ import numpy as np
 from ringspan.costs.hardware import Hardware
 from ringspan.costs.timeline import Loads, without_messages
 from ringspan.costs.workload import Workload
+from ringspan.errors import PlanError
 from ringspan.layouts import Tiles, cut
+from ringspan.masks import Band
 from ringspan.masks.table import K0, K1
 from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem, Rows, union
 from ringspan.plans.shape import Shape
+from ringspan.strategies.crossing_pieces import Pieces, make_pieces, spread
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_rows, bands_by_stage, by_peer, split_at_spans
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
 
-DIRECT, FORWARDED = 0, 1
-SLOT = {OWN: 0, DIRECT: 1, FORWARDED: 2}
+PIECES = 6  # that the automatic choice considers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +65,25 @@ class Hierarchical(Strategy):
     rank.
 
     The last node may have fewer ranks. On one node, or on nodes of one rank, nothing is forwarded, and the program is
-    that of ``exchange(stages=1)``.
+    that of ``exchange(stages=1)``. Rows that cross are sent in ``pieces``, so that more of their messages are hidden
+    behind compute.
     """
 
     per_node: int = 8
+    pieces: int = 1
 
     moving_side = KEYS
 
     def __post_init__(self) -> None:
         check_per_node(self.per_node)
+        if not isinstance(self.pieces, int) or self.pieces < 1:
+            raise PlanError(f"pieces must be an integer of at least 1; got {self.pieces!r}")
 
     def __call__(self, problem: Problem) -> Program:
         nodes = Nodes(problem.world, self.per_node)
-        return _fan_out(problem, nodes) if nodes.count > 1 and nodes.per_node > 1 else Exchange(stages=1)(problem)
+        if nodes.count == 1 or nodes.per_node == 1:
+            return Exchange(stages=1)(problem)
+        return _fan_out(problem, nodes, self.pieces)
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
         """Count compute time only, no messages."""
@@ -74,69 +92,145 @@ class Hierarchical(Strategy):
 
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
-        return [cls(per_node=machine.per_node)] if machine.per_node < world else []
+        if machine.per_node >= world:
+            return []
+        return [
+            cls(per_node=machine.per_node),
+            *([cls(per_node=machine.per_node, pieces=PIECES)] if machine.per_node > 1 else []),
+        ]
 
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
-        return {"per_node": range(1, world + 1)}
+        return {"per_node": range(1, world + 1), "pieces": range(1, 4)}
 
 
-def _fan_out(problem: Problem, nodes: Nodes) -> Program:
+def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
     rank, world, node = problem.rank, problem.world, nodes.of(problem.rank)
     forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # of an owner here: itself
     near = [peer for peer in nodes.ranks(node) if peer != rank]
     forwarders = [nodes.forwarder(rank, other) for other in range(nodes.count) if other != node]
-    # Owners on other nodes: those whose rows this rank receives from them and forwards (stage DIRECT), and those whose
-    # rows another rank of this node forwards to it (stage FORWARDED).
+    # Owners on other nodes: those whose rows this rank receives from them and forwards (stages ``_direct``), and those
+    # whose rows another rank of this node forwards to it (stages ``_forwarded``).
     forwarded_here = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
     forwarded_to_us = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
+    near_stage = _near(count)
 
-    tiles = problem.seen()
-    node_tiles = _of_node(problem, nodes, forwarded_here)
-    placed = _incoming_rows(problem, tiles, node_tiles, forwarded_to_us)
+    pieces = make_pieces(problem.mask, problem.q_layout, problem.kv_layout, nodes, count)
+    split = replace(problem, kv_layout=pieces.layout)
+    tiles = split.seen()
+    node_tiles = _of_node(split, nodes, forwarded_here)
+    placed = _incoming_rows(problem, pieces, tiles, node_tiles, near, forwarded_to_us)
     bands = bands_by_stage(KEYS, tiles, placed, rank)
-    away = by_peer(placed.owner, placed.slot_row, placed.slot_row + placed.size)
-    own_rows = _own_rows(problem, nodes)
-    forwarded_rows = _forwarded_rows(problem, node_tiles, placed)
+    away = by_peer(
+        placed.owner * count + np.where(placed.stage == near_stage, 0, placed.stage // 2),
+        placed.slot_row,
+        placed.slot_row + placed.size,
+    )
+    own_rows = _own_rows(problem, split, nodes, pieces)
+    forwarded_rows = _forwarded_rows(split, node_tiles, placed, pieces)
 
-    def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> tuple[Transfer, ...]:
-        """Return the transfers of these owners' rows that this rank holds: receives of keys, or sends of their
-        gradients.
+    def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> list[Transfer]:
+        """Return the transfers of these owners' rows of a stage that this rank holds: receives of keys, or sends of
+        their gradients.
 
-        The peer is the owner or, in stage FORWARDED, the owner's forwarding rank.
+        The peer is the owner or, if the rows were forwarded, the owner's forwarding rank.
         """
-        held = [(forwarder_of[o] if stage == FORWARDED else o, rows) for o in owners for rows in away.get(o, ())]
-        return tuple(Transfer(what=what, peer=peer, slot=SLOT[stage], rows=rows) for peer, rows in held)
+        piece = 0 if stage == near_stage else stage // 2
+        held = [(forwarder_of[o] if stage % 2 else o, rows) for o in owners for rows in away.get(o * count + piece, ())]
+        return [Transfer(what=what, peer=peer, slot=_slot(stage), rows=rows) for peer, rows in held]
 
-    def own(what: PayloadKind, peers: Sequence[int]) -> tuple[Transfer, ...]:
-        """Return the transfers of the rank's own keys (or gradients) with these peers."""
-        return tuple(Transfer(what=what, peer=p, slot=0, rows=rows) for p in peers for rows in own_rows.get(p, ()))
+    def own(what: PayloadKind, peers: Sequence[int], piece: int) -> list[Transfer]:
+        """Return the transfers of the rank's own keys (or gradients) of a piece with these peers."""
+        held = [(peer, rows) for peer in peers for rows in own_rows.get(peer * count + piece, ())]
+        return [Transfer(what=what, peer=peer, slot=0, rows=rows) for peer, rows in held]
 
-    def forwarded_keys(what: PayloadKind) -> tuple[Transfer, ...]:
-        """Return the transfers of the keys (or gradients) that this rank forwards on its node."""
-        held = [(peer, rows) for peer in near for o in forwarded_here for rows in forwarded_rows.get(peer * world + o, ())]
-        return tuple(Transfer(what=what, peer=peer, slot=SLOT[DIRECT], rows=rows) for peer, rows in held)
+    def forwarded_keys(what: PayloadKind, piece: int) -> list[Transfer]:
+        """Return the transfers of the keys (or gradients) of a piece that this rank forwards on its node."""
+        keys = [(peer, (peer * world + o) * count + piece) for peer in near for o in forwarded_here]
+        held = [(peer, rows) for peer, key in keys for rows in forwarded_rows.get(key, ())]
+        return [Transfer(what=what, peer=peer, slot=_slot(_direct(piece)), rows=rows) for peer, rows in held]
 
-    def tasks(stage: int) -> tuple[Task, ...]:
-        if stage not in bands:
-            return ()
-        return (KEYS.task(SLOT[stage], bands[stage], None if stage == OWN else placed.tokens(stage)),)
+    def exchanged(n: int, phase: Phase) -> tuple[list[Transfer], list[Transfer]]:
+        """Return the sends and receives of a step."""
+        sends: list[Transfer] = []
+        recvs: list[Transfer] = []
+        if n == 0:
+            sends += own("kv", near, 0)
+            recvs += of_others("kv", near, near_stage)
+        if n < count:
+            sends += own("kv", forwarders, n)
+            recvs += of_others("kv", forwarded_here, _direct(n))
+        if 0 <= n - 1 < count:
+            sends += forwarded_keys("kv", n - 1)
+            recvs += of_others("kv", forwarded_to_us, _forwarded(n - 1))
+        if phase == "forward":
+            return sends, recvs
+        if n == (2 if count == 1 else _steps(count, phase) - 1):
+            sends += of_others("dkv", near, near_stage)
+            recvs += own("dkv", near, 0)
+        if 0 <= n - 3 < count:
+            sends += of_others("dkv", forwarded_to_us, _forwarded(n - 3))
+            recvs += forwarded_keys("dkv", n - 3)
+        if 0 <= n - 4 < count:
+            sends += of_others("dkv", forwarded_here, _direct(n - 4))
+            recvs += own("dkv", forwarders, n - 4)
+        return sends, recvs
 
-    across = Step(
-        sends=own("kv", [*near, *forwarders]),
-        recvs=of_others("kv", [*near, *forwarded_here], DIRECT),
-        tasks=tasks(OWN),
-    )
-    fan_out = Step(sends=forwarded_keys("kv"), recvs=of_others("kv", forwarded_to_us, FORWARDED), tasks=tasks(DIRECT))
-    near_back = Step(sends=of_others("dkv", near, DIRECT), recvs=own("dkv", near), tasks=tasks(FORWARDED))
-    fan_in = Step(sends=of_others("dkv", forwarded_to_us, FORWARDED), recvs=forwarded_keys("dkv"))
-    back_across = Step(sends=of_others("dkv", forwarded_here, DIRECT), recvs=own("dkv", forwarders))
+    def task_of(stage: int, of_stage: tuple[Band, ...]) -> list[Task]:
+        if not of_stage:
+            return []
+        return [KEYS.task(0 if stage == OWN else _slot(stage), of_stage, None if stage == OWN else placed.tokens(stage))]
+
+    def steps(phase: Phase) -> tuple[Step, ...]:
+        crossing: list[list[int]] = [[] for _ in range(_steps(count, phase))]
+        for piece in range(count):
+            crossing[piece + 1] += [stage for stage in [_direct(piece)] if stage in bands]
+            crossing[piece + 2] += [stage for stage in [_forwarded(piece)] if stage in bands]
+        own_parts: list[tuple[Band, ...]] = [bands.get(OWN, ())]
+        near_parts: list[tuple[Band, ...]] = []
+        if count > 1:
+            busy = [sum(band.area for stage in stages for band in bands[stage]) for stages in crossing]
+            own_parts, near_parts = spread(bands.get(OWN, ()), bands.get(near_stage, ()), busy)
+        made = []
+        for n, stages in enumerate(crossing):
+            tasks = [task for part in own_parts[n : n + 1] for task in task_of(OWN, part)]
+            tasks += [task for part in near_parts[n : n + 1] for task in task_of(near_stage, part)]
+            tasks += [task for stage in stages for task in task_of(stage, bands[stage])]
+            sends, recvs = exchanged(n, phase)
+            made.append(Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tuple(tasks)))
+        return tuple(made)
+
+    slots = range(max(2 * count, near_stage + 1))
     return Program(
-        forward=(across, fan_out, Step(tasks=tasks(FORWARDED))),
-        backward=(across, fan_out, near_back, fan_in, back_across),
+        forward=steps("forward"),
+        backward=steps("backward"),
         q_slots=(Slot(rows=problem.q_rows),),
-        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in (DIRECT, FORWARDED))),
+        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in slots)),
     )
+
+
+# Stages of received rows: piece by piece, those that come from their owners on other nodes, then those that were
+# forwarded. Those of this node come with the first piece if there is one piece, else they are a stage of their own.
+
+
+def _direct(piece: int) -> int:
+    return 2 * piece
+
+
+def _forwarded(piece: int) -> int:
+    return 2 * piece + 1
+
+
+def _near(pieces: int) -> int:
+    return _direct(0) if pieces == 1 else 2 * pieces
+
+
+def _slot(stage: int) -> int:
+    return 1 + stage
+
+
+def _steps(pieces: int, phase: Phase) -> int:
+    return pieces + (2 if phase == "forward" else 4)
 
 
 def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
@@ -145,33 +239,46 @@ def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
     return cut(problem.mask, problem.q_layout.pieces.of(*members), problem.kv_layout.pieces.of(*owners))
 
 
-def _incoming_rows(problem: Problem, tiles: Tiles, node_tiles: Tiles, forwarded_to_us: Sequence[int]) -> IncomingRows:
+def _incoming_rows(
+    problem: Problem, pieces: Pieces, tiles: Tiles, node_tiles: Tiles, near: Sequence[int], forwarded_to_us: Sequence[int]
+) -> IncomingRows:
     """Return all rows that this rank receives: those it sees, and those that its node sees of the owners for which it
-    forwards."""
+    forwards. Rows of this node are not split into pieces."""
     owner = np.concatenate([tiles.k_rank, node_tiles.k_rank])
     bands = np.concatenate([tiles.bands, node_tiles.bands])
     owner, start, stop = union(owner, bands[:, K0], bands[:, K1])
-    away = owner != problem.rank
-    rows = RowRanges(*(x[away] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
-    arriving, token, step = split_at_spans(problem.kv_layout, rows)
-    return assign_slot_rows(arriving, token, step, np.where(np.isin(arriving.owner, forwarded_to_us), FORWARDED, DIRECT))
+    is_near, found = np.isin(owner, near), []
+    for layout, chosen in ((problem.kv_layout, is_near), (pieces.layout, ~is_near & (owner != problem.rank))):
+        rows = RowRanges(*(x[chosen] for x in (owner, np.full_like(owner, problem.rank), start, stop)))
+        arriving, token, step = split_at_spans(layout, rows)
+        found.append((*arriving, token, step))
+    owner, receiver, start, stop, token, step = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    order = np.lexsort((start, owner))
+    arriving = RowRanges(owner[order], receiver[order], start[order], stop[order])
+    stage = 2 * pieces.of(arriving.owner, arriving.start) + np.isin(arriving.owner, forwarded_to_us)
+    stage = np.where(np.isin(arriving.owner, near), _near(pieces.number), stage)
+    return assign_slot_rows(arriving, token[order], step[order], stage)
 
 
-def _own_rows(problem: Problem, nodes: Nodes) -> dict[int, list[Rows]]:
-    """Return the messages with this rank's own keys: to each peer on its node the rows that it sees, and to each
-    forwarding rank the rows that any rank of its node sees."""
-    tiles = problem.seeing()
+def _own_rows(problem: Problem, split: Problem, nodes: Nodes, pieces: Pieces) -> dict[int, list[Rows]]:
+    """Return the messages with this rank's own keys, by ``peer * pieces + piece``: to each peer on its node the rows that
+    it sees, as piece 0, and to each forwarding rank the rows that any rank of its node sees."""
+    tiles = split.seeing()
     rank, node = problem.rank, nodes.of(problem.rank)
     receiver = np.array([q if nodes.of(q) == node else nodes.forwarder(rank, nodes.of(q)) for q in range(problem.world)])
     by, start, stop = union(receiver[tiles.q_rank], tiles.bands[:, K0], tiles.bands[:, K1])
-    away = by != problem.rank
-    rows = RowRanges(*(x[away] for x in (np.full_like(by, problem.rank), by, start, stop)))
-    leaving, _, _ = split_at_spans(problem.kv_layout, rows)
-    return by_peer(leaving.receiver, leaving.start, leaving.stop)
+    is_near, messages = by // nodes.per_node == node, {}
+    for layout, chosen, crosses in ((problem.kv_layout, is_near & (by != rank), 0), (pieces.layout, ~is_near, 1)):
+        rows = RowRanges(*(x[chosen] for x in (np.full_like(by, rank), by, start, stop)))
+        leaving, _, _ = split_at_spans(layout, rows)
+        piece = crosses * pieces.of(leaving.owner, leaving.start)
+        messages.update(by_peer(leaving.receiver * pieces.number + piece, leaving.start, leaving.stop))
+    return messages
 
 
-def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -> dict[int, list[Rows]]:
-    """Return the messages that forward rows, as rows of the slot that holds them, by ``peer * world + owner``."""
+def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows, pieces: Pieces) -> dict[int, list[Rows]]:
+    """Return the messages that forward rows, as rows of the slot that holds them, by ``(peer * world + owner) * pieces +
+    piece``."""
     pair, start, stop = union(
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )
@@ -179,4 +286,5 @@ def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows) -
     rows, _, _ = split_at_spans(problem.kv_layout, RowRanges(of, by, start, stop))
     hit = placed.find(rows.owner, rows.start)
     at = rows.start + (placed.slot_row - placed.start)[hit]
-    return by_peer(rows.receiver * problem.world + rows.owner, at, at + rows.stop - rows.start)
+    key = (rows.receiver * problem.world + rows.owner) * pieces.number + pieces.of(rows.owner, rows.start)
+    return by_peer(key, at, at + rows.stop - rows.start)

@@ -1,0 +1,149 @@
+"""Pieces of the rows that cross between nodes, and the work that is done while they are in flight.
+
+:mod:`ringspan.strategies.hierarchical` sends them in a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.layouts import Layout, cut
+from ringspan.masks import Band, Mask
+from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, area, tighten
+from ringspan.plans.problem import Ints, as_bands, estimated_tiles, union
+from ringspan.strategies.nodes import Nodes, by_node
+
+Shares = NDArray[np.float64]
+
+MAX_NODE_TILES = 65536  # tiles of nodes with ranks, from which the rows that cross are found
+ROWS = 128  # parts of a band begin at multiples of this, so that kernels compute whole tiles
+
+
+class Pieces(NamedTuple):
+    """The pieces in which rows cross between nodes.
+
+    ``bounds`` has the first row of each piece but the first, for each rank. ``layout`` is that of the keys, with its spans
+    split at these rows. The rows of the ranks are the same.
+    """
+
+    bounds: Ints
+    layout: Layout
+
+    @property
+    def number(self) -> int:
+        return self.bounds.shape[1] + 1
+
+    def of(self, owner: Ints, row: Ints) -> Ints:
+        """Return the piece in which each of these rows of these ranks crosses."""
+        pieces: Ints = (self.bounds[owner] <= row[:, None]).sum(axis=1)
+        return pieces
+
+
+@cache_by_digest(16)
+def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, count: int) -> Pieces:
+    """Split the rows of each rank that cross to other nodes into ``count`` pieces of equal size."""
+    bounds = np.zeros((kv_layout.world, count - 1), dtype=np.int64)
+    if count == 1:
+        return Pieces(bounds, kv_layout)
+    owner, start, stop = _crossing_rows(mask, q_layout, kv_layout, nodes)
+    for rank in np.unique(owner).tolist():
+        first, last = owner.searchsorted((rank, rank + 1))
+        size = stop[first:last] - start[first:last]
+        before = np.cumsum(size) - size
+        at = np.arange(1, count) * int(size.sum()) // count
+        held = before.searchsorted(at, side="right") - 1
+        bounds[rank] = start[first:last][held] + at - before[held]
+    spans: list[list[tuple[int, int, int]]] = []
+    for rank, of_rank in enumerate(kv_layout.spans):
+        row, found = 0, []
+        for span in of_rank:
+            tokens = range(*span)
+            cuts = sorted({bound - row for bound in bounds[rank].tolist() if 0 < bound - row < len(tokens)})
+            parts = (tokens[a:b] for a, b in pairwise([0, *cuts, len(tokens)]))
+            found += [(part.start, part.stop, part.step) for part in parts]
+            row += len(tokens)
+        spans.append(found)
+    return Pieces(bounds, Layout(spans, length=kv_layout.length, name=kv_layout.name))
+
+
+def _crossing_rows(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes) -> tuple[Ints, Ints, Ints]:
+    """Return the ranges of rows (owner, start, stop) that any other node sees.
+
+    For a mask with many tiles, which is most likely one long document, these are all rows.
+    """
+    queries = by_node(q_layout, nodes)
+    if estimated_tiles(mask, queries, kv_layout) > MAX_NODE_TILES:
+        owners = np.arange(kv_layout.world)
+        return owners, np.zeros_like(owners), np.array(kv_layout.counts)
+    tiles = cut(mask, queries.pieces, kv_layout.pieces)
+    crosses = tiles.q_rank != tiles.k_rank // nodes.per_node
+    return union(tiles.k_rank[crosses], tiles.bands[crosses, K0], tiles.bands[crosses, K1])
+
+
+def spread(
+    own: tuple[Band, ...], near: tuple[Band, ...], busy: Sequence[int]
+) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
+    """Split the bands of the rank's own rows, and of those of its node, over the steps, so that all have equal work.
+
+    ``busy`` is the work of each step with rows of other nodes. Steps before the first and after the last of it get half as
+    much as the others, since other ranks wait for their messages. Rows of the node arrive in step 0, and their gradients
+    are sent in the last step.
+    """
+    own_area, near_area = (sum(band.area for band in bands) for bands in (own, near))
+    share = _fill(np.array(busy, dtype=np.float64), own_area + near_area)
+    of_near = share.copy()
+    of_near[[0, -1]] = 0
+    if of_near.sum() == 0:
+        of_near[1:-1] = 1
+    of_near *= min(1.0, near_area / of_near.sum())
+    return _split_by_area(own, np.maximum(share - of_near, 0)), _split_by_area(near, of_near)
+
+
+def _fill(busy: Shares, work: int) -> Shares:
+    """Return how much of the work each step gets, so that all steps have about the same in total."""
+    working = np.flatnonzero(busy)
+    weights = np.full(len(busy), 0.5)
+    weights[slice(working[0], working[-1] + 1) if len(working) else slice(None)] = 1.0
+    low, high = 0.0, 2 * float(work + busy.sum())
+    for _ in range(50):
+        level = (low + high) / 2
+        low, high = (level, high) if np.maximum(level * weights - busy, 0).sum() < work else (low, level)
+    return np.maximum(high * weights - busy, 0)
+
+
+def _split_by_area(bands: tuple[Band, ...], shares: Shares) -> list[tuple[Band, ...]]:
+    """Split bands into parts with these shares of their area: whole bands in their order, and bands by their queries."""
+    table = np.array(bands, dtype=np.int64).reshape(-1, 6)
+    areas = area(table)
+    total, wanted = areas.sum(), shares.sum()
+    if not total or not wanted:
+        return [bands if n == 0 else () for n in range(len(shares))]
+    ends = np.cumsum(shares)[:-1] / wanted * total
+    ends[np.flatnonzero(shares)[-1] :] = np.inf  # a part without a share gets nothing, whatever is rounded
+    parts: list[list[Ints]] = [[] for _ in shares]
+    before = 0
+    for band, size in zip(table, areas.tolist(), strict=True):
+        part, inside = int((ends <= before).sum()), ends[(ends > before) & (ends < before + size)]
+        rows = _rows_at_area(band, inside - before) if len(inside) else []
+        for n, (q0, q1) in enumerate(pairwise([int(band[Q0]), *rows, int(band[Q1])])):
+            if q0 < q1:
+                cut_band = band.copy()
+                cut_band[[Q0, Q1]] = q0, q1
+                parts[part + n].append(cut_band)
+        before += size
+    return [as_bands(tighten(np.array(part, dtype=np.int64).reshape(-1, 6))) for part in parts]
+
+
+def _rows_at_area(band: Ints, areas: Shares) -> list[int]:
+    """Return the queries up to which a band has about these areas, as multiples of ``ROWS``."""
+    queries = np.arange(band[Q0], band[Q1])
+    keys = np.minimum(band[K1], queries + band[HI] + 1) - np.maximum(band[K0], queries + band[LO])
+    rows = band[Q0] + np.cumsum(keys).searchsorted(areas) + ROWS // 2
+    bounds: list[int] = np.clip(rows // ROWS * ROWS, band[Q0], band[Q1]).tolist()
+    return bounds

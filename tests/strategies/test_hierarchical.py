@@ -1,0 +1,117 @@
+"""``hierarchical(pieces=…)``: rows that cross between nodes in pieces, and the work that hides their messages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.masks import Band
+from ringspan.strategies import crossing_pieces
+from ringspan.strategies.crossing_pieces import make_pieces, spread
+from ringspan.strategies.nodes import Nodes
+from ringspan.testing.assertions import assert_close
+from tests.plans.dense_simulation import assert_exactly_once
+
+MASKS = {
+    "causal": rs.causal(40),
+    "documents": rs.documents([13, 50, 3, 20]),
+    "tree": rs.tree([3, 9, 4, 20], [-1, 0, 0, 2]),
+    "cross": rs.full(20, 44),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split bands at any row: these sequences are shorter than a tile."""
+    monkeypatch.setattr(crossing_pieces, "ROWS", 2)
+    rs.clear_caches()
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (5, 2), (8, 4)])
+def test_every_number_of_pieces_is_correct(name: str, world: int, per_node: int) -> None:
+    mask = MASKS[name]
+    for layout in ("zigzag", "striped") if name == "cross" else ("zigzag", "balanced", "striped"):
+        for pieces in (2, 5):
+            strategy = f"hierarchical(per_node={per_node}, pieces={pieces})"
+            plan = rs.plan(mask, world=world, rank=0, layout=layout, strategy=strategy).verify()
+            assert_exactly_once([plan.at(rank) for rank in range(world)])
+
+
+def test_results_and_gradients_equal_dense_attention() -> None:
+    torch.manual_seed(0)
+    mask, world = MASKS["documents"], rs.LocalWorld(6)
+    q, k, v = (torch.randn(1, heads, 86, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    dense = torch.from_numpy(mask.dense())
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+    out = world.attention(q, k, v, mask=mask, strategy="hierarchical(per_node=3, pieces=3)", layout="balanced")
+    assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    for found, gradient in zip(torch.autograd.grad(out, (q, k, v), dout), wanted, strict=True):
+        assert_close(found, gradient, rtol=1e-11, atol=1e-11)
+
+
+def test_pieces_send_each_row_across_once() -> None:
+    """As many bytes as in one piece, between nodes and within them."""
+    for layout in ("zigzag", "balanced"):
+        sent = []
+        for pieces in (1, 4):
+            plan = rs.plan(rs.causal(64), world=8, rank=0, layout=layout, strategy=f"hierarchical(per_node=4, pieces={pieces})")
+            rows = np.zeros((2, 2), dtype=np.int64)
+            for rank in range(8):
+                for i, phase in enumerate(("forward", "backward")):
+                    for t in plan.at(rank).transfers(phase, "sends"):  # type: ignore[arg-type]
+                        rows[i, int(t.peer // 4 != rank // 4)] += t.count
+            sent.append(rows.tolist())
+        assert sent[0] == sent[1]
+
+
+def test_rows_that_do_not_cross_are_in_no_piece_of_their_own() -> None:
+    """Two nodes. Documents 0 and 2 stay on their nodes, document 1 is on both: only its rows are split."""
+    mask = rs.documents([16, 16, 16])
+    layout = rs.plan(mask, world=4, rank=0, layout="contiguous").q_layout
+    pieces = make_pieces(mask, layout, layout, Nodes(4, 2), 2)
+    # Ranks 0 to 3 have tokens 0-12, 12-24, 24-36 and 36-48. Tokens 16 to 24, rows 4 to 12 of rank 1, cross.
+    assert pieces.number == 2
+    assert pieces.bounds[1].tolist() == [8]
+    assert [list(of_rank) for of_rank in pieces.layout.spans] == [
+        [(0, 12, 1)],
+        [(12, 20, 1), (20, 24, 1)],
+        [(24, 36, 1)],
+        [(36, 48, 1)],
+    ]
+
+
+def test_own_work_fills_the_steps_evenly() -> None:
+    own, near = (Band(0, 100, 0, 100, -99, 0),), (Band(0, 50, 0, 20, -49, 19),)
+    busy = [0, 0, 2000, 2000, 0, 0]
+    of_own, of_near = spread(own, near, busy)
+    assert sum(b.area for part in of_own for b in part) == own[0].area
+    assert sum(b.area for part in of_near for b in part) == near[0].area
+    assert not of_near[0]
+    assert not of_near[-1]  # they arrive in the first step, and their gradients leave in the last
+    total = [sum(b.area for b in (*x, *y)) + z for x, y, z in zip(of_own, of_near, busy, strict=True)]
+    # 10,050 pairs: a quarter for each of the steps with received rows, an eighth for each of the others, to about two rows.
+    assert total == pytest.approx([1256, 1256, 2512, 2512, 1256, 1256], abs=200)
+
+
+def test_bands_without_work_and_steps_without_messages() -> None:
+    assert spread((), (), [0, 0, 0]) == ([(), (), ()], [(), (), ()])
+    own = (Band(0, 4, 0, 4, -3, 3),)
+    of_own, _ = spread(own, (), [0, 10**6, 0])
+    assert sum(b.area for part in of_own for b in part) == 16
+
+
+def test_messages_of_a_long_document_are_hidden() -> None:
+    """A document over several nodes: its keys cross, and in pieces more of that is hidden."""
+    mask = rs.documents([98304, *[4096] * 8, *[8192] * 16])
+    shape = rs.Shape(heads=64, kv_heads=8, head_dim=128)
+    seconds = {}
+    for pieces in (1, 6):
+        strategy = f"hierarchical(per_node=4, pieces={pieces})"
+        plan = rs.plan(mask, world=16, rank=0, layout="balanced(per_node=4)", strategy=strategy)
+        seconds[pieces] = plan.cost("h200x4", shape).seconds
+    assert seconds[6] < seconds[1]
