@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/finetune_hf.py                                    # a tiny Gemma 3, random weights
     torchrun --nproc-per-node 8 examples/finetune_hf.py --model google/gemma-3-1b-it       # needs the weights
 
-The tiny model has sliding-window and full layers. With ``--check``, the first process also trains alone on the same batches,
-and the largest difference between the losses is printed.
+The tiny model has sliding-window and full layers. With ``--check``, the first process also trains alone on the same
+batches, and the largest difference between the losses is printed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python examples/sft_trl.py                                             # one process: the same losses
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 examples/sft_trl.py    # on GPUs
 
-The model is a tiny Gemma 3 with random weights, and the documents are random tokens. It needs ``pip install 'ringspan[trl]'``.
+It needs ``pip install 'ringspan[trl]'``. The model is a tiny Gemma 3 with random weights, and the documents are random
+tokens.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 examples/train_long.py                                     # one sequence over 2 processes
     torchrun --nproc-per-node 8 examples/train_long.py --cp 4 --tokens 65536 --dim 1024 --layers 16 --save checkpoints
 
-Each step has other documents, hence another mask: the next one is planned in the background while this step runs. Layers
-are recomputed in the backward pass, except attention, which is kept. The logits of all tokens never exist at once.
-Started again with the same ``--save``, the program goes on after the last checkpoint. With ``--check``, the first process
-also trains alone, with dense attention, and the largest difference between the losses is printed.
+Each step has other documents, hence another mask: the next one is planned in the background while this step runs.
+Layers are recomputed in the backward pass, except attention, which is kept. The logits of all tokens never exist at
+once. Started again with the same ``--save``, the program goes on after the last checkpoint. With ``--check``, the first
+process also trains alone, with dense attention, and the largest difference between the losses is printed.
 """
 
 from __future__ import annotations

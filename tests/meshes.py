@@ -1,7 +1,7 @@
 """Device meshes for the jobs of worker processes, made once in each worker.
 
-Every new mesh has process groups of its own, and each gloo group starts threads that poll until the process ends. A suite that
-made a mesh for each test would end up with hundreds of them.
+Every new mesh has process groups of its own, and each gloo group starts threads that poll until the process ends. A
+suite that made a mesh for each test would end up with hundreds of them.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def run_experiments(
 
 
 def in_order(experiments: Sequence[Experiment]) -> list[tuple[Experiment, Task]]:
-    """Order the tasks: long ones first, then those of all experiments in turn, so that all end at about the same time."""
+    """Order the tasks: long ones first, then those of all experiments in turn, so that all end together."""
     ordered = []
     for experiment in experiments:
         for n, task in enumerate(experiment.tasks):

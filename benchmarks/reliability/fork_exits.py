@@ -2,8 +2,8 @@
 
     python -m benchmarks.reliability.fork_exits PROGRAM TRIALS DEADLINE
 
-A forked process runs the program in the namespace of ``__main__`` and then ends as any interpreter does. Prints the exit
-codes of each trial as a line of JSON. Forking saves the imports, which take longer than the programs.
+A forked process runs the program in the namespace of ``__main__`` and then ends as any interpreter does. Prints the
+exit codes of each trial as a line of JSON. Forking saves the imports, which take longer than the programs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.reliability.numerics [--worlds N ...] [--strategies NAME ...] [--dtypes NAME ...] [--jobs N]
 
-All ranks run in one process (``LocalWorld``). An error is the root mean square of the difference from dense attention in
-float64 of the same inputs, divided by the root mean square of the expected values. Out and the gradients of q, k and v
-are measured on their own. ``growth`` is the largest quotient of an error and that of one rank. The last table has
+All ranks run in one process (``LocalWorld``). An error is the root mean square of the difference from dense attention
+in float64 of the same inputs, divided by the root mean square of the expected values. Out and the gradients of q, k and
+v are measured on their own. ``growth`` is the largest quotient of an error and that of one rank. The last table has
 queries times 30, in float32, and the errors as multiples of those of ``F.scaled_dot_product_attention`` in one process.
 """
 

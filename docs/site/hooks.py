@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the software: the reference, the commands, the examples, contributing, changelog.
+"""Pages of the site that are made from the code: the reference, the commands, the examples, contributing, changelog.
 
 ``ringspan.__all__`` decides what is in the reference, and the package that a name comes from decides on which page.
 """

@@ -1,4 +1,4 @@
-"""The schedules that `ringspan bench pack` compares hold every document once, within the tokens that each rank can take."""
+"""The schedules that `ringspan bench pack` compares hold every document once, within the capacity of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYER = layer_cost(hardware("h200x8"), SHAPE)
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_document_is_computed_once_within_the_room_of_its_ranks(way: str, name: str) -> None:
+def test_every_document_is_computed_once_within_the_capacity_of_its_ranks(way: str, name: str) -> None:
     world, capacity = 32, 512
     lengths = draw_lengths(name, tokens=world * capacity * 3, longest=16 * capacity, seed=1)
     assert sum(lengths) == world * capacity * 3

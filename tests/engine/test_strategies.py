@@ -31,8 +31,8 @@ def test_strategies_are_exact_with_every_driver(strategy: str, driver: str) -> N
                 assert worst_error(plans, case(mask), DRIVERS[driver](world).run) <= EXACT
 
 
-# As many heads as ranks, more, or fewer. The query heads that share a key head are on one rank, are cut once, or are cut
-# on both sides. Also one key head for all.
+# As many heads as ranks, more, or fewer. The query heads that share a key head are on one rank, are cut once, or are
+# cut on both sides. Also one key head for all.
 HEADS = [(4, 4, 4), (3, 3, 2), (8, 2, 4), (6, 3, 2), (10, 2, 3), (4, 2, 3), (5, 1, 3), (2, 1, 5), (1, 1, 2), (4, 2, 1)]
 
 

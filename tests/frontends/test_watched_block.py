@@ -1,4 +1,4 @@
-"""``rs.strict()`` and the comparisons of ``RINGSPAN_DEBUG=1``: each was a mistake that gave wrong results in silence."""
+"""``rs.strict()`` and the comparisons of ``RINGSPAN_DEBUG=1`` find mistakes that gave wrong results in silence."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_special_softmax_is_found_without_strict(cp: rs.ContextParallel) -> None
         ATTENTION_BY_HAND["special"](*QKV)
 
 
-# -- TorchScript ---------------------------------------------------------------------------------------------------------
+# -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
 class Sdpa(torch.nn.Module):
@@ -243,7 +243,7 @@ def test_compiled_functions_run_in_strict_mode(cp: rs.ContextParallel) -> None:
         assert torch.allclose(compiled(QKV[0]), expected)
 
 
-# -- several ranks -------------------------------------------------------------------------------------------------------
+# -- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def debugging(call: Callable[[], Any]) -> str:

@@ -83,8 +83,8 @@ def test_messages_hide_behind_the_compute_of_the_other_part() -> None:
     peers = np.array([0, 1]), np.array([1, 0])
     two, three = np.full((2, 4), 2.0), np.array([[3.0, 3.0, 0.0, 0.0]] * 2)
     loads = Loads(two, three, np.zeros((2, 4)), [peers, peers, NO_PEERS, NO_PEERS])
-    # Waiting at once: 3 + 3 + 2 + 2. With two in flight the link is busy until 6, a0 has arrived at 3, while b0 is computed:
-    # b0 ends at 4, a1 at max(6, 6), b1 at 8. No rank ever waits.
+    # Waiting at once: 3 + 3 + 2 + 2. With two in flight the link is busy until 6, a0 has arrived at 3, while b0 is
+    # computed: b0 ends at 4, a1 at max(6, 6), b1 at 8. No rank ever waits.
     assert simulate(loads, 1.0).seconds == 10.0
     assert simulate(loads._replace(in_flight=2), 1.0).seconds == 8.0
     slow = loads._replace(in_flight=2, communication=2 * three)

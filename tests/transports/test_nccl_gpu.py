@@ -310,7 +310,7 @@ def test_the_handshake_finds_a_mismatch(nccl_pools: Callable[[int], Pool], how: 
 
 
 def other_order(rank: int, differs: bool) -> tuple[float, str]:
-    """Make two calls with equal messages, on rank 1 in the other order. Return the mean, and what sum_gradients raised."""
+    """Make two calls with equal messages, on rank 1 in the other order. Return the mean and the error."""
     cp = rs.ContextParallel(dist.new_group(), rs.causal(N), strategy="ring", layout="zigzag")
     q, k, v = (x.detach().requires_grad_() for x in cp.shard(*tensors(torch.bfloat16)[:3], dim=2))
     cp.attention(q, k, v)

@@ -118,7 +118,7 @@ def draw_losses(
 
 
 def draw_memory(path: Path, memory: Mapping[int, int]) -> None:
-    """Draw the memory of the fullest rank by the number of ranks, and the ideal: that of one rank divided by the ranks."""
+    """Draw the memory of the fullest rank by the number of ranks, and the ideal: that of one rank ÷ ranks."""
     from matplotlib.figure import Figure
 
     worlds = sorted(memory)
@@ -191,7 +191,7 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
 
 
 def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Write each document's name beside its triangle: on the right, on the left, or above the diagonal of a long one."""
+    """Write each document's name beside its triangle: on the right, the left, or above the diagonal of a long one."""
     n, stop = sum(lengths), 0
     for name, length in zip(names, lengths, strict=True):
         start, stop = stop, stop + length

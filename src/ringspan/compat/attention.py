@@ -36,10 +36,10 @@ NAME_THE_LAYOUT = (
 class MaskFromCallMode(AttentionCatcher):
     """Passes each attention call on to a :class:`ContextParallel` that was made for the call's mask.
 
-    The layouts of a call are, in this order: those of its sharded BlockMask; ``block``, those of the ``context_parallel``
-    block around it, or None if there is no block; what ``_cp_options.enable_load_balance`` says. The rotate method and
-    ``convert_to_f32`` are those that were set when this mode was made. ``traced`` handles calls of compiled functions
-    inside a module.
+    The layouts of a call are, in this order: those of its sharded BlockMask; ``block``, those of the
+    ``context_parallel`` block around it, or None if there is no block; what ``_cp_options.enable_load_balance`` says.
+    The rotate method and ``convert_to_f32`` are those that were set when this mode was made. ``traced`` handles calls
+    of compiled functions inside a module.
     """
 
     def __init__(self, contexts: ContextCache, traced: AttentionCatcher | None = None, *, block: BlockLayouts | None) -> None:

@@ -87,7 +87,7 @@ class FlexCall(NamedTuple):
         return self._asdict() | {"block_mask": None if self.block_mask is None else unsharded(self.block_mask)}
 
     def row(self, b: int) -> FlexCall:
-        """Return the call for one row of the batch. ``score_mod`` and ``mask_mod`` receive the batch index of the row."""
+        """Return the call for one row of the batch. ``score_mod`` and ``mask_mod`` receive the index of that row."""
         score_mod = None if self.score_mod is None else _with_batch_offset(self.score_mod, b)
         block_mask = None if self.block_mask is None else batch_row(unsharded(self.block_mask), b)
         return self._replace(**_row_tensors(self, b), score_mod=score_mod, block_mask=block_mask)

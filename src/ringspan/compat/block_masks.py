@@ -108,7 +108,7 @@ def batch_row(block_mask: BlockMask, row: int) -> BlockMask:
 def shard_block_mask(
     whole: BlockMask, layouts: Layouts, rank: int, kv_layouts: Layouts | None = None, *, order: str | None = None
 ) -> BlockMask:
-    """Return the mask of this rank's queries over all keys, in rank order. ``kv_layouts`` are those of the queries if None."""
+    """Return the mask of this rank's queries over all keys, in rank order. ``kv_layouts`` default to ``layouts``."""
     kv_layouts = layouts if kv_layouts is None else kv_layouts
     kinds_BHQK = kinds(whole)
     rows = kinds_BHQK.shape[0]
@@ -138,7 +138,7 @@ def shard_block_mask(
 
 
 def _in_blocks(tokens: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Return the tokens as (blocks, block size). The last block is padded with its last token; kernels ignore the padding."""
+    """Return the tokens as (blocks, block size). The last block repeats its last token, which kernels ignore."""
     padding = (0, -len(tokens) % size)
     return np.pad(tokens, padding, mode="edge").reshape(-1, size) if len(tokens) else np.zeros((0, size), dtype=np.int64)
 
@@ -162,7 +162,7 @@ def _block_lists(selected_BHIJ: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sharded_mask_mod(whole: BlockMask, kinds_BHQK: Tensor, q_tokens: Tensor, k_tokens: Tensor) -> MaskMod:
-    """Return the mask_mod of a shard: it translates local to global token indices and evaluates the whole mask there."""
+    """Return the mask_mod of a shard: it translates local to global token indices and evaluates the whole mask."""
     whole_mod, (q_block, kv_block) = whole.mask_mod, whole.BLOCK_SIZE
     by_row, rows, heads = int(len(q_tokens) > 1), int(kinds_BHQK.shape[0] > 1), int(kinds_BHQK.shape[1] > 1)
 

@@ -23,7 +23,7 @@ from ringspan.masks import full
 
 
 def record_sharding(shardings: Shardings, balancer: _LoadBalancer | None, layouts: Sequence[Layouts]) -> None:
-    """Record a call of ``_context_parallel_shard`` with the layouts of its tensors, and set the switch as torch does."""
+    """Record a call of ``_context_parallel_shard`` with the layouts of its tensors, and set the switch like torch."""
     vars(_cp_options)["enable_load_balance"] = balancer is not None  # an assignment would declare the order of earlier ones
     for of_tensor in layouts:
         order, counts = order_of(balancer, of_tensor), of_tensor[0].counts

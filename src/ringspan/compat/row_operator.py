@@ -1,7 +1,7 @@
 """Attention as an operator whose rows of the batch may have different plans: ``ringspan::attend_rows``.
 
-A balancer can order each row of a batch differently. Compiled code does not know whether it does, so its operator has one
-plan id for each row. If all of them are equal, the whole batch is one call of ``ringspan::attend``.
+A balancer can order each row of a batch differently. Compiled code does not know whether it does, so its operator has
+one plan id for each row. If all of them are equal, the whole batch is one call of ``ringspan::attend``.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """

@@ -51,8 +51,8 @@ class _ContextParallel(StyleHooks, ParallelStyle):
             with traced if torch.compiler.is_dynamo_compiling() else eager():
                 return inner(self, *args, **kwargs)
 
-        # Not hooks: after a graph break Dynamo takes a mode that a hook has entered off the stack. A method, so that a copy
-        # of the module has its own.
+        # Not hooks: after a graph break Dynamo takes a mode that a hook has entered off the stack. A method, so that a
+        # copy of the module has its own.
         module.forward = MethodType(forward, module)
         return module
 

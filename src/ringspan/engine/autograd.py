@@ -142,9 +142,9 @@ SECOND_DERIVATIVE = "the gradient of attention was differentiated again: no kern
 def once_differentiable(gradient: Tensor, *origins: Tensor | None) -> Tensor:
     """Return a gradient that raises when it is differentiated.
 
-    ``origins`` are tensors that it was computed from. ``torch.autograd.grad(..., inputs)`` runs only what lies on a path
-    to its inputs, so the result must be connected with them. PyTorch's decorator of that name would treat the gradient
-    as a constant where the loss is linear in the result.
+    ``origins`` are tensors that it was computed from. ``torch.autograd.grad(..., inputs)`` runs only what lies on a
+    path to its inputs, so the result must be connected with them. PyTorch's decorator of that name would treat the
+    gradient as a constant where the loss is linear in the result.
     """
     marked: Tensor = _OnceDifferentiable.apply(gradient.detach().requires_grad_(), *origins)
     return marked

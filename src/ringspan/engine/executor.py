@@ -39,8 +39,8 @@ from ringspan.plans.data import DkvDtype, PayloadKind, Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import CallDescription, RankGenerator, WaitExchange
 
-# Drives the generators of the ranks of this process to their results: ``transport.run``. The second argument is what must be
-# equal on all ranks.
+# Drives the generators of the ranks of this process to their results: ``transport.run``. The second argument is what
+# must be equal on all ranks.
 Run = Callable[[Sequence[Any], CallDescription | None], list[Any]]
 
 # None: that of the accumulators.

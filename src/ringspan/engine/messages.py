@@ -68,8 +68,10 @@ class ScheduledStep(NamedTuple):
 
 
 def schedule(plan: RankPlan, phase: Phase, only: PayloadKind | None = None) -> tuple[ScheduledStep, ...]:
-    """Return the steps of a phase, with the payloads of one kind or of all. Call it as ``plan.derived(schedule, phase)``,
-    which caches the result."""
+    """Return the steps of a phase, with the payloads of one kind or of all.
+
+    Call it as ``plan.derived(schedule, phase)``, which caches the result.
+    """
     return tuple(
         ScheduledStep(n, f"{phase} step {n}", step.tasks, _messages(step, plan.rank) if step.sends or step.recvs else None)
         for n, step in enumerate(_of_kind(step, only) for step in plan.program.steps(phase))

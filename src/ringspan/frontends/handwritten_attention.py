@@ -1,6 +1,6 @@
 """Find attention that is written as matrix products and a softmax over this rank's keys, in strict mode::
 
-    scores = q @ k.mT               a product of (…, queries here, keys here): marked as scores
+    scores = q @ k.mT               a product of (…, queries, keys) of this rank: marked as scores
     weights = scores.softmax(-1)    a softmax of that shape, or exp or sigmoid of scores: marked as weights
     out = weights @ v               a product of weights raises
 
@@ -27,31 +27,31 @@ EXPONENTIALS = frozenset({"exp", "exp_", "exp2", "exp2_", "sigmoid", "sigmoid_"}
 MARK = "_ringspan_local_attention"
 
 
-def is_softmax_of(name: str, result: Any, here: tuple[int, int]) -> bool:
-    """Return whether a call was a softmax of (…, queries here, keys here)."""
-    return name in SOFTMAX and isinstance(result, Tensor) and tuple(result.shape[-2:]) == here
+def is_local_softmax(name: str, result: Any, local_shape: tuple[int, int]) -> bool:
+    """Return whether a call was a softmax of (…, queries, keys), where ``local_shape`` has the numbers of this rank."""
+    return name in SOFTMAX and isinstance(result, Tensor) and tuple(result.shape[-2:]) == local_shape
 
 
 def follow_attention(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, here: tuple[int, int], escape: str
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, local_shape: tuple[int, int], advice: str
 ) -> None:
-    """Mark the results of a call, and raise if it is a product of attention weights. ``escape`` ends the message."""
+    """Mark the results of a call, and raise if it is a product of attention weights. ``advice`` ends the message."""
     given = list(tensors_in((args, kwargs)))
     marks = {getattr(x, MARK, None) for x in given}
     if name in PRODUCTS and "weights" in marks:
         shape = next(tuple(x.shape) for x in given if getattr(x, MARK, None) == "weights")
         raise UnplannedAttention(
             f"attention written as matmul and softmax: {name} of the softmax of a {shape} tensor would see only the keys of "
-            f'this rank: call F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), {escape}'
+            f'this rank: call F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), {advice}'
         )
-    if is_softmax_of(name, result, here) or (name in EXPONENTIALS and "scores" in marks) or "weights" in marks:
+    if is_local_softmax(name, result, local_shape) or (name in EXPONENTIALS and "scores" in marks) or "weights" in marks:
         mark = "weights"
     elif "scores" in marks or (name in PRODUCTS and not any(isinstance(x, Parameter) for x in given)):
         mark = "scores"
     else:
         return
     for x in tensors_in(result):
-        if tuple(x.shape[-2:]) in (here, here[::-1]):
+        if tuple(x.shape[-2:]) in (local_shape, local_shape[::-1]):
             setattr(x, MARK, mark)
 
 

@@ -30,10 +30,10 @@ def interleave(*parts: ContextParallel | Plan) -> ContextParallel | Plan:
             x = model(tokens)                      # each attention call computes both batches
         x_a, x_b = x.split([a.plan.q_rows, b.plan.q_rows], dim=1)
 
-    The result is a ContextParallel of the sequences laid end to end. A rank has its tokens of the first batch, then those
-    of the second. In each attention call, forward and backward, the steps of the batches are executed in turn: the
-    messages of one are in flight while the other is computed. Results and gradients are bit for bit those of the batches
-    one after the other. An error is an error of all of them.
+    The result is a ContextParallel of the sequences laid end to end. A rank has its tokens of the first batch, then
+    those of the second. In each attention call, forward and backward, the steps of the batches are executed in turn:
+    the messages of one are in flight while the other is computed. Results and gradients are bit for bit those of the
+    batches one after the other. An error is an error of all of them.
 
     All parts must have the same group, back end and ``dkv_dtype``. Two plans of one rank give a plan.
     """

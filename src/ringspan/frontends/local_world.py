@@ -180,7 +180,7 @@ class LocalWorld:
     def roll(
         self, x: Tensor, shift: int, *, dim: int = 1, documents: Any = None, fill: float = 0, layout: LayoutLike = "contiguous"
     ) -> Tensor:
-        """Shift the tokens of a whole sequence, split over the ranks inside; see :meth:`ringspan.ContextParallel.roll`."""
+        """Shift the tokens of a whole sequence, which is split inside; see :meth:`ringspan.ContextParallel.roll`."""
         return self._windows(x, roll_window(shift, fill), dim, documents, layout).squeeze(dim % x.ndim + 1)
 
     def halo(

@@ -1,8 +1,8 @@
 """``nn.MultiheadAttention`` inside a block: its projections on this rank's tokens, around the attention of the block.
 
-PyTorch disables a mode while it handles a function, and ``nn.MultiheadAttention`` calls its attention inside such a function,
-``F.multi_head_attention_forward``. So the block computes this function itself. While a block is open PyTorch does not use the
-fused kernels that it has for evaluation.
+PyTorch disables a mode while it handles a function, and ``nn.MultiheadAttention`` calls its attention inside such a
+function, ``F.multi_head_attention_forward``. So the block computes this function itself. While a block is open PyTorch
+does not use the fused kernels that it has for evaluation.
 
 Legend: S queries, T keys, B batch, M model dim, H heads, D head dim.
 """

@@ -24,11 +24,10 @@ from ringspan.user_functions.values import values_digest
 # An attribute of the results of cp.shard: the digest of their layout.
 LAYOUT = "_ringspan_layout"
 
-# Nodes of autograd: of attention, which keeps its plans, and of functions that bring tokens into another order. A search
-# for attention ends after so many nodes.
+# Names of autograd nodes: that of attention, which keeps its plans, and those of functions that reorder tokens.
 ATTENTION_NODE = "AttendBackward"
 REORDERING = frozenset({"_UnshardBackward", "_WindowsBackward"})
-MAX_NODES = 500
+MAX_NODES = 500  # that are searched for attention
 
 
 class TokensOfRanks:
@@ -87,8 +86,8 @@ def mark_layout(shard: Tensor, layout: Layout) -> Tensor:
 def check_layout(x: Tensor, layout: Layout, *, in_graph: bool = False) -> None:
     """Raise if x comes from ``cp.shard`` of a ContextParallel with another layout.
 
-    With ``in_graph``, also if x was computed from attention on another layout of a sequence of this length. The graph of
-    autograd says so; where there is none, nothing is found.
+    With ``in_graph``, raise also if x was computed from attention on another layout of a sequence of this length. This
+    is read from the autograd graph of x, if it has one.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -107,28 +106,29 @@ def check_layout(x: Tensor, layout: Layout, *, in_graph: bool = False) -> None:
 
 def _nearest_attention(x: Tensor) -> Plan | None:
     """Return the plan of the attention that is the fewest nodes away in the graph of x, if it is near."""
-    waiting = deque([x.grad_fn])
+    queue = deque([x.grad_fn])
     seen = {x.grad_fn}
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.popleft()
+    while queue and len(seen) < MAX_NODES:
+        node = queue.popleft()
         if node is None or node.name() in REORDERING:
             continue
         if node.name() == ATTENTION_NODE:
             plan: Plan = node.plans[0]  # type: ignore[attr-defined]
             return plan
-        fresh = [before for before, _ in node.next_functions if before not in seen]
-        seen.update(fresh)
-        waiting.extend(fresh)
+        unseen = [source for source, _ in node.next_functions if source not in seen]
+        seen.update(unseen)
+        queue.extend(unseen)
     return None
 
 
-def follow_layout(given: Iterable[Tensor], results: Iterable[Tensor], here: tuple[int, int]) -> None:
-    """Note on the results of a function that they have the layout of its inputs, if they have this rank's tokens."""
+def follow_layout(given: Iterable[Tensor], results: Iterable[Tensor], local_shape: tuple[int, int]) -> None:
+    """Mark the results of a function with the layout of its inputs, if a dim has the size of ``local_shape``: the
+    numbers of queries and keys of this rank."""
     digests = {getattr(x, LAYOUT, None) for x in given} - {None}
     if len(digests) == 1:
         (digest,) = digests
         for x in results:
-            if not hasattr(x, LAYOUT) and not {*here}.isdisjoint(x.shape):
+            if not hasattr(x, LAYOUT) and not {*local_shape}.isdisjoint(x.shape):
                 setattr(x, LAYOUT, digest)
 
 

@@ -34,10 +34,10 @@ class Routing(TokenData):
         """Send documents from the ranks that loaded them to the ranks that compute their tokens.
 
         ``documents`` are the lengths of all documents of the sequence, and ``owners`` the rank that loaded each of
-        them, the same on every rank. ``loaded`` holds the documents of this rank in the order of the sequence: a list of
-        tensors with the tokens on dim 0, or all of them concatenated. A rank that loaded none gives an empty tensor, as
-        ``torch.empty(0, dtype=torch.int64)``, which requires a gradient if those of the other ranks do. The result has
-        this rank's tokens on dim 0, in the order of :meth:`positions`. Differentiable.
+        them, the same on every rank. ``loaded`` holds the documents of this rank in the order of the sequence: a list
+        of tensors with the tokens on dim 0, or all of them concatenated. A rank that loaded none gives an empty tensor,
+        as ``torch.empty(0, dtype=torch.int64)``, which requires a gradient if those of the other ranks do. The result
+        has this rank's tokens on dim 0, in the order of :meth:`positions`. Differentiable.
         """
         layout = self._layout(of)
         source = loaded_layout(document_lengths(documents, layout.length), owners, self.group.world)

@@ -212,8 +212,9 @@ def _mask(q_bounds: Bounds, k_bounds: Bounds, left: int, right: int) -> Mask:
 
 
 def _bounds(name: str, cu_seq: Tensor) -> Bounds:
-    # On a CPU reading is cheap. On a GPU it waits for the device, so the boundaries are kept while the version of the tensor
-    # is the same. Collectives into the tensor do not change the version: make a new tensor for new documents there.
+    # On a CPU reading is cheap. On a GPU it waits for the device, so the boundaries are kept while the version of the
+    # tensor is the same. Collectives into the tensor do not change the version: make a new tensor for new documents
+    # there.
     version = None if cu_seq.is_inference() or cu_seq.device.type == "cpu" else tensor_version(cu_seq)
     known = _bounds_read.get(cu_seq)
     if known is not None and version is not None and known[0] == version:

@@ -3,8 +3,8 @@
 Always: a block that ends without attention raises, if it was never used before or has seen a softmax over this rank's
 keys; and so does a function of TorchScript that contains attention. In strict mode (``rs.strict()``,
 ``RINGSPAN_DEBUG=1``) the functions of the block are watched as well: attention written by hand
-(:mod:`ringspan.frontends.handwritten_attention`), a convolution, a norm over the sequence and a mean cross-entropy raise.
-When strict mode is off, only softmax is watched: other functions have no treatment
+(:mod:`ringspan.frontends.handwritten_attention`), a convolution, a norm over the sequence and a mean cross-entropy
+raise. When strict mode is off, only softmax is watched: other functions have no treatment
 (:mod:`ringspan.frontends.treatments`).
 """
 
@@ -19,7 +19,7 @@ from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.attention_block import AttentionMode
 from ringspan.frontends.batch_rows import rows_of
-from ringspan.frontends.handwritten_attention import follow_attention, is_softmax_of, tensors_in
+from ringspan.frontends.handwritten_attention import follow_attention, is_local_softmax, tensors_in
 from ringspan.frontends.rank_comparison import TokensOfRanks, follow_layout
 from ringspan.frontends.recompute import entered_blocks, is_entered_here
 from ringspan.frontends.treatments import attention_in_script, name_of, treatments
@@ -44,8 +44,8 @@ class strict:  # noqa: N801 (used as `with strict():`)
     """Watch the functions in ``with cp:`` blocks, and raise for those that silently use this rank's tokens only.
 
     These are attention written as matmul, softmax and matmul, convolutions and norms over the sequence, and
-    ``F.cross_entropy`` with a mean, as in transformers' ``model(labels=...)``. Call it once at the start of a program, or
-    use it as a context manager. ``rs.strict(False)`` turns it off. ``RINGSPAN_DEBUG=1`` turns it on, too. It is for
+    ``F.cross_entropy`` with a mean, as in transformers' ``model(labels=...)``. Call it once at the start of a program,
+    or use it as a context manager. ``rs.strict(False)`` turns it off. ``RINGSPAN_DEBUG=1`` turns it on, too. It is for
     development: it inspects every function call in a block. Compiled code is not watched.
     """
 
@@ -98,13 +98,13 @@ class WatchedBlock(AttentionMode):
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         rows = rows_of(self.plan.mask) or 1
-        here = (self.plan.q_rows // rows, self.plan.kv_rows // rows)
-        if is_softmax_of(name, result, here):
+        local_shape = (self.plan.q_rows // rows, self.plan.kv_rows // rows)
+        if is_local_softmax(name, result, local_shape):
             self._has_local_softmax = True
         if settings.strict:
-            _check_call(name, args, kwargs, here[0])
-            follow_attention(name, args, kwargs, result, here, _ESCAPE)
-            follow_layout(tensors_in((args, kwargs)), tensors_in(result), here)
+            _check_call(name, args, kwargs, local_shape[0])
+            follow_attention(name, args, kwargs, result, local_shape, _ESCAPE)
+            follow_layout(tensors_in((args, kwargs)), tensors_in(result), local_shape)
 
     def before_script_call(self, name: str, operators: tuple[str, ...]) -> None:
         if not is_entered_here(self) or self._was_absent_in_forward():

@@ -11,8 +11,9 @@ shards the batch, and ``apply_cp_to_forward``. Packed documents, sliding windows
 (``out_transform``) are exact, and the ranks need not divide the sequence. Without context parallelism the modules
 compute what torchtitan's do.
 
-torchtitan gathers keys and values over the ``cp`` axis before inner attention, by its ``sharding_config``. The overrides
-remove this: inner attention gets the tokens of this rank. A model that shards its batch in another way (Flux) raises.
+torchtitan gathers keys and values over the ``cp`` axis before inner attention, by its ``sharding_config``. The
+overrides remove this: inner attention gets the tokens of this rank. A model that shards its batch in another way (Flux)
+raises.
 
 Legend: B batch, L tokens of this rank, N heads, H head dim; as in torchtitan.
 """

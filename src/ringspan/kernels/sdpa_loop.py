@@ -97,8 +97,8 @@ def _may_be_nonzero(dlse: Tensor) -> bool:
     """Return whether a gradient of lse must be passed to the kernel. Queries that moved have one, often all zeros.
 
     Its additional column makes rows wider. A product of matrices of another width rounds scores differently from the
-    forward pass, and then the rounding errors of ``score - lse`` no longer cancel. On other devices than CPUs the values
-    are not read, because the host would wait for the device.
+    forward pass, and then the rounding errors of ``score - lse`` no longer cancel. On other devices than CPUs the
+    values are not read, because the host would wait for the device.
     """
     return dlse.device.type != "cpu" or bool(dlse.any())
 

@@ -69,9 +69,9 @@ class Plan(RankPlan):
     def from_json(text: str, *, trust: bool = False) -> Plan:
         """Read the output of :meth:`to_json`.
 
-        A malformed text raises :class:`~ringspan.errors.PlanError` with the name of the field. So does a program other than
-        the one that the strategy makes for this mask and these layouts. ``trust=True`` takes the program as it is: call
-        :meth:`verify` on such a plan.
+        A malformed text raises :class:`~ringspan.errors.PlanError` with the name of the field. So does a program other
+        than the one that the strategy makes for this mask and these layouts. ``trust=True`` takes the program as it is:
+        call :meth:`verify` on such a plan.
         """
         plan = from_json(text, Plan)
         if not trust:

@@ -130,12 +130,12 @@ class Program:
 
     ``heads`` are the numbers of query and key heads that the program is for. None: no transfer or slot selects heads,
     so the program works for any number of heads. ``dkv_dtype`` is the dtype of dkv in messages. The planner sets it,
-    not the strategy. Gradients are always accumulated in float32 (float64 for float64 tensors); ``AS_ACCUMULATED`` sends
-    them as they are.
+    not the strategy. Gradients are always accumulated in float32 (float64 for float64 tensors); ``AS_ACCUMULATED``
+    sends them as they are.
 
-    ``in_flight`` is the number of exchanges that may be in flight at once, the same on all ranks. The messages of a step
-    have arrived at the end of that step if it is 1, of the next step if it is 2, and so on. After the last step all have
-    arrived::
+    ``in_flight`` is the number of exchanges that may be in flight at once, the same on all ranks. The messages of a
+    step have arrived at the end of that step if it is 1, of the next step if it is 2, and so on. After the last step
+    all have arrived::
 
         in_flight=2      post 0   compute 0            post 1   compute 1   wait for 0   post 2   compute 2   wait for 1   …
     """
@@ -203,8 +203,8 @@ class RankPlan(LocalRows):
     def digest(self) -> str:
         """Sixteen hex digits of mask, layouts, strategy and dkv_dtype: equal on all ranks.
 
-        The steps are not hashed: mask, layouts and strategy determine them. :meth:`ringspan.Plan.verify` checks that the
-        program is correct for this mask, not that it is the one that the strategy makes.
+        The steps are not hashed: mask, layouts and strategy determine them. :meth:`ringspan.Plan.verify` checks that
+        the program is correct for this mask, not that it is the one that the strategy makes.
         """
         parts: tuple[object, ...] = (VERSION, self.mask.digest, self.q_layout.digest, self.kv_layout.digest, self.strategy)
         if self.program.rounds_dkv:

@@ -34,7 +34,7 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
 
 
 def _balance(plan: RankPlan) -> str:
-    """Describe how evenly the layout splits the pairs. A strategy that splits heads does not compute where tokens lie."""
+    """Describe how evenly the layout splits the pairs. Return no text if the strategy splits heads instead."""
     if plan.program.heads is not None:
         return ""
     per_rank = areas(plan.mask, plan.q_layout)

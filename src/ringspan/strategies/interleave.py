@@ -1,4 +1,4 @@
-"""Interleave: the programs of independent parts of a sequence, step by step in turn, with an exchange of each in flight.
+"""Interleave: merge the programs of independent parts of a sequence, with one exchange of each part in flight.
 
 ::
 
@@ -8,9 +8,9 @@
                                                  post b1   compute b1   wait for a1
                                                  …
 
-So the messages of a part overlap with the compute of all parts. Each part has a strategy of its own, its tasks are those
-that it has alone, and its results are the same bit for bit. Slot 0 has the rank's own rows of all parts, one part after
-the other. The other slots of the parts are apart.
+So the messages of a part overlap with the compute of all parts. Each part has a strategy of its own, its tasks are
+those that it has alone, and its results are the same bit for bit. Slot 0 has the rank's own rows of all parts, one part
+after the other. Each part has other slots of its own.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _check_order(layout: Layout, cuts: Sequence[int]) -> None:
 
 
 def _merge(programs: Sequence[Program], rows: Sequence[tuple[int, int]], tokens: Sequence[tuple[int, int]]) -> Program:
-    """Merge programs of one rank. ``rows`` are its own queries and keys of each part; ``tokens`` are the first query and
-    key of each part."""
+    """Merge programs of one rank. ``rows`` are its own queries and keys of each part; ``tokens`` are the first query
+    and key of each part."""
     heads = {program.heads for program in programs if program.heads is not None}
     if len(heads) > 1:
         raise PlanError(f"the parts are for different numbers of heads: {', '.join(map(str, sorted(heads)))}")

@@ -11,8 +11,8 @@ replaces its code permanently by a wrapper with the same parameters::
 
 The condition depends only on this thread's stack of torch function modes, and Dynamo guards all compiled code by that
 stack. Therefore other threads call and compile ``flex_attention`` as before while this thread is inside a context, and
-code compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break, unless the
-innermost mode can trace it.
+code compiled outside a context is not used inside one. Inside a context the intercepted call is a graph break, unless
+the innermost mode can trace it.
 
 The original code is never restored, because a thread that compiles ``flex_attention`` reads it several times. Code that
 was compiled before the wrapper is installed is compiled once more. To avoid that, the wrapper is installed when

@@ -1,8 +1,8 @@
 """Show the calls of TorchScript functions to the torch function modes of ringspan.
 
-Functions of ``torch.jit`` run in an interpreter that no torch function mode sees. So the ``__call__`` of their two classes
-is wrapped when the first context (``with cp:``) is entered. The wrapper stays: outside a context it reads the depth of the
-stack of modes and nothing else.
+Functions of ``torch.jit`` run in an interpreter that no torch function mode sees. So the ``__call__`` of their two
+classes is wrapped when the first context (``with cp:``) is entered. The wrapper stays: outside a context it reads the
+depth of the stack of modes and nothing else.
 """
 
 from __future__ import annotations

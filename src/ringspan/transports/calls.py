@@ -26,7 +26,7 @@ from ringspan.errors import InputError, TransportError
 HISTORY = 64  # calls, and exchanges, that a rank remembers
 LARGEST_TAG = 2**31 - 1
 CHECKSUM_CALLS = 16  # calls between two checksums of a group without tags
-CHECKSUMS = 256
+CHECKSUMS = 256  # that a rank keeps
 
 
 class CallDescription(NamedTuple):
@@ -101,7 +101,7 @@ class Call:
         return zlib.crc32(f"{self.number} {tuple(self.description)} {self.thread}".encode())
 
     def tag(self, label: str, nbytes: int) -> int:
-        """Return the tag of a message of this call. The size is part of it: gloo aborts on a message that is too long."""
+        """Return the tag of a message of this call. It depends on the size: gloo aborts on a message that is too long."""
         return (zlib.crc32(label.encode(), self.checksum) + nbytes) % LARGEST_TAG
 
 
@@ -161,8 +161,8 @@ class GroupCalls:
         return "" if thread == self._first_thread else re.sub(r"\d+", "", threading.current_thread().name)
 
     def end(self) -> None:
-        """End the current call. One that failed is no part of the checksums: a rank that refuses a call may not know all
-        of its description."""
+        """End the current call. One that failed is no part of the checksums: a rank that refuses a call may not know
+        all of its description."""
         call, self.current = self.current, None
         if self.checksums is not None and call is not None and call.error is None:
             self.checksum = zlib.crc32(call.checksum.to_bytes(4, "little"), self.checksum)

@@ -1,7 +1,7 @@
 """Collectives that are made of messages, as generators that a transport runs.
 
-gloo's own collectives do not check what they are given: other sizes or dtypes on one rank abort the process, and another
-collective gives wrong numbers. Messages have tags, so those of different calls never match.
+gloo's own collectives do not check what they are given: other sizes or dtypes on one rank abort the process, and
+another collective gives wrong numbers. Messages have tags, so those of different calls never match.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def check_agreement(
 ) -> None:
     """Compare this rank's signature with those of all other ranks. This is a collective call.
 
-    ``lengths`` has the number of queries and of keys that the plan gives each rank, and ``plan_text`` describes the plan
-    in an error message.
+    ``lengths`` has the number of queries and of keys that the plan gives each rank, and ``plan_text`` describes the
+    plan in an error message.
     """
     signatures = [RankSignature(*values) for values in group.all_gather_ints(signature, device, label=LABEL)]
     for rank, other in enumerate(signatures):

@@ -321,8 +321,8 @@ class ProcessGroupTransport:
         return total
 
     def all_reduce_sum_(self, x: Tensor, *, label: str = "an all-reduce", compare_calls: bool = True) -> None:
-        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous. Without ``compare_calls`` a backend without
-        tags does not compare the calls before this one."""
+        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous. Without ``compare_calls`` a backend
+        without tags does not compare the calls before this one."""
         if self.world == 1:
             return
         description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape))
@@ -351,7 +351,7 @@ class ProcessGroupTransport:
         return self._backends.get(device.type) == "gloo"
 
     def _run_collective(self, start: Callable[[], Any], compared: Sequence[Tensor], description: CallDescription) -> None:
-        """Run a collective of the backend. Its results in ``compared`` are invalid if the ranks made different calls."""
+        """Run a collective of the backend. ``compared`` are results that become invalid after different calls."""
         checksum = self._state.calls.checksum
         with self._call(description) as call:
             if settings.debug:

@@ -3,10 +3,10 @@
 A function that ignores ``b`` and ``h`` has one mask for the whole batch and all heads. Two checks decide, and either
 one is enough to count an index as read:
 
-1. The function is called once with tensors that record every access. Only a list of accesses that cannot reveal the value
-   (``b.shape``, ``b.new_ones(…)``) does not count.
-2. It is called for a sample of pairs with other indices, and the results are compared. This finds reads that PyTorch does not
-   report, such as those of a C++ extension.
+1. The function is called once with tensors that record every access. Only a list of accesses that cannot reveal the
+   value (``b.shape``, ``b.new_ones(…)``) does not count.
+2. It is called for a sample of pairs with other indices, and the results are compared. This finds reads that PyTorch
+   does not report, such as those of a C++ extension.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def rebind_tensors(x: Any, new: dict[int, Tensor]) -> Any:
 
 
 class _Rebinder:
-    """Copies each object once. The copies of cells are filled last, because the content of a cell may refer to the cell."""
+    """Copies each object once. The copies of cells are filled last, because a cell may refer to itself."""
 
     def __init__(self, new: dict[int, Tensor]) -> None:
         self._new = new

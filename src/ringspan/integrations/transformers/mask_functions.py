@@ -90,7 +90,7 @@ def either(a: Mask, b: Mask) -> Mask:
     return Mask(bands.table, *bands.lengths, name=bands.name, predicate=predicate)
 
 
-# -- the functions of transformers ---------------------------------------------------------------------------------------
+# -- the functions of transformers -------------------------------------------------------------------------------------
 
 Closure = dict[str, Any]
 
