@@ -19,8 +19,9 @@ from ringspan.strategies import parse_strategy
 
 # Each rank may have a message for every other rank. This bounds the messages of the simulated ranks.
 MAX_MESSAGES = 2**16
-# The numbers of ranks that a choice is compared with: at most so many, and none that takes long to plan.
-MAX_COMPARED, MAX_RANKS_COMPARED = 6, 128
+# A choice is compared with at most so many numbers of ranks. They take about as long as the choice itself, except where a
+# sample was enough for it: then only with few ranks, all of which are simulated.
+MAX_COMPARED, MAX_RANKS_SIMULATED, FEW_RANKS = 6, 256, 16
 # Units of the progress bar, for choosing and again for simulating the choice.
 WHOLE = 1000
 
@@ -107,16 +108,17 @@ def study(question: Question) -> Study:
 
 
 def fewer_worlds(world: int) -> list[int]:
-    """Return the numbers of ranks to compare with: one, and the largest halves that are planned quickly.
+    """Return the numbers of ranks to compare with: one, and the largest halves that are simulated quickly.
 
     >>> fewer_worlds(64), fewer_worlds(12), fewer_worlds(4096), fewer_worlds(1)
-    ([1, 2, 4, 8, 16, 32], [1, 3, 6], [1, 8, 16, 32, 64, 128], [])
+    ([1, 2, 4, 8, 16, 32], [1, 3, 6], [1, 2, 4, 8, 16], [])
     """
+    largest = MAX_RANKS_SIMULATED if world <= MAX_RANKS_SIMULATED else FEW_RANKS
     found = []
     while world > 1:
         world //= 2
         found.append(world)
-    quick = [n for n in found if 1 < n <= MAX_RANKS_COMPARED][: MAX_COMPARED - 1]
+    quick = [n for n in found if 1 < n <= largest][: MAX_COMPARED - 1]
     return [*found[-1:], *reversed(quick)]
 
 
