@@ -147,14 +147,14 @@ def allocated(device: torch.device) -> int:
 
 def measure_layers(cp: rs.ContextParallel, sizes: Sizes, options: argparse.Namespace) -> Measured:
     """Measure ``--together`` layers in one checkpoint."""
-    made: dict[str, Any] = {"device": options.device, "dtype": getattr(torch, options.dtype)}
-    layers = nn.Sequential(*(Layer(sizes, options.tile) for _ in range(options.together))).to(**made)
+    factory_kwargs: dict[str, Any] = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    layers = nn.Sequential(*(Layer(sizes, options.tile) for _ in range(options.together))).to(**factory_kwargs)
     for p in layers.parameters():
         p.grad = torch.zeros_like(p)
     positions = cp.positions().to(options.device)
     angles = positions[:, None] * 1e6 ** (-torch.arange(sizes.head_dim // 2, device=options.device) / (sizes.head_dim // 2))
-    cos, sin = (x[None, :, None].to(made["dtype"]) for x in (angles.cos(), angles.sin()))
-    x = torch.randn(1, len(positions), sizes.width, **made, requires_grad=True)
+    cos, sin = (x[None, :, None].to(factory_kwargs["dtype"]) for x in (angles.cos(), angles.sin()))
+    x = torch.randn(1, len(positions), sizes.width, **factory_kwargs, requires_grad=True)
     x.grad = torch.zeros_like(x)
 
     def all_layers(x: Tensor) -> Tensor:
@@ -172,11 +172,12 @@ def measure_layers(cp: rs.ContextParallel, sizes: Sizes, options: argparse.Names
 
 
 def measure_loss(cp: rs.ContextParallel, sizes: Sizes, options: argparse.Namespace) -> Measured:
-    made: dict[str, Any] = {"device": options.device, "dtype": getattr(torch, options.dtype)}
-    norm = nn.RMSNorm(sizes.width).to(**made)
+    """Measure the last norm, the projection to the vocabulary and the cross-entropy."""
+    factory_kwargs: dict[str, Any] = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    norm = nn.RMSNorm(sizes.width).to(**factory_kwargs)
     tokens = len(cp.positions())
-    hidden = torch.randn(1, tokens, sizes.width, **made, requires_grad=True)
-    weight = torch.randn(sizes.vocabulary, sizes.width, **made).mul_(0.02).requires_grad_()
+    hidden = torch.randn(1, tokens, sizes.width, **factory_kwargs, requires_grad=True)
+    weight = torch.randn(sizes.vocabulary, sizes.width, **factory_kwargs).mul_(0.02).requires_grad_()
     targets = torch.randint(sizes.vocabulary, (1, tokens), device=options.device)
     for x in (hidden, weight):
         x.grad = torch.zeros_like(x)
@@ -214,7 +215,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     gathered = 2 * 2 * layer_parameters * options.together
     memory = states + gathered + round(groups * layers.kept) + max(layers.peak - layers.kept, loss.peak)
     dist.destroy_process_group()
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
     return {
+        "torch": torch.__version__,
+        "device": gpu or options.device,
+        "plan": cp.plan.digest,
         "tokens": options.tokens,
         "ranks": options.world,
         "parameters": parameters,

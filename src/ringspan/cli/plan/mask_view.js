@@ -1,17 +1,17 @@
-// The mask as a view that zooms. The data are the bands of the mask and the pieces of the layout, not pixels: every view is
-// computed from them, so that a single pair of a million tokens can be seen.
+// Draw the mask, and zoom into it. The data are the bands of the mask and the pieces of the layout, not pixels. Every view
+// is computed from them, so that a single pair of a million tokens can be seen.
 //
 //   band [q0, q1, k0, k1, lo, hi]     queries q0 … q1-1 see the keys k0 … k1-1 with lo <= key - query <= hi
 //   piece [owner, start, size, step]  a rank owns the tokens start, start + step, …
 
-const CELLS = 640;       // of a side, at most; in a larger view a cell stands for the token in its middle
+const CELLS = 640;       // of a side, at most; in a larger view a cell shows the token in its middle
 const LEAST_TOKENS = 8;  // of a side, at the highest zoom
 const GRID_TOKENS = 80;  // with fewer, lines between the tokens are drawn
 const MASK_LEFT = 24 + 8 * Math.max(4, whole(data.mask.queries).length), MASK_TOP = 24, MASK_RIGHT = 14, STRIP = 8;
 
 const drawn = data.drawings.mask;
-const whole_view = [0, data.mask.queries, 0, data.mask.keys];
-let view = whole_view;
+const wholeView = [0, data.mask.queries, 0, data.mask.keys];
+let view = wholeView;
 
 // Return a function from a token to the rank that owns it.
 function ownerFunction(pieces) {
@@ -32,13 +32,13 @@ function ownerFunction(pieces) {
 }
 const ownerOfQuery = ownerFunction(drawn.q_pieces), ownerOfKey = ownerFunction(drawn.k_pieces);
 
-// The tokens that the cells of a side stand for.
+// Return the token in the middle of each cell of a side.
 function tokensOf(start, stop) {
   const length = stop - start, cells = Math.min(length, CELLS);
   return Array.from({ length: cells }, (_, n) => start + Math.floor(((2 * n + 1) * length) / (2 * cells)));
 }
 
-// The index of the first of sorted numbers that is at least x.
+// Return the index of the first of sorted numbers that is at least x.
 function firstAtLeast(sorted, x) {
   let low = 0, high = sorted.length;
   while (low < high) {
@@ -48,8 +48,8 @@ function firstAtLeast(sorted, x) {
   return low;
 }
 
-// Call found(row, start, stop) for the runs of cells that are visible. A run narrower than a cell is drawn as one cell.
-function visibleRuns([, , k0, k1], queries, columns, found) {
+// Call onRun(row, start, stop) for the runs of cells that are visible. A run narrower than a cell is drawn as one cell.
+function visibleRuns([, , k0, k1], queries, columns, onRun) {
   const length = k1 - k0;
   for (const [bandQ0, bandQ1, bandK0, bandK1, lo, hi] of drawn.bands) {
     const last = firstAtLeast(queries, bandQ1);
@@ -57,7 +57,7 @@ function visibleRuns([, , k0, k1], queries, columns, found) {
       const from = Math.max(bandK0, queries[row] + lo, k0), to = Math.min(bandK1 - 1, queries[row] + hi, k1 - 1);
       if (from > to) continue;
       const start = Math.floor(((from - k0) * columns) / length);
-      found(row, start, Math.max(start + 1, Math.ceil(((to + 1 - k0) * columns) / length)));
+      onRun(row, start, Math.max(start + 1, Math.ceil(((to + 1 - k0) * columns) / length)));
     }
   }
 }
@@ -108,7 +108,7 @@ function gridLines(pen, side, count, isRow) {
 }
 
 function maskLabels(pen, side) {
-  const [q0, q1, k0, k1] = view, exact = Math.max(q1 - q0, k1 - k0) < 100_000 && view !== whole_view;
+  const [q0, q1, k0, k1] = view, exact = Math.max(q1 - q0, k1 - k0) < 100_000 && view !== wholeView;
   const words = exact ? whole : rounded;
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const q = Math.round(q0 + part * (q1 - q0)), k = Math.round(k0 + part * (k1 - k0));
@@ -130,7 +130,10 @@ function drawMask() {
   stretch(pen, keys.length, queries.length, MASK_LEFT, MASK_TOP, side, side, (cell) => {
     cells = paintCells(cell, queries, q_owner, keys, k_owner);
   });
-  const paint = (cell, owner, place) => owner.forEach((rank, n) => { cell.fillStyle = rankColour(rank); cell.fillRect(...place(n), 1, 1); });
+  const paint = (cell, owner, place) => owner.forEach((rank, n) => {
+    cell.fillStyle = rankColour(rank);
+    cell.fillRect(...place(n), 1, 1);
+  });
   stretch(pen, 1, queries.length, MASK_LEFT - STRIP - 2, MASK_TOP, STRIP, side, (cell) => paint(cell, q_owner, (n) => [0, n]));
   stretch(pen, keys.length, 1, MASK_LEFT, MASK_TOP - STRIP - 2, side, STRIP, (cell) => paint(cell, k_owner, (n) => [n, 0]));
   pen.strokeStyle = colour("line");
@@ -141,15 +144,17 @@ function drawMask() {
   byId("view").textContent = `queries ${whole(q0)}–${whole(q1 - 1)}, keys ${whole(k0)}–${whole(k1 - 1)}`;
   byId("coarse").textContent = drawn.note;
   byId("zoom-in").disabled = Math.max(q1 - q0, k1 - k0) <= LEAST_TOKENS;
-  byId("zoom-out").disabled = byId("zoom-whole").disabled = view === whole_view;
+  byId("zoom-out").disabled = byId("zoom-whole").disabled = view === wholeView;
   hover(element, (x, y) => {
-    const row = Math.floor(((y - MASK_TOP) * queries.length) / side), column = Math.floor(((x - MASK_LEFT) * keys.length) / side);
-    return row in queries && column in keys ? wordsOf(queries[row], keys[column]) : null;
+    const row = Math.floor(((y - MASK_TOP) * queries.length) / side);
+    const column = Math.floor(((x - MASK_LEFT) * keys.length) / side);
+    return row in queries && column in keys ? describePair(queries[row], keys[column]) : null;
   });
   return cells;
 }
 
-function wordsOf(query, key) {
+// Return the text for a pair: who owns it, the band that contains it, and the work of its rank.
+function describePair(query, key) {
   const rank = ownerOfQuery(query), area = drawn.areas[rank], band = bandAt(query, key);
   const words = [`query ${whole(query)} of rank ${rank}, key ${whole(key)} of rank ${ownerOfKey(key)}`];
   if (band) {
@@ -171,7 +176,7 @@ function showView(q0, q1, k0, k1) {
     return [first, first + size];
   };
   const next = [...side(q0, q1, data.mask.queries), ...side(k0, k1, data.mask.keys)];
-  view = next.every((n, i) => n === whole_view[i]) ? whole_view : next;
+  view = next.every((n, i) => n === wholeView[i]) ? wholeView : next;
   byId("mask").dataset.drawn = drawMask();
 }
 
@@ -193,14 +198,16 @@ function listenToMask() {
     const box = element.getBoundingClientRect(), side = box.width - MASK_LEFT - MASK_RIGHT;
     return [(event.clientX - box.left - MASK_LEFT) / side, (event.clientY - box.top - MASK_TOP) / side];
   };
-  const keysOf = {
-    "+": () => zoom(2), "=": () => zoom(2), "-": () => zoom(0.5), 0: () => showView(...whole_view), Home: () => showView(...whole_view),
-    ArrowLeft: () => move(-0.25, 0), ArrowRight: () => move(0.25, 0), ArrowUp: () => move(0, -0.25), ArrowDown: () => move(0, 0.25),
+  const keyActions = {
+    "+": () => zoom(2), "=": () => zoom(2), "-": () => zoom(0.5),
+    0: () => showView(...wholeView), Home: () => showView(...wholeView),
+    ArrowLeft: () => move(-0.25, 0), ArrowRight: () => move(0.25, 0),
+    ArrowUp: () => move(0, -0.25), ArrowDown: () => move(0, 0.25),
   };
   element.addEventListener("keydown", (event) => {
-    if (!(event.key in keysOf) || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!(event.key in keyActions) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    keysOf[event.key]();
+    keyActions[event.key]();
   });
   element.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && document.activeElement !== element) return;
@@ -222,11 +229,11 @@ function listenToMask() {
   for (const end of ["pointerup", "pointercancel"]) element.addEventListener(end, () => { from = null; });
   byId("zoom-in").onclick = () => zoom(2);
   byId("zoom-out").onclick = () => zoom(0.5);
-  byId("zoom-whole").onclick = () => showView(...whole_view);
-  const linked = () => {
+  byId("zoom-whole").onclick = () => showView(...wholeView);
+  const showLinkedView = () => {
     const found = /^#mask=(\d+),(\d+),(\d+),(\d+)$/.exec(location.hash);
     if (found) showView(...found.slice(1).map(Number));
   };
-  window.addEventListener("hashchange", linked);
-  linked();
+  window.addEventListener("hashchange", showLinkedView);
+  showLinkedView();
 }

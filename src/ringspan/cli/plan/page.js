@@ -31,7 +31,7 @@ function put(parent, tag, text, kind) {
 }
 
 function summary() {
-  const { chosen, mask, shape, hardware } = data;
+  const { chosen, mask, shape, hardware } = data, share = Math.round(100 * chosen.share_of_kernel_speed);
   byId("title").textContent = `${chosen.strategy} on ${chosen.layout}`;
   byId("basis").textContent = "Figures are " + data.basis + ".";
   const facts = [
@@ -40,7 +40,7 @@ function summary() {
     ["buffers, fullest rank", bytes(chosen.peak_bytes)],
     ["balance, busiest ÷ mean", chosen.balance.toFixed(3)],
     ["tokens/s through one layer's attention", short(chosen.tokens_per_s)],
-    ["FLOP/s of a rank", `${short(chosen.flops_per_s_of_rank / 1e12)} T, ${Math.round(100 * chosen.share_of_kernel_speed)}% of the kernel's best`, "words"],
+    ["FLOP/s of a rank", `${short(chosen.flops_per_s_of_rank / 1e12)} T, ${share}% of the kernel's best`, "words"],
     ["speed-up over one rank", chosen.speedup === null ? "–" : short(chosen.speedup)],
     ["ranks", `${whole(data.world)} × ${hardware.name}, ${hardware.per_node} a node`, "words"],
     ["tokens", mask.queries === mask.keys ? whole(mask.queries) : `${whole(mask.queries)} × ${whole(mask.keys)}`],
