@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def _two_batches(machine: Hardware, most: int) -> str:
-    """Return the section about `rs.interleave`: two batches of documents, one after the other and in flight together."""
+    """Return the section about `rs.interleave`: two batches, one after the other and in flight together."""
     layout, rows = f"balanced(per_node={machine.per_node})", []
     for world in (w for w in (128, 512) if w <= most):
         masks = [documents(TOKENS_PER_RANK * world, seed) for seed in (0, 1)]

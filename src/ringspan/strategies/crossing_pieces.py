@@ -28,8 +28,8 @@ ROWS = 128  # parts of a band begin at multiples of this, so that kernels comput
 class Pieces(NamedTuple):
     """The pieces in which rows cross between nodes.
 
-    ``bounds`` has the first row of each piece but the first, for each rank. ``layout`` is that of the keys, with its spans
-    split at these rows. The rows of the ranks are the same.
+    ``bounds`` has the first row of each piece but the first, for each rank. ``layout`` is that of the keys, with its
+    spans split at these rows. The rows of the ranks are the same.
     """
 
     bounds: Ints
@@ -57,8 +57,8 @@ def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, c
         size = stop[first:last] - start[first:last]
         before = np.cumsum(size) - size
         at = np.arange(1, count) * int(size.sum()) // count
-        held = before.searchsorted(at, side="right") - 1
-        bounds[rank] = start[first:last][held] + at - before[held]
+        range_of = before.searchsorted(at, side="right") - 1
+        bounds[rank] = start[first:last][range_of] + at - before[range_of]
     spans: list[list[tuple[int, int, int]]] = []
     for rank, of_rank in enumerate(kv_layout.spans):
         row, found = 0, []
@@ -91,9 +91,9 @@ def spread(
 ) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
     """Split the bands of the rank's own rows, and of those of its node, over the steps, so that all have equal work.
 
-    ``busy`` is the work of each step with rows of other nodes. Steps before the first and after the last of it get half as
-    much as the others, since other ranks wait for their messages. Rows of the node arrive in step 0, and their gradients
-    are sent in the last step.
+    ``busy`` is the work of each step with rows of other nodes. Steps before the first and after the last of it get half
+    as much as the others, since other ranks wait for their messages. Rows of the node arrive in step 0, and their
+    gradients are sent in the last step.
     """
     own_area, near_area = (sum(band.area for band in bands) for bands in (own, near))
     share = _fill(np.array(busy, dtype=np.float64), own_area + near_area)
@@ -106,7 +106,10 @@ def spread(
 
 
 def _fill(busy: Shares, work: int) -> Shares:
-    """Return how much of the work each step gets, so that all steps have about the same in total."""
+    """Return how much of the work each step gets, so that all steps have about the same in total.
+
+    The level up to which steps are filled is found by bisection.
+    """
     working = np.flatnonzero(busy)
     weights = np.full(len(busy), 0.5)
     weights[slice(working[0], working[-1] + 1) if len(working) else slice(None)] = 1.0
@@ -118,7 +121,7 @@ def _fill(busy: Shares, work: int) -> Shares:
 
 
 def _split_by_area(bands: tuple[Band, ...], shares: Shares) -> list[tuple[Band, ...]]:
-    """Split bands into parts with these shares of their area: whole bands in their order, and bands by their queries."""
+    """Split bands into parts with these shares of their area, in the order of the bands and of their queries."""
     table = np.array(bands, dtype=np.int64).reshape(-1, 6)
     areas = area(table)
     total, wanted = areas.sum(), shares.sum()

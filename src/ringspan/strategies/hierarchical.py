@@ -16,8 +16,8 @@
     step 3    dk: 3 → 2, where it is added to that of rank 2
     step 4    dk: 2 → 0, across, once for the node
 
-With ``pieces=m``, the rows that cross are sent in m pieces, in a pipeline. Piece p makes each of these steps p steps later,
-and the rank's own rows are computed bit by bit in all steps, so that every step has about equal work::
+With ``pieces=m``, the rows that cross are sent in m pieces, in a pipeline. Piece p makes each of these steps p steps
+later, and the rank's own rows are computed bit by bit in all steps, so that every step has about equal work::
 
     pieces=2, backward    step 0     step 1     step 2     step 3     step 4     step 5
     across                piece 0    piece 1
@@ -261,8 +261,8 @@ def _incoming_rows(
 
 
 def _own_rows(problem: Problem, split: Problem, nodes: Nodes, pieces: Pieces) -> dict[int, list[Rows]]:
-    """Return the messages with this rank's own keys, by ``peer * pieces + piece``: to each peer on its node the rows that
-    it sees, as piece 0, and to each forwarding rank the rows that any rank of its node sees."""
+    """Return the messages with this rank's own keys, by ``peer * pieces + piece``: to each peer on its node the rows
+    that it sees, as piece 0, and to each forwarding rank the rows that any rank of its node sees."""
     tiles = split.seeing()
     rank, node = problem.rank, nodes.of(problem.rank)
     receiver = np.array([q if nodes.of(q) == node else nodes.forwarder(rank, nodes.of(q)) for q in range(problem.world)])
@@ -277,8 +277,8 @@ def _own_rows(problem: Problem, split: Problem, nodes: Nodes, pieces: Pieces) ->
 
 
 def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows, pieces: Pieces) -> dict[int, list[Rows]]:
-    """Return the messages that forward rows, as rows of the slot that holds them, by ``(peer * world + owner) * pieces +
-    piece``."""
+    """Return the messages that forward rows, as rows of the slot that holds them, by ``(peer * world + owner) * pieces
+    + piece``."""
     pair, start, stop = union(
         node_tiles.q_rank * problem.world + node_tiles.k_rank, node_tiles.bands[:, K0], node_tiles.bands[:, K1]
     )

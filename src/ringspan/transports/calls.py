@@ -101,7 +101,7 @@ class Call:
         return zlib.crc32(f"{self.number} {tuple(self.description)} {self.thread}".encode())
 
     def tag(self, label: str, nbytes: int) -> int:
-        """Return the tag of a message of this call. It depends on the size: gloo aborts on a message that is too long."""
+        """Return the tag of a message of this call. It depends on the size: gloo aborts if a message is too long."""
         return (zlib.crc32(label.encode(), self.checksum) + nbytes) % LARGEST_TAG
 
 

@@ -145,7 +145,7 @@ def _plans(candidate: Candidate, question: Question, bar: Progress) -> list[Plan
 
 
 def _with_cost(candidate: Candidate, question: Question, bar: Progress) -> Candidate:
-    """Return a candidate with its cost, also if it was rejected without one. If it cannot be planned, return it as is."""
+    """Return a candidate with its cost, also if it was rejected without one, if it can be planned."""
     if candidate.cost is not None:
         return candidate
     try:
