@@ -17,7 +17,7 @@ from ringspan.errors import InputError
 from ringspan.frontends.batch_rows import attend_rows, rows_of
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
 from ringspan.frontends.labels import document_lengths
-from ringspan.frontends.neighbours import halo_window, roll_window, rows_first, windows_back
+from ringspan.frontends.neighbours import check_fill, halo_window, roll_window, rows_first, windows_back
 from ringspan.frontends.validate import check_mask, check_scale
 from ringspan.frontends.varlen import VarlenCall, from_four_dims, mask_of_call
 from ringspan.kernels import Partial, ScoreMod
@@ -202,6 +202,7 @@ class LocalWorld:
         if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
             raise InputError(f"x must be a tensor with its tokens on dim {dim}; got {getattr(x, 'shape', type(x).__name__)}")
         rows, dim = rows_first(x, dim, x.shape[dim])
+        check_fill(window.fill, x.dtype)
         lengths = document_lengths(documents, len(rows))
         made, _ = make_layout(layout, offsets(lengths, -len(rows), 0), self.world)
         transport = InProcessTransport(self.world)

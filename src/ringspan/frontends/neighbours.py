@@ -71,6 +71,7 @@ class Neighbours(TokenData):
         layout = self._layout(of)
         check_layout(x, layout)
         rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
+        check_fill(window.fill, x.dtype)
         made = window_plan(lengths, layout, window, self.plan.rank)
         (windows,) = windows_of_ranks([made], [rows], window, self.group.run, kind)
         return windows_back(windows, x, dim)
@@ -103,6 +104,17 @@ def rows_first(x: Any, dim: int, tokens: int) -> tuple[Tensor, int]:
         )
     features = x.numel() // tokens if tokens else torch.Size(n for i, n in enumerate(x.shape) if i != dim % x.ndim).numel()
     return x.movedim(dim, 0).reshape(tokens, features), dim % x.ndim
+
+
+def check_fill(fill: Any, dtype: torch.dtype) -> None:
+    """Raise if a tensor of this dtype cannot hold the fill value as it is."""
+    if isinstance(fill, int | float) and not dtype.is_floating_point and not dtype.is_complex:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        fits = low <= fill <= high and int(fill) == fill
+    else:
+        fits = isinstance(fill, int | float) or (isinstance(fill, complex) and dtype.is_complex)
+    if not fits:
+        raise InputError(f"fill={fill!r} is not a value of {dtype}, the dtype of x")
 
 
 def windows_back(windows_SWF: Tensor, x: Tensor, dim: int) -> Tensor:

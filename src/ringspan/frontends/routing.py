@@ -52,9 +52,12 @@ class Routing(TokenData):
 
 def loaded_layout(lengths: Any, owners: Sequence[int], world: int) -> Layout:
     """Return the layout in which each rank has the documents that it owns."""
-    given = np.asarray(list(owners))
+    try:
+        given = np.asarray(list(owners))
+    except (TypeError, ValueError):  # not a list, or lists of different lengths
+        given = np.zeros((0, 0))
     if given.shape != (len(lengths),) or (len(given) and given.dtype.kind not in "iu"):
-        raise InputError(f"owners must be one rank for each of the {len(lengths)} documents; got {list(owners)!r:.100}")
+        raise InputError(f"owners must be one rank for each of the {len(lengths)} documents; got {owners!r:.100}")
     if len(given) and not (given.min() >= 0 and given.max() < world):
         raise InputError(f"owners must be ranks 0 … {world - 1} of the group; got {int(given.min())} … {int(given.max())}")
     stops = np.cumsum(lengths)
@@ -66,7 +69,7 @@ def loaded_layout(lengths: Any, owners: Sequence[int], world: int) -> Layout:
 
 
 def _concatenated(loaded: Any, tokens: int, rank: int) -> Tensor:
-    parts = [loaded] if isinstance(loaded, Tensor) else list(loaded)
+    parts = [loaded] if isinstance(loaded, Tensor) else list(loaded) if hasattr(loaded, "__iter__") else []
     if not parts or not all(isinstance(part, Tensor) and part.ndim for part in parts):
         raise InputError(
             "loaded must be a tensor, or a list of tensors, with tokens on dim 0. A rank that loaded no document gives an "

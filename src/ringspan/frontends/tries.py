@@ -90,6 +90,8 @@ def fold(rows: Sequence[Any]) -> Trie:
     [0, 1, 4]
     """
     root = _Node(np.zeros(0, dtype=np.int64))
+    if not hasattr(rows, "__iter__"):
+        raise InputError(f"rows must be a list with the token ids of each row; got {type(rows).__name__}")
     checked = [_checked(i, row) for i, row in enumerate(rows)]
     for row in checked:
         root.insert(row)
@@ -172,9 +174,17 @@ def _depth_first(root: _Node) -> tuple[list[_Node], list[int]]:
 
 
 def _checked(i: int, row: Any) -> Ints:
-    tokens = np.asarray(row.tolist() if hasattr(row, "tolist") else row)
+    values = row.tolist() if hasattr(row, "tolist") else row
+    try:
+        tokens = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        raise InputError(f"rows[{i}] must be a list of token ids; got {row!r:.100}") from None
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        if tokens.ndim == 1 and all(type(value) is int for value in values):
+            raise InputError(f"rows[{i}] has token ids that do not fit into 64 bits with a sign: {max(values)}")
         raise InputError(f"rows[{i}] must be a list of token ids; got {tokens.dtype} of shape {tokens.shape}")
+    if tokens.dtype.kind == "u" and len(tokens) and tokens.max() > np.iinfo(np.int64).max:
+        raise InputError(f"rows[{i}] has token ids that do not fit into 64 bits with a sign: {tokens.max()}")
     return tokens.astype(np.int64)
 
 

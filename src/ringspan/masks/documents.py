@@ -78,6 +78,10 @@ def documents(
 
 
 def _by_rows(lengths: Any, kv_lengths: Any, causal: bool, align: Align | None) -> Mask:
+    if kv_lengths is not None and not isinstance(kv_lengths, list | tuple):
+        raise MaskError(
+            f"lengths are those of {len(lengths)} rows, so kv_lengths must be a list for each; got {kv_lengths!r:.100}"
+        )
     of_keys = [None] * len(lengths) if kv_lengths is None else kv_lengths
     if len(of_keys) != len(lengths):
         raise MaskError(f"{len(lengths)} rows have lengths but {len(of_keys)} have kv_lengths: both need one list each")

@@ -118,7 +118,10 @@ def nodes_of(lengths: Any, parents: Any) -> TreeNodes:
 
 
 def _parents(parents: Any, count: int) -> Ints:
-    values = np.asarray(parents.tolist() if hasattr(parents, "tolist") else parents)
+    try:
+        values = np.asarray(parents.tolist() if hasattr(parents, "tolist") else parents)
+    except ValueError:  # lists of different lengths
+        values = np.zeros((0, 0))
     if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
         raise MaskError(f"parents must be a list of node numbers, -1 for a root; got {parents!r}")
     if len(values) != count:

@@ -98,6 +98,10 @@ def pack(
     (1, 2, 5) (1, 6, 5) (3, 3, 3, 3)
     """
     sizes = as_lengths("lengths", lengths)
+    if not callable(mask):
+        raise InputError(
+            f"mask must be a function that makes a mask from a list of lengths, as rs.documents; got {mask!r:.100}"
+        )
     world, capacity = check_world(world), world * _check_tokens(tokens_per_rank)
     if len(sizes) and sizes.max() > capacity:
         raise InputError(
@@ -110,6 +114,8 @@ def pack(
     for group in _groups(sizes, capacity, layer):
         of_group = sizes[group].tolist()
         made_mask = mask(of_group)
+        if not isinstance(made_mask, Mask):
+            raise InputError(f"mask() must make a mask from the lengths of documents, but gave {type(made_mask).__name__}")
         if made_mask.lengths != (sum(of_group),) * 2:
             raise InputError(f"mask() gave {made_mask.name} of lengths {made_mask.lengths} for {sum(of_group)} tokens")
         of_ranks = plan(made_mask, world=world, layout="balanced", hardware=hardware, shape=shape)

@@ -10,6 +10,7 @@ import numpy as np
 
 import ringspan as rs
 from ringspan.cli.plan.study import FewerRanks, Study
+from ringspan.costs.plan_cost import flops_per_pair
 from ringspan.layouts import balance
 from ringspan.planner import Candidate, bytes_moved, peak_bytes
 from ringspan.plans.data import PHASES
@@ -48,22 +49,18 @@ def facts(study: Study) -> dict[str, Any]:
     }
 
 
-# FLOPs per visible pair and element of the head dim: two matrix products forward, five backward.
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
-
-
 def _throughput(study: Study) -> dict[str, float | None]:
     """Return tokens and FLOP/s of forward and backward, the share of the kernel's best speed, and the speed-up over one
     rank, which is None if one rank has too little memory or was not compared."""
     question, seconds, machine = study.question, study.cost.seconds, study.question.machine
-    work = question.mask.area * question.shape.batch * question.shape.heads * question.shape.head_dim
-    fastest = work * (FORWARD_FLOPS / machine.forward.best + BACKWARD_FLOPS / machine.backward.best) / question.world
+    forward, backward = (question.mask.area * question.shape.heads * flops_per_pair(question.shape, phase) for phase in PHASES)
+    fastest = (forward / machine.forward.best + backward / machine.backward.best) / question.world
     one_rank_s = seconds if question.world == 1 else None
     if study.fewer and study.fewer[0].best and study.fewer[0].best.cost:
         one_rank_s = study.fewer[0].best.cost.seconds
     return {
         "tokens_per_s": question.shape.batch * question.mask.lengths[0] / seconds,
-        "flops_per_s_of_rank": work * (FORWARD_FLOPS + BACKWARD_FLOPS) / seconds / question.world,
+        "flops_per_s_of_rank": (forward + backward) / seconds / question.world,
         "share_of_kernel_speed": fastest / seconds,
         "one_rank_s": one_rank_s,
         "speedup": one_rank_s and one_rank_s / seconds,
