@@ -12,7 +12,7 @@ def end_to_end(layouts: Sequence[Layout], name: str) -> Layout:
 
     >>> print(end_to_end([Layout([[(0, 1)], [(1, 2)]]), Layout([[(2, 3)], [(0, 2)]])], "both").ascii())
     rank 0: [0,1) [4,5)
-    rank 1: [1,4)
+    rank 1: [1,2) [2,4)
     """
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(layouts[0].world)]
     offset = 0
