@@ -298,6 +298,18 @@ def unshard_with_another_cp(rank: int, debug: bool) -> str:
     return "no error"
 
 
+class Attend(torch.autograd.Function):
+    """A function of a user, with the name of that of ringspan."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 def unshard_what_a_model_computed(rank: int, case: str) -> str:
     zigzag, contiguous = (
         rs.ContextParallel(None, rs.causal(N), layout=x, strategy="ring", expect_attention=False)
@@ -319,6 +331,10 @@ def unshard_what_a_model_computed(rank: int, case: str) -> str:
         if case == "through unshard":  # a tensor that was gathered and sharded again has the layout of the second cp
             whole = zigzag.unshard(out, dim=1)
             return contiguous.unshard(contiguous.shard(whole, dim=1) * 2, dim=1)
+        if case == "through mean":  # a number has no tokens
+            return contiguous.unshard(contiguous.shard(torch.randn(1, N, 8), dim=1) * zigzag.mean(out), dim=1)
+        if case == "another Attend":
+            return contiguous.unshard(Attend.apply(contiguous.shard(torch.randn(1, N, 8).requires_grad_(), dim=1)), dim=1)
         if case == "same layout":
             return zigzag.with_mask(rs.full(N, N)).unshard(out * 2, dim=1)
         return contiguous.unshard(out * 2, dim=1)
@@ -333,7 +349,7 @@ def unshard_what_a_model_computed(rank: int, case: str) -> str:
         return debugging(step)
 
 
-@pytest.mark.parametrize("case", ["grad", "no_grad", "through unshard", "same layout"])
+@pytest.mark.parametrize("case", ["grad", "no_grad", "through unshard", "through mean", "another Attend", "same layout"])
 def test_unshard_of_a_model_result_with_another_layout_is_refused(pools: Pools, case: str) -> None:
     for printed in pools(2).run(unshard_what_a_model_computed, case):
         if case in ("grad", "no_grad"):

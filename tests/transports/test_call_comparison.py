@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.testing.assertions import assert_close
 from ringspan.transports import ProcessGroupTransport
+from ringspan.transports.call_comparison import apply_comparison
 from ringspan.transports.calls import Call
 from tests.conftest import Pools
 
@@ -69,6 +71,15 @@ def test_no_number_follows_different_calls(pools: Pools) -> None:
         assert mean.isnan().all()
         assert whole.isnan().all()
         assert "different calls before cp.sum_gradients" in error
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_results_that_cannot_be_filled_with_nan_raise(dtype: torch.dtype) -> None:
+    x = torch.ones(3).to(dtype)
+    apply_comparison(torch.tensor([5, -5]), [x], "unshard")
+    assert x.float().tolist() == [1.0] * 3
+    with pytest.raises(rs.PeerMismatch, match="different calls before unshard"):
+        apply_comparison(torch.tensor([6, -5]), [x], "unshard")
 
 
 def test_groups_with_tags_keep_no_checksum(pools: Pools) -> None:

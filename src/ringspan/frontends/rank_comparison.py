@@ -24,9 +24,10 @@ from ringspan.user_functions.values import values_digest
 # An attribute of the results of cp.shard: the digest of their layout.
 LAYOUT = "_ringspan_layout"
 
-# Names of autograd nodes: that of attention, which keeps its plans, and those of functions that reorder tokens.
+# Names of autograd nodes: that of attention, which keeps its plans, and those of functions whose results do not have the
+# tokens of their inputs in the same order (cp.unshard, cp.roll and cp.halo, cp.mean and cp.sum).
 ATTENTION_NODE = "AttendBackward"
-REORDERING = frozenset({"_UnshardBackward", "_WindowsBackward"})
+REORDERING = frozenset({"_UnshardBackward", "_WindowsBackward", "_SumOfSharesBackward"})
 MAX_NODES = 500  # that are searched for attention
 
 
@@ -112,9 +113,10 @@ def _nearest_attention(x: Tensor) -> Plan | None:
         node = queue.popleft()
         if node is None or node.name() in REORDERING:
             continue
-        if node.name() == ATTENTION_NODE:
-            plan: Plan = node.plans[0]  # type: ignore[attr-defined]
-            return plan
+        # A function of the user may have the same name.
+        plans = getattr(node, "plans", None) if node.name() == ATTENTION_NODE else None
+        if plans and isinstance(plans[0], Plan):
+            return plans[0]
         unseen = [source for source, _ in node.next_functions if source not in seen]
         seen.update(unseen)
         queue.extend(unseen)

@@ -31,10 +31,10 @@ def start_comparison(checksum: int, device: torch.device, group: dist.ProcessGro
 
 
 def apply_comparison(extremes: Tensor, results: Sequence[Tensor], label: str) -> None:
-    """Replace the results of a collective by NaN if the ranks have made different calls. Integers raise PeerMismatch,
-    which waits for the device."""
+    """Replace the results of a collective by NaN if the ranks have made different calls. Integers, and floats of 8 bits,
+    which torch cannot fill by a mask, raise PeerMismatch, which waits for the device."""
     differ = extremes.sum() != 0
-    if all(x.is_floating_point() or x.is_complex() for x in results):
+    if all((x.is_floating_point() or x.is_complex()) and x.itemsize > 1 for x in results):
         for x in results:
             x.masked_fill_(differ, torch.nan)
     elif differ.item():
