@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,55 +126,18 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
         placed.slot_row,
         placed.slot_row + placed.size,
     )
-    own_rows = _own_rows(problem, split, nodes, pieces)
-    forwarded_rows = _forwarded_rows(split, node_tiles, placed, pieces)
-
-    def of_others(what: PayloadKind, owners: Sequence[int], stage: int) -> list[Transfer]:
-        """Return the transfers of these owners' rows of a stage that this rank holds: receives of keys, or sends of
-        their gradients.
-
-        The peer is the owner or, if the rows were forwarded, the owner's forwarding rank.
-        """
-        piece = 0 if stage == near_stage else stage // 2
-        held = [(forwarder_of[o] if stage % 2 else o, rows) for o in owners for rows in away.get(o * count + piece, ())]
-        return [Transfer(what=what, peer=peer, slot=_slot(stage), rows=rows) for peer, rows in held]
-
-    def own(what: PayloadKind, peers: Sequence[int], piece: int) -> list[Transfer]:
-        """Return the transfers of the rank's own keys (or gradients) of a piece with these peers."""
-        held = [(peer, rows) for peer in peers for rows in own_rows.get(peer * count + piece, ())]
-        return [Transfer(what=what, peer=peer, slot=0, rows=rows) for peer, rows in held]
-
-    def forwarded_keys(what: PayloadKind, piece: int) -> list[Transfer]:
-        """Return the transfers of the keys (or gradients) of a piece that this rank forwards on its node."""
-        keys = [(peer, (peer * world + o) * count + piece) for peer in near for o in forwarded_here]
-        held = [(peer, rows) for peer, key in keys for rows in forwarded_rows.get(key, ())]
-        return [Transfer(what=what, peer=peer, slot=_slot(_direct(piece)), rows=rows) for peer, rows in held]
-
-    def exchanged(n: int, phase: Phase) -> tuple[list[Transfer], list[Transfer]]:
-        """Return the sends and receives of a step."""
-        sends: list[Transfer] = []
-        recvs: list[Transfer] = []
-        if n == 0:
-            sends += own("kv", near, 0)
-            recvs += of_others("kv", near, near_stage)
-        if n < count:
-            sends += own("kv", forwarders, n)
-            recvs += of_others("kv", forwarded_here, _direct(n))
-        if 0 <= n - 1 < count:
-            sends += forwarded_keys("kv", n - 1)
-            recvs += of_others("kv", forwarded_to_us, _forwarded(n - 1))
-        if phase == "forward":
-            return sends, recvs
-        if n == (2 if count == 1 else _steps(count, phase) - 1):
-            sends += of_others("dkv", near, near_stage)
-            recvs += own("dkv", near, 0)
-        if 0 <= n - 3 < count:
-            sends += of_others("dkv", forwarded_to_us, _forwarded(n - 3))
-            recvs += forwarded_keys("dkv", n - 3)
-        if 0 <= n - 4 < count:
-            sends += of_others("dkv", forwarded_here, _direct(n - 4))
-            recvs += own("dkv", forwarders, n - 4)
-        return sends, recvs
+    transfers = _Transfers(
+        world=world,
+        pieces=count,
+        forwarder_of=forwarder_of,
+        near=near,
+        forwarders=forwarders,
+        forwarded_here=forwarded_here,
+        forwarded_to_us=forwarded_to_us,
+        away=away,
+        own_rows=_own_rows(problem, split, nodes, pieces),
+        forwarded_rows=_forwarded_rows(split, node_tiles, placed, pieces),
+    )
 
     def task_of(stage: int, of_stage: tuple[Band, ...]) -> list[Task]:
         if not of_stage:
@@ -196,7 +159,7 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
             tasks = [task for part in own_parts[n : n + 1] for task in task_of(OWN, part)]
             tasks += [task for part in near_parts[n : n + 1] for task in task_of(near_stage, part)]
             tasks += [task for stage in stages for task in task_of(stage, bands[stage])]
-            sends, recvs = exchanged(n, phase)
+            sends, recvs = transfers.exchanged(n, phase)
             made.append(Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tuple(tasks)))
         return tuple(made)
 
@@ -207,6 +170,76 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
         q_slots=(Slot(rows=problem.q_rows),),
         kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in slots)),
     )
+
+
+class _Transfers(NamedTuple):
+    """The transfers of one rank, step by step.
+
+    ``away``, ``own_rows`` and ``forwarded_rows`` are the messages with rows of others that this rank holds, with its
+    own rows, and with the rows that it forwards.
+    """
+
+    world: int
+    pieces: int
+    forwarder_of: Sequence[int]
+    near: Sequence[int]
+    forwarders: Sequence[int]
+    forwarded_here: Sequence[int]
+    forwarded_to_us: Sequence[int]
+    away: Mapping[int, Sequence[Rows]]
+    own_rows: Mapping[int, Sequence[Rows]]
+    forwarded_rows: Mapping[int, Sequence[Rows]]
+
+    def of_others(self, what: PayloadKind, owners: Sequence[int], stage: int) -> list[Transfer]:
+        """Return the transfers of these owners' rows of a stage that this rank holds: receives of keys, or sends of
+        their gradients.
+
+        The peer is the owner or, if the rows were forwarded, the owner's forwarding rank.
+        """
+        piece = 0 if stage == _near(self.pieces) else stage // 2
+        held = [
+            (self.forwarder_of[o] if stage % 2 else o, rows)
+            for o in owners
+            for rows in self.away.get(o * self.pieces + piece, ())
+        ]
+        return [Transfer(what=what, peer=peer, slot=_slot(stage), rows=rows) for peer, rows in held]
+
+    def own(self, what: PayloadKind, peers: Sequence[int], piece: int) -> list[Transfer]:
+        """Return the transfers of the rank's own keys (or gradients) of a piece with these peers."""
+        held = [(peer, rows) for peer in peers for rows in self.own_rows.get(peer * self.pieces + piece, ())]
+        return [Transfer(what=what, peer=peer, slot=0, rows=rows) for peer, rows in held]
+
+    def forwarded_keys(self, what: PayloadKind, piece: int) -> list[Transfer]:
+        """Return the transfers of the keys (or gradients) of a piece that this rank forwards on its node."""
+        keys = [(peer, (peer * self.world + o) * self.pieces + piece) for peer in self.near for o in self.forwarded_here]
+        held = [(peer, rows) for peer, key in keys for rows in self.forwarded_rows.get(key, ())]
+        return [Transfer(what=what, peer=peer, slot=_slot(_direct(piece)), rows=rows) for peer, rows in held]
+
+    def exchanged(self, n: int, phase: Phase) -> tuple[list[Transfer], list[Transfer]]:
+        """Return the sends and receives of a step."""
+        sends: list[Transfer] = []
+        recvs: list[Transfer] = []
+        if n == 0:
+            sends += self.own("kv", self.near, 0)
+            recvs += self.of_others("kv", self.near, _near(self.pieces))
+        if n < self.pieces:
+            sends += self.own("kv", self.forwarders, n)
+            recvs += self.of_others("kv", self.forwarded_here, _direct(n))
+        if 0 <= n - 1 < self.pieces:
+            sends += self.forwarded_keys("kv", n - 1)
+            recvs += self.of_others("kv", self.forwarded_to_us, _forwarded(n - 1))
+        if phase == "forward":
+            return sends, recvs
+        if n == (2 if self.pieces == 1 else _steps(self.pieces, phase) - 1):
+            sends += self.of_others("dkv", self.near, _near(self.pieces))
+            recvs += self.own("dkv", self.near, 0)
+        if 0 <= n - 3 < self.pieces:
+            sends += self.of_others("dkv", self.forwarded_to_us, _forwarded(n - 3))
+            recvs += self.forwarded_keys("dkv", n - 3)
+        if 0 <= n - 4 < self.pieces:
+            sends += self.of_others("dkv", self.forwarded_here, _direct(n - 4))
+            recvs += self.own("dkv", self.forwarders, n - 4)
+        return sends, recvs
 
 
 # Stages of received rows: piece by piece, those that come from their owners on other nodes, then those that were
