@@ -114,7 +114,6 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
     forwarded_here = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
     forwarded_to_us = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
     near_stage = _near(count)
-
     pieces = make_pieces(problem.mask, problem.q_layout, problem.kv_layout, nodes, count)
     split = replace(problem, kv_layout=pieces.layout)
     tiles = split.seen()
@@ -139,11 +138,6 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
         forwarded_rows=_forwarded_rows(split, node_tiles, placed, pieces),
     )
 
-    def task_of(stage: int, of_stage: tuple[Band, ...]) -> list[Task]:
-        if not of_stage:
-            return []
-        return [KEYS.task(0 if stage == OWN else _slot(stage), of_stage, None if stage == OWN else placed.tokens(stage))]
-
     def steps(phase: Phase) -> tuple[Step, ...]:
         crossing: list[list[int]] = [[] for _ in range(_steps(count, phase))]
         for piece in range(count):
@@ -156,9 +150,9 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
             own_parts, near_parts = spread(bands.get(OWN, ()), bands.get(near_stage, ()), busy)
         made = []
         for n, stages in enumerate(crossing):
-            tasks = [task for part in own_parts[n : n + 1] for task in task_of(OWN, part)]
-            tasks += [task for part in near_parts[n : n + 1] for task in task_of(near_stage, part)]
-            tasks += [task for stage in stages for task in task_of(stage, bands[stage])]
+            tasks = [task for part in own_parts[n : n + 1] for task in _tasks(placed, OWN, part)]
+            tasks += [task for part in near_parts[n : n + 1] for task in _tasks(placed, near_stage, part)]
+            tasks += [task for stage in stages for task in _tasks(placed, stage, bands[stage])]
             sends, recvs = transfers.exchanged(n, phase)
             made.append(Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tuple(tasks)))
         return tuple(made)
@@ -170,6 +164,13 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
         q_slots=(Slot(rows=problem.q_rows),),
         kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in slots)),
     )
+
+
+def _tasks(placed: IncomingRows, stage: int, bands: tuple[Band, ...]) -> list[Task]:
+    """Return the task of these bands of a stage. Without bands there is none."""
+    if not bands:
+        return []
+    return [KEYS.task(0, bands, None) if stage == OWN else KEYS.task(_slot(stage), bands, placed.tokens(stage))]
 
 
 class _Transfers(NamedTuple):
