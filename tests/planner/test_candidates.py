@@ -63,8 +63,9 @@ def test_the_layout_of_the_keys_counts(of_keys: str, names: list[str]) -> None:
     [
         (8, 8, ["ulysses"]),
         (9, 9, []),  # more ranks than heads
-        (8, 4, ["ulysses", "hierarchical", "hierarchical", "hybrid"]),
-        (9, 4, ["hierarchical", "hierarchical"]),  # nodes of different sizes
+        (8, 4, ["ulysses", "hierarchical", "hybrid"]),
+        (33, 2, ["hierarchical", "hierarchical"]),  # in one piece, and over many nodes in several
+        (9, 4, ["hierarchical"]),  # nodes of different sizes
         (8, 1, ["ulysses", "hierarchical"]),
     ],
 )

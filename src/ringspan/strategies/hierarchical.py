@@ -56,7 +56,8 @@ from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_row
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
 
-PIECES = 6  # that the automatic choice considers
+PIECES = 6  # that the automatic choice considers, from this number of nodes on:
+NODES_FOR_PIECES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +95,9 @@ class Hierarchical(Strategy):
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
         if machine.per_node >= world:
             return []
-        return [
-            cls(per_node=machine.per_node),
-            *([cls(per_node=machine.per_node, pieces=PIECES)] if machine.per_node > 1 else []),
-        ]
+        # Over few nodes pieces save little, and each candidate costs planning time.
+        in_pieces = machine.per_node > 1 and world >= NODES_FOR_PIECES * machine.per_node
+        return [cls(per_node=machine.per_node), *([cls(per_node=machine.per_node, pieces=PIECES)] if in_pieces else [])]
 
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
