@@ -72,7 +72,7 @@ def train(rank: int, folder: str, name: str, kind: str) -> list[list[dict[str, f
                 disable_tqdm=True,
                 parallelism_config=None if alone else ParallelismConfig(cp_size=2),
             )
-            trainer = Trainer(model=model, args=arguments, train_dataset=rows(kind), eval_dataset=rows(kind)[: 2 * B])
+            trainer = Trainer(model=model, args=arguments, train_dataset=rows(kind), eval_dataset=rows(kind)[: 2 * B - 1])
             first = trainer.evaluate()
             trainer.train()
             assert model.config._attn_implementation == "sdpa"
@@ -102,6 +102,10 @@ HOOKS = {
     "accelerate.Accelerator.maybe_context_parallel": (
         ["self", "buffers", "buffer_seq_dims", "no_restore_buffers"],
         ["self._cp_context("],
+    ),
+    "accelerate.Accelerator.gather_for_metrics": (
+        ["self", "input_data", "use_gather_object"],
+        ["tensor[: self.gradient_state.remainder]"],
     ),
     "accelerate.Accelerator.prepare_model": (
         ["self", "model", "device_placement", "evaluation_mode"],
@@ -156,17 +160,55 @@ def test_other_sizes_are_refused_on_cpus(pools: Pools) -> None:
 
 
 def test_positions_are_found_among_the_buffers() -> None:
-    import ringspan as rs
-    from ringspan.integrations.accelerate import _mask
+    from ringspan.integrations.accelerate import _positions
 
     ids, positions = torch.arange(12).reshape(2, 6) + 7, torch.tensor([[0, 1, 2, 0, 1, 0]] * 2)
-    assert _mask([ids, positions], [1, 1]) == rs.documents([3, 2, 1])
-    assert _mask([ids, ids], [1, 1]) == rs.causal(6)
-    assert _mask([ids, positions[:, :1].repeat(1, 6) + 1], [1, 1]) == rs.causal(6)  # an attention mask of ones
+    found = _positions([ids, positions], [1, 1])
+    assert found is not None
+    assert torch.equal(found, positions)
+    assert _positions([ids, ids], [1, 1]) is None
+    assert _positions([ids, positions[:, :1].repeat(1, 6) + 1], [1, 1]) is None  # an attention mask of ones
     token_types = torch.zeros_like(ids)
-    assert _mask([ids, token_types], [1, 1]) == rs.causal(6)
+    assert _positions([ids, token_types], [1, 1]) is None
     token_types[:, -1] = 1
-    assert _mask([ids, token_types], [1, 1]) == rs.causal(6)
+    assert _positions([ids, token_types], [1, 1]) is None
+
+
+def call_of_model(rank: int, kind: str) -> str:
+    """Call a model as Trainer does, and return the error."""
+    from ringspan.integrations.accelerate import sharded
+
+    ids = torch.arange(3, 3 + N)[None] % VOCABULARY
+    batch = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.roll(-1, 1), "position_ids": torch.arange(N)[None]}
+    if kind != "a loss outside the model":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["position_ids"] = (torch.arange(N)[None] - 5).clamp(min=0)
+    if kind == "left padding":
+        batch["attention_mask"][:, :5] = 0
+    mesh, model = init_device_mesh("cpu", (2,)), small_model("llama")
+    model.set_attn_implementation("sdpa")
+    try:
+        with sharded(mesh=mesh, models=[model], buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch)):
+            if kind == "a loss outside the model":
+                del batch["labels"]
+            model(**batch, use_cache=False)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("a loss outside the model", "Leave the loss to the model"),
+        ("documents and an attention mask", "Leave the attention_mask out"),
+        ("left padding", ""),
+    ],
+)
+def test_what_would_differ_from_one_process_is_refused(kind: str, text: str, pools: Pools) -> None:
+    for error in pools(2).run(call_of_model, kind):
+        assert bool(error) == bool(text)
+        assert text in error
 
 
 def buffer_after_an_error(rank: int) -> list[int]:

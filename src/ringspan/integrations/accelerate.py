@@ -11,18 +11,21 @@ masks of the model::
     accelerator = accelerate.Accelerator(parallelism_config=ParallelismConfig(cp_size=2))   # in a loop of your own
 
 Sliding windows, chunks, softcap, sinks, packed documents, padding and lengths that the ranks do not divide are exact.
-The documents of a packed batch are found by its position ids, as transformers does in one process. With this
-configuration context parallelism works on CPUs too, where accelerate refuses its own.
+The documents of a packed batch are found by its position ids, as transformers does in one process. A loss that is
+computed outside the model is refused. With this configuration context parallelism works on CPUs too, where accelerate
+refuses its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringspan.errors import InputError
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.integrations.transformers import NAME, packed_mask
-from ringspan.masks import Mask, causal
+from ringspan.masks import causal
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
@@ -68,6 +71,9 @@ class Accelerator(accelerate.Accelerator):
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         return prepare(self, *args)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return gather_for_metrics(self, input_data, use_gather_object)
+
 
 def use_ringspan(accelerator: accelerate.Accelerator) -> None:
     """Let an accelerator that another library has made, such as ``trainer.accelerator``, use ringspan.
@@ -75,6 +81,7 @@ def use_ringspan(accelerator: accelerate.Accelerator) -> None:
     Call it before ``accelerator.prepare``, which ``trainer.train`` calls.
     """
     accelerator._prepare_cp = MethodType(prepare, accelerator)
+    accelerator.gather_for_metrics = MethodType(gather_for_metrics, accelerator)
 
 
 def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
@@ -97,6 +104,23 @@ def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
     return prepared
 
 
+def gather_for_metrics(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Gather from all ranks, without the rows that fill up the last batch.
+
+    All ranks of a sequence have its rows, so that ``cp_size`` times as many are kept as accelerate would keep.
+    """
+    gather = partial(accelerate.Accelerator.gather_for_metrics, accelerator, input_data, use_gather_object)
+    state = accelerator.gradient_state
+    if not state.in_dataloader or state.remainder <= 0 or accelerator.parallelism_config is None:
+        return gather()
+    loader, remainder = state.active_dataloader, state.remainder
+    loader.remainder = remainder * accelerator.parallelism_config.cp_size
+    try:
+        return gather()
+    finally:
+        loader.remainder = remainder
+
+
 @contextmanager
 def sharded(
     *,
@@ -114,11 +138,15 @@ def sharded(
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if not given or len(given) != len(dims):
         raise InputError(f"context parallelism needs buffers and a sequence dim for each; got {len(given)} and {len(dims)}")
-    cp = ContextParallel(mesh, _mask(given, dims))
+    positions = _positions(given, dims)
+    cp = ContextParallel(mesh, causal(given[0].shape[dims[0]]) if positions is None else packed_mask(positions))
     kept = {id(x) for x in no_restore_buffers or ()}
     shards = [cp.shard(x.detach(), dim=dim) for x, dim in zip(given, dims, strict=True)]
     whole = [x.detach() for x in given]  # with the memory of the buffers, which get other memory now
     before = [model.config._attn_implementation for model in models]
+    check = partial(_check_call, positions=positions, buffers=list(zip(given, whole, strict=True)))
+    hooks = [model.register_forward_pre_hook(check, with_kwargs=True) for model in models]
+    hooks += [model.register_forward_hook(partial(_average_loss, cp)) for model in models]
     try:
         for buffer, shard in zip(given, shards, strict=True):
             _replace(buffer, shard)
@@ -127,6 +155,8 @@ def sharded(
         with cp:
             yield cp
     finally:
+        for hook in hooks:
+            hook.remove()
         for model, name in zip(models, before, strict=True):
             model.set_attn_implementation(name)
         for buffer, original in zip(given, whole, strict=True):
@@ -139,12 +169,52 @@ def _replace(buffer: Any, contents: Tensor) -> None:
     buffer.set_(contents)
 
 
-def _mask(buffers: Sequence[Tensor], dims: Sequence[int]) -> Mask:
-    """Return the mask of the documents that the position ids have, if there are position ids among the buffers."""
+def _check_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    positions: Tensor | None,
+    buffers: Sequence[tuple[Tensor, Tensor]],
+) -> None:
+    """Raise before the model is called if its loss or its documents would not be those of one process.
+
+    ``positions`` are those of the whole sequence. ``buffers`` are the tensors that have this rank's tokens now, each
+    with its contents before.
+    """
+    if kwargs.get("shift_labels") is not None and kwargs.get("labels") is None:
+        raise InputError(
+            "the loss is computed outside the model (label_smoothing_factor, compute_loss_func), from the labels of this "
+            "rank's tokens only: shifting them takes the label of another token. Leave the loss to the model"
+        )
+    attention_mask = kwargs.get("attention_mask")
+    if positions is None or attention_mask is None:
+        return
+    begins = positions[:, 1:] == 0
+    for buffer, whole in buffers:
+        if buffer is attention_mask:
+            begins = begins & (whole[:, 1:] != 0) & (whole[:, :-1] != 0)  # padding may have any position
+    if bool(begins.any()):
+        raise InputError(
+            "the position ids have several documents, and there is an attention_mask: in one process transformers ignores the "
+            "documents then. Leave the attention_mask out of packed batches"
+        )
+
+
+def _average_loss(cp: ContextParallel, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Let all ranks of a sequence have the same loss in an evaluation. Trainer does not count all of them equally in an
+    incomplete last batch."""
+    loss = getattr(output, "loss", None)
+    if not torch.is_grad_enabled() and isinstance(loss, Tensor):
+        output["loss"] = cp.mean(loss)
+
+
+def _positions(buffers: Sequence[Tensor], dims: Sequence[int]) -> Tensor | None:
+    """Return the position ids among the buffers, if they have any."""
     for x, dim in reversed(list(zip(buffers, dims, strict=True))):  # Trainer gives the position ids last
         if x.ndim == 2 and dim in (1, -1) and x.shape[1] and _are_positions(x):
-            return packed_mask(x)
-    return causal(buffers[0].shape[dims[0]])
+            return x.detach()  # keeps the contents when the buffer gets others
+    return None
 
 
 def _are_positions(x: Tensor) -> bool:
