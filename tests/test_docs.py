@@ -49,6 +49,7 @@ def test_every_page_with_code_is_run() -> None:
 
 
 def run_training(rank: int, code: list[str]) -> dict[str, Any]:
+    torch._dynamo.reset()  # other tests in this process have compiled the forward of nn.Sequential, too
     torch.manual_seed(rank // 2)  # the ranks of a replica need the same sequence and parameters
     names = run_blocks("training.md", code)
     gradients = [p.grad for p in names["model"].parameters()]

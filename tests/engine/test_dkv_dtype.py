@@ -90,7 +90,7 @@ def test_it_belongs_to_the_plan() -> None:
     assert rounded.at(2).program.dkv_dtype == rounded.verify().program.dkv_dtype == "bfloat16"
     assert Plan.from_json(rounded.to_json()) == rounded
     assert "dkv_dtype" not in plan.to_json()
-    assert "dkv travels in bfloat16" in rounded.explain()
+    assert "dkv is sent in bfloat16" in rounded.explain()
     assert rounded.cost("h200x8", SHAPE).seconds < plan.cost("h200x8", SHAPE).seconds
     with pytest.raises(rs.PlanError, match="dkv_dtype must be one of 'float32', 'bfloat16', not 'float8'"):
         make(dkv_dtype="float8")

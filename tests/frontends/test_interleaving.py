@@ -51,13 +51,14 @@ def test_heads_are_split_and_the_call_is_compiled(pools: Pools) -> None:
 
 
 def errors(rank: int) -> str:
-    a, b = (rs.ContextParallel(None, rs.documents(lengths), strategy="ring", layout="zigzag") for lengths in LENGTHS)
+    group = dist.new_group()  # it cannot be used after the error
+    a, b = (rs.ContextParallel(group, rs.documents(lengths), strategy="ring", layout="zigzag") for lengths in LENGTHS)
     both = rs.interleave(a, b)
     others = rs.ContextParallel(dist.new_group([0, 1]), rs.documents(LENGTHS[1]))
     with pytest.raises(rs.InputError, match="part 1 has another process group"):
         rs.interleave(a, others)
     with pytest.raises(rs.InputError, match="part 1 has backend='reference', and part 0 'auto'"):
-        rs.interleave(a, rs.ContextParallel(None, rs.documents(LENGTHS[1]), backend="reference"))
+        rs.interleave(a, rs.ContextParallel(group, rs.documents(LENGTHS[1]), backend="reference"))
     q = torch.randn(1, 2, both.plan.q_rows, 8)
     both.attention(q, q, q)
     # Rank 1 has lost the rows of its second batch. All ranks raise, in the one call of both batches.
