@@ -96,7 +96,7 @@ $(READY): $(HAS_TORCH) pyproject.toml
 
 $(TITAN): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(dir $@) torchtitan==0.3.0 spmd_types==0.2.3 \
-		torchdata torch_checkpointing tyro typeguard docstring_parser einops
+		torchdata==0.11.0 torch_checkpointing==0.1.1 tyro==1.0.16 typeguard==4.6.0 docstring_parser==0.18.0 einops==0.8.2
 	@touch $@
 
 $(DEMO): $(HAS_TORCH) pyproject.toml
