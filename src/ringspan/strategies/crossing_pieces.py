@@ -25,7 +25,7 @@ MAX_NODE_TILES = 65536  # tiles of nodes with ranks, from which the rows that cr
 ROWS = 128  # parts of a band begin at multiples of this, so that kernels compute whole tiles
 
 
-class Pieces(NamedTuple):
+class CrossingPieces(NamedTuple):
     """The pieces in which rows cross between nodes.
 
     ``bounds`` has the first row of each piece but the first, for each rank. ``layout`` is that of the keys, with its
@@ -46,11 +46,11 @@ class Pieces(NamedTuple):
 
 
 @cache_by_digest(16)
-def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, count: int) -> Pieces:
+def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, count: int) -> CrossingPieces:
     """Split the rows of each rank that cross to other nodes into ``count`` pieces of equal size."""
     bounds = np.zeros((kv_layout.world, count - 1), dtype=np.int64)
     if count == 1:
-        return Pieces(bounds, kv_layout)
+        return CrossingPieces(bounds, kv_layout)
     owner, start, stop = _crossing_rows(mask, q_layout, kv_layout, nodes)
     for rank in np.unique(owner).tolist():
         first, last = owner.searchsorted((rank, rank + 1))
@@ -69,7 +69,7 @@ def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, c
             found += [(part.start, part.stop, part.step) for part in parts]
             row += len(tokens)
         spans.append(found)
-    return Pieces(bounds, Layout(spans, length=kv_layout.length, name=kv_layout.name))
+    return CrossingPieces(bounds, Layout(spans, length=kv_layout.length, name=kv_layout.name))
 
 
 def _crossing_rows(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes) -> tuple[Ints, Ints, Ints]:

@@ -50,7 +50,7 @@ from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Slot, Step,
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem, Rows, union
 from ringspan.plans.shape import Shape
-from ringspan.strategies.crossing_pieces import Pieces, make_pieces, spread
+from ringspan.strategies.crossing_pieces import CrossingPieces, make_pieces, spread
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_rows, bands_by_stage, by_peer, split_at_spans
 from ringspan.strategies.nodes import Nodes, check_per_node
@@ -274,7 +274,12 @@ def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
 
 
 def _incoming_rows(
-    problem: Problem, pieces: Pieces, tiles: Tiles, node_tiles: Tiles, near: Sequence[int], forwarded_to_us: Sequence[int]
+    problem: Problem,
+    pieces: CrossingPieces,
+    tiles: Tiles,
+    node_tiles: Tiles,
+    near: Sequence[int],
+    forwarded_to_us: Sequence[int],
 ) -> IncomingRows:
     """Return all rows that this rank receives: those it sees, and those that its node sees of the owners for which it
     forwards. Rows of this node are not split into pieces."""
@@ -294,7 +299,7 @@ def _incoming_rows(
     return assign_slot_rows(arriving, token[order], step[order], stage)
 
 
-def _own_rows(problem: Problem, split: Problem, nodes: Nodes, pieces: Pieces) -> dict[int, list[Rows]]:
+def _own_rows(problem: Problem, split: Problem, nodes: Nodes, pieces: CrossingPieces) -> dict[int, list[Rows]]:
     """Return the messages with this rank's own keys, by ``peer * pieces + piece``: to each peer on its node the rows
     that it sees, as piece 0, and to each forwarding rank the rows that any rank of its node sees."""
     tiles = split.seeing()
@@ -310,7 +315,7 @@ def _own_rows(problem: Problem, split: Problem, nodes: Nodes, pieces: Pieces) ->
     return messages
 
 
-def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows, pieces: Pieces) -> dict[int, list[Rows]]:
+def _forwarded_rows(problem: Problem, node_tiles: Tiles, placed: IncomingRows, pieces: CrossingPieces) -> dict[int, list[Rows]]:
     """Return the messages that forward rows, as rows of the slot that holds them, by ``(peer * world + owner) * pieces
     + piece``."""
     pair, start, stop = union(
