@@ -297,3 +297,19 @@ def test_exported_programs_hold_the_plan_id_as_a_constant(strict: bool, near: rs
         want = block(y)
     assert [n.target for n in program.graph.nodes].count(torch.ops.ringspan.attend.default) == (1 if near is None else 2)
     assert torch.allclose(program.module()(y), want, atol=1e-12)
+
+
+def compiled_unshard(rank: int) -> tuple[list[float], list[float]]:
+    torch._dynamo.reset()
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag", strategy="ring")
+    x = cp.shard(torch.arange(float(N)), dim=0).requires_grad_()
+    whole = torch.compile(lambda x: cp.unshard(x * 2, dim=0) + 1, backend="eager")(x)
+    (whole * torch.arange(float(N))).sum().backward()
+    assert x.grad is not None
+    return whole.tolist(), cp.unshard(x.grad, dim=0).tolist()
+
+
+def test_unshard_breaks_the_graph(pools: Pools) -> None:
+    for whole, grad in pools(2).run(compiled_unshard):
+        assert whole == [2.0 * n + 1 for n in range(N)]
+        assert grad == [2.0 * n for n in range(N)]

@@ -260,6 +260,7 @@ def what_is_refused(rank: int) -> list[str]:
         lambda: cross.shard(torch.zeros(N + 2), dim=0),
         lambda: cross.shard(torch.zeros(N), dim=0, of="kv"),
         lambda: cp.mean([1.0]),  # type: ignore[arg-type]
+        lambda: cp.mean(torch.ones(3, requires_grad=True).mean()),  # the mean of this rank's tokens
         lambda: cp.mean(torch.ones(2, 3), torch.ones(2, 4)),
         lambda: cp.mean(torch.ones(3), [1.0] * 3),  # type: ignore[arg-type]
         lambda: cp.sum_gradients(torch.nn.Linear(2, 2)),  # type: ignore[arg-type]
@@ -297,6 +298,7 @@ def test_bad_input_is_named(pools: Pools) -> None:
         f"InputError: dim 0 of a tensor of shape ({N},) has {N} tokens, but the plan's sequence has {N + 2} "
         f"({N} is the number of its queries: pass of='q'): shard whole sequences",
         "InputError: the values must be a tensor, of this rank's tokens; got list",
+        "InputError: the loss is one number, and the mean of the ranks' numbers is not the mean over all tokens",
         "InputError: weights of shape (2, 4) do not fit values of shape (2, 3): give one for each value",
         "InputError: weights must be a tensor of the shape of the values, (3,); got list",
         "InputError: sum_gradients takes parameters, not a module: pass module.parameters()",

@@ -162,6 +162,18 @@ def test_ranks_may_hold_a_gradient_with_different_strides(pools: Pools, dtype: t
 PIECE = 512  # elements
 
 
+def sum_tied_weights(rank: int) -> list[float]:
+    """A weight that two modules share is given twice. It is larger than a bucket, so it is summed where it is."""
+    weight = torch.nn.Parameter(torch.zeros(sums.BUCKET_BYTES // 4 + 1))
+    weight.grad = torch.ones_like(weight)
+    rs.ContextParallel(None, rs.causal(N)).sum_gradients([weight, weight])
+    return weight.grad[:1].tolist()
+
+
+def test_tied_weights_are_summed_once(pools: Pools) -> None:
+    assert pools(2).run(sum_tied_weights) == [[2.0], [2.0]]
+
+
 def extra_memory_of_sum_gradients(rank: int, dtype: torch.dtype, size: int) -> int:
     sums.BUCKET_BYTES = 2**16
     parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for _ in range(8)]

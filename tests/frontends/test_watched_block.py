@@ -164,9 +164,28 @@ def test_attention_in_torchscript_is_refused_beside_intercepted_calls(cp: rs.Con
     assert torch.equal(scripted(*QKV), expected)
 
 
+class Router(torch.nn.Module):
+    """A mixture of experts: its weights are matrices of parameters, as many experts as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = torch.nn.Parameter(torch.randn(N, 8)), torch.nn.Parameter(torch.randn(N, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(torch.matmul(x, self.gate.t()), -1)
+        results = torch.einsum("bhsd,ned->bhsne", [x, self.experts])
+        return torch.matmul(weights.unsqueeze(-2), results).squeeze(-2)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_torchscript_without_attention_is_allowed(cp: rs.ContextParallel) -> None:
-    scripted = [torch.jit.trace(torch.nn.Linear(8, 3), QKV[0]), torch.jit.trace(lambda x: (x @ x.mT).softmax(-1), QKV[0])]
+    scripted = [
+        torch.jit.trace(torch.nn.Linear(8, 3), QKV[0]),
+        torch.jit.trace(lambda x: (x @ x.mT).softmax(-1), QKV[0]),
+        torch.jit.script(Router()),
+        torch.jit.trace(Router(), QKV[0]),
+        torch.jit.freeze(torch.jit.script(Router().eval())),
+    ]
     with cp:
         for function in scripted:
             function(QKV[0])
@@ -315,6 +334,7 @@ def unshard_what_a_model_computed(rank: int, case: str) -> str:
         rs.ContextParallel(None, rs.causal(N), layout=x, strategy="ring", expect_attention=False)
         for x in ("zigzag", "contiguous")
     )
+    unused = rs.ContextParallel(None, rs.causal(N), layout=[[(1, N // 2), (0, 1)], [(N // 2, N)]], strategy="ring")
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 24)
     x = zigzag.shard(torch.randn(1, N, 8), dim=1)
@@ -328,6 +348,10 @@ def unshard_what_a_model_computed(rank: int, case: str) -> str:
             out = model()
         if case == "no_grad":
             return contiguous.unshard(out, dim=1)
+        if case == "no_grad, after the block":  # nothing was sharded by this layout: RINGSPAN_DEBUG=1 knows
+            return unused.unshard(out.detach() * 2, dim=1)
+        if case == "no_grad, layout of another cp":
+            return zigzag.with_mask(rs.full(N, N)).unshard(out.detach() * 2, dim=1)
         if case == "through unshard":  # a tensor that was gathered and sharded again has the layout of the second cp
             whole = zigzag.unshard(out, dim=1)
             return contiguous.unshard(contiguous.shard(whole, dim=1) * 2, dim=1)
@@ -339,7 +363,7 @@ def unshard_what_a_model_computed(rank: int, case: str) -> str:
             return zigzag.with_mask(rs.full(N, N)).unshard(out * 2, dim=1)
         return contiguous.unshard(out * 2, dim=1)
 
-    if case != "no_grad":
+    if not case.startswith("no_grad"):
         try:
             step()
         except rs.InputError as error:
@@ -349,11 +373,54 @@ def unshard_what_a_model_computed(rank: int, case: str) -> str:
         return debugging(step)
 
 
-@pytest.mark.parametrize("case", ["grad", "no_grad", "through unshard", "through mean", "another Attend", "same layout"])
+CASES = {
+    "grad": "computed from attention on another layout",
+    "no_grad": "sharded by a ContextParallel with another layout",
+    "no_grad, after the block": "nothing was sharded by this layout",
+    **dict.fromkeys(["no_grad, layout of another cp", "through unshard", "through mean"], "no error"),
+    **dict.fromkeys(["another Attend", "same layout"], "no error"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_unshard_of_a_model_result_with_another_layout_is_refused(pools: Pools, case: str) -> None:
     for printed in pools(2).run(unshard_what_a_model_computed, case):
-        if case in ("grad", "no_grad"):
-            assert "another layout" in printed
+        assert CASES[case] in printed
+
+
+def embed_tokens_of_another_layout(rank: int, case: str) -> str:
+    zigzag, contiguous = (
+        rs.ContextParallel(None, rs.causal(N), layout=x, strategy="ring", expect_attention=False)
+        for x in ("zigzag", "contiguous")
+    )
+    embed, tokens = torch.nn.Embedding(9, 4), torch.randint(9, (1, N))
+    try:
+        if case == "embedding":
+            with contiguous:
+                embed(zigzag.shard(tokens, dim=1))
+        elif case == "strict":
+            with rs.strict(), contiguous:
+                zigzag.shard(embed(tokens), dim=1).relu()
+        elif case == "the innermost block has it":
+            with contiguous, zigzag:
+                embed(zigzag.shard(tokens, dim=1))
+        elif case == "another length":
+            other = rs.ContextParallel(None, rs.causal(N + 4), expect_attention=False)
+            with contiguous:
+                embed(other.shard(torch.randint(9, (1, N + 4)), dim=1))
+        else:
+            with contiguous.with_mask(rs.full(N)), rs.local_attention():
+                embed(contiguous.shard(tokens, dim=1))
+    except rs.InputError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["embedding", "strict", "the innermost block has it", "another length", "with_mask"])
+def test_tokens_that_were_sharded_by_another_layout_are_refused(pools: Pools, case: str) -> None:
+    for printed in pools(2).run(embed_tokens_of_another_layout, case):
+        if case in ("embedding", "strict"):
+            assert "another layout than that of the block" in printed
         else:
             assert printed == "no error"
 

@@ -53,7 +53,12 @@ def test_other_expressions_are_rejected(text: str) -> None:
         ("causal(3) & 4", "not a mask: '4' in 'causal(3) & 4'. Masks are full, causal"),
         ("window(x)", "window takes plain values, as 4096 or [700, 324]; not 'x'"),
         ("window(left=y)", "window takes plain values, as 4096 or [700, 324]; not 'y'"),
-        ("chunked(8)", "'chunked(8)' does not fit what chunked takes: "),
+        ("documents(5)", "lengths must be a list of lengths, one per document, not 5"),
+        ("documents([5], file=x)", "documents() takes lengths or file=, not both"),
+        ("tree(2, 1)", "lengths must be a list of lengths, one per document, not 2"),
+        ("window('a')", "window's left must be an integer number of tokens, not 'a'"),
+        ("full(k_len=3)", "full() without q_len is a relation"),
+        ("from_bands([1], 8)", "a band is six integers (q0, q1, k0, k1, lo, hi), not 1"),
     ],
     ids=lambda x: x[:20],
 )
@@ -62,6 +67,32 @@ def test_messages(text: str, said: str) -> None:
         parse_mask(text)
     assert str(raised.value).startswith(said)
     assert "line 1" not in str(raised.value), "Python's parser speaks of lines"
+
+
+TOO_MANY = "too many positional arguments"
+WRONG_CALLS = [
+    ("documents(5, 7)", TOO_MANY, "documents([5, 7])"),
+    ("documents([5], casual=True)", "got an unexpected keyword argument 'casual'", "documents([700, 324]), with"),
+    ("chunked(8)", "missing a required argument: 'chunk'", "chunked(1024, 128), with"),
+    ("prefix()", "missing a required argument: 'n'", "prefix(1024, 128), with"),
+    ("prefix(8, 2, 1)", TOO_MANY, "prefix(1024, 128), with"),
+    ("tree([2, 1])", "missing a required argument: 'parents'", "tree([700, 200, 124], [-1, 0, 0]), with"),
+    ("window(1, 2, 3)", TOO_MANY, "window(left=128), or"),
+    ("sliding_window()", "missing a required argument: 'size'", "sliding_window(4096)"),
+    ("full(1, 2, 3)", TOO_MANY, "full(1024), or"),
+    ("causal(4, 4, 4)", TOO_MANY, "causal(1024), or"),
+    ("from_bands(5, 8)", "'int' object is not iterable", "from_bands([(0, 8, 0, 8, -8, 0)], 8), with"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason", "form"), WRONG_CALLS)
+def test_a_wrong_call_is_answered_with_a_right_one(text: str, reason: str, form: str) -> None:
+    name = text.partition("(")[0]
+    with pytest.raises(rs.MaskError) as raised:
+        parse_mask(text)
+    assert str(raised.value).startswith(f"{text!r} does not fit what {name} takes: {reason}. Write {form}")
+    right = str(raised.value).partition("Write ")[2].partition(", with")[0].partition(", or")[0]
+    assert parse_mask(right).name.startswith(name)
 
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])

@@ -43,6 +43,7 @@ USES = {
     "torch._check": Use("symbolic_shapes", "tell the compiler which lengths are equal in the flex kernel"),
     "torch._ops.HigherOrderOperator": Use("higher_order", "keep the block open in the branches of torch.cond"),
     # tensors and modules
+    "torch.autograd.graph.Node._input_metadata": Use("autograd_nodes", "strict mode: the shapes of attention in a graph"),
     "torch.Tensor._version": Use("tensor_version", "plan again when a tensor that a mask uses was changed in place"),
     "torch.nn.Module()._parameters": Use("module_tables", "tell whether two score_mods that are modules are the same"),
     "torch.nn.Module()._buffers": Use("module_tables", "tell whether two score_mods that are modules are the same"),

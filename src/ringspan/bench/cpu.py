@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 import ringspan as rs
 from ringspan.bench.rows import OnProgress, Row, ignore_progress
-from ringspan.testing.workers import Pool
+from ringspan.testing.workers import Pool, send_message
 
 
 def cpu_rows(
@@ -31,10 +32,12 @@ def cpu_rows(
     on_progress: OnProgress = ignore_progress,
 ) -> Iterator[Row]:
     """Yield a row for each strategy."""
+    total = len(strategies) * (rounds + 1)
     with Pool(world, threads=1, timeout=1800) as pool:
         for n, strategy in enumerate(strategies):
-            on_progress(n, len(strategies), f"measuring {strategy}")
-            times, digest = pool.run(_time_strategy, strategy, seq_len, heads, head_dim, rounds)[0]
+            show = partial(_show_round, on_progress, n * (rounds + 1), total, strategy)
+            show(0, -1)
+            times, digest = pool.run(_time_strategy, strategy, seq_len, heads, head_dim, rounds, on_message=show)[0]
             ratios = [one / split for one, split in times]
             one_s, many_s = (statistics.median(side) for side in zip(*times, strict=True))
             yield {
@@ -53,6 +56,11 @@ def cpu_rows(
                 "speedup": round(one_s / many_s, 3),
                 "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
             }
+
+
+def _show_round(on_progress: OnProgress, before: int, total: int, strategy: str, _: int, finished: int) -> None:
+    """Show that a round of a strategy has ended. Round 0 is the warm-up."""
+    on_progress(before + finished + 1, total, f"measuring {strategy}, round {finished + 1}" if finished >= 0 else strategy)
 
 
 def _time_strategy(
@@ -74,13 +82,15 @@ def _time_strategy(
         cp.attention(q, k, v).backward(grad)
 
     times = []
-    for _ in range(rounds + 1):
+    for n_round in range(rounds + 1):
         dist.barrier()
         one = _seconds(attend_whole) if rank == 0 else 0.0
         dist.barrier()
         split = torch.tensor(_seconds(attend_split))
         dist.all_reduce(split, op=dist.ReduceOp.MAX)
         times.append((one, split.item()))
+        if rank == 0:
+            send_message(n_round)
     return times[1:], cp.plan.digest  # the first round is the warm-up
 
 

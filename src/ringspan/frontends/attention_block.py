@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringspan.debugging.settings import settings
 from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
+from ringspan.frontends.graph_attention import MarkLocal
 from ringspan.frontends.multihead import multi_head_attention
 from ringspan.frontends.recompute import (
     check_no_other_task,
@@ -87,7 +89,7 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
                 "without this layer"
             )
         check_no_other_task()
-        removed = without_modes(of=AttentionCatcher)
+        removed = _without_blocks()
         removed.__enter__()
         _mark_as_used()  # that this attention is local is intended
         _entered.contexts.append(removed)
@@ -97,6 +99,12 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
     def __exit__(self, *raised: Any) -> None:
         note_exit(self)
         _entered.contexts.pop().__exit__(*raised)
+
+
+@contextmanager
+def _without_blocks() -> Iterator[None]:
+    with without_modes(of=AttentionCatcher), MarkLocal() if settings.strict else nullcontext():
+        yield
 
 
 class _EnteredContexts(threading.local):

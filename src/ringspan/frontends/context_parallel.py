@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -25,20 +24,21 @@ from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
 from ringspan.frontends.groups import Group
 from ringspan.frontends.losses import Losses
 from ringspan.frontends.neighbours import Neighbours
-from ringspan.frontends.rank_comparison import TokensOfRanks, check_layout, compare_layouts, mark_layout
+from ringspan.frontends.rank_comparison import TokensOfRanks, check_in_use, check_layout, compare_layouts, mark_layout
 from ringspan.frontends.reporting import report_error, reports_errors
 from ringspan.frontends.routing import Routing
+from ringspan.frontends.unshard import Unshard
 from ringspan.frontends.validate import check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.frontends.watched_block import WatchedBlock
 from ringspan.kernels import ScoreMod
-from ringspan.layouts import Layout, LayoutLike
+from ringspan.layouts import LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import Plan, plan
 from ringspan.plans import Shape
 from ringspan.plans.data import DkvDtype, Side
 from ringspan.strategies import Strategy
-from ringspan.torch_private.dynamo import dynamo_constant
+from ringspan.torch_private.dynamo import dynamo_constant, dynamo_disable
 from ringspan.transports import ProcessGroupTransport, as_transport
 
 if TYPE_CHECKING:
@@ -233,6 +233,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         return mark_layout(x.index_select(dim, self.positions(of, device=x.device)), layout)
 
     @reports_errors("unshard")
+    @dynamo_disable
     def unshard(self, x: Tensor, *, dim: int, of: Side = "q", grad: Literal["replicate", "partial"] = "replicate") -> Tensor:
         """Gather the whole sequence on every rank, in its original order. Differentiable.
 
@@ -248,9 +249,11 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
                 f"unshard takes one tensor, of this rank's tokens; got {type(x).__name__}. Call it for each tensor"
             )
         check_layout(x, layout, in_graph=True)
+        if settings.strict:
+            self.check_graph(x)
         if self._rows is not None:
             rows = lay_end_to_end(x, dim, self._rows, layout.counts[self.rank])
-            return stack_rows(_Unshard.apply(rows, self.group, layout, 0, grad), dim, self._rows)
+            return stack_rows(Unshard.apply(rows, self.group, layout, 0, grad), dim, self._rows)
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != layout.counts[self.rank]:
             raise InputError(
                 f"a tensor of shape {tuple(x.shape)} does not have this rank's {layout.counts[self.rank]} tokens on dim {dim}: "
@@ -258,7 +261,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             )
         if settings.debug:
             compare_layouts(layout, self.group, x.device)
-        result: Tensor = _Unshard.apply(x, self.group, layout, dim, grad)
+            check_in_use(layout)
+        result: Tensor = Unshard.apply(x, self.group, layout, dim, grad)
         return result
 
     def _hint(self, of: Side, tokens: int) -> str:
@@ -372,22 +376,6 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
 
     def __repr__(self) -> str:
         return f"<ContextParallel rank {self.rank} of {self.world}: {self.plan!r}>"
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroupTransport, layout: Layout, dim: int, grad: str) -> Tensor:
-        ctx.group, ctx.layout, ctx.dim, ctx.grad = group, layout, dim, grad
-        parts = group.all_gather_rows(x.movedim(dim, 0).contiguous(), layout.counts, label="unshard")
-        inverse_order = torch.from_numpy(layout.order()).to(x.device).argsort()
-        return torch.cat(parts).index_select(0, inverse_order).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        if ctx.grad == "partial":
-            grad_output = ctx.group.all_reduce_sum(grad_output.contiguous())
-        mine = torch.from_numpy(ctx.layout.positions(ctx.group.rank)).to(grad_output.device)
-        return grad_output.index_select(ctx.dim, mine), None, None, None, None
 
 
 @contextmanager

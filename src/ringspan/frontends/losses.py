@@ -38,7 +38,13 @@ class Losses:
 
         For gradient accumulation over several batches see :meth:`sum`.
         """
-        x = _at_least_float32(x)
+        x = self._checked(x)
+        if weights is None and x.ndim == 0 and x.requires_grad:
+            raise InputError(
+                "the loss is one number, and the mean of the ranks' numbers is not the mean over all tokens: ranks have "
+                'different numbers of labels. Give the losses of the tokens, cp.mean(F.cross_entropy(..., reduction="none"), '
+                "labels >= 0), or the number of labels that this one is the mean of, as weights"
+            )
         weights = torch.ones_like(x) if weights is None else check_weights(weights, x)
         groups = self._ranks(over)
         return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
@@ -51,7 +57,7 @@ class Losses:
         Accumulate ``cp.sum(losses) / total`` instead, where ``total`` is the number of tokens with a label in all
         batches.
         """
-        return sum_of_shares(_at_least_float32(x).sum(), self._ranks(over), grads)
+        return sum_of_shares(self._checked(x).sum(), self._ranks(over), grads)
 
     @reports_errors("cp.cross_entropy")
     def cross_entropy(
@@ -76,6 +82,8 @@ class Losses:
         float32: V × D values. Call it under ``torch.no_grad()`` for evaluation.
         """
         check_cross_entropy(hidden, weight, targets, tokens)
+        if settings.strict:
+            self.check_graph(hidden)
         groups = self._ranks(over)
         if total is None:
             count = (targets != ignore_index).sum()
@@ -93,6 +101,15 @@ class Losses:
         if settings.debug:
             compare_parameters(checked, self.group)
         sum_gradients(checked, self._ranks(over))
+
+    def check_graph(self, x: Tensor) -> None:
+        """Raise if the autograd graph of x has attention that no block has intercepted. Called in strict mode."""
+
+    def _checked(self, x: Tensor) -> Tensor:
+        x = _at_least_float32(x)
+        if settings.strict:
+            self.check_graph(x)
+        return x
 
     def _ranks(self, over: Group) -> list[ProcessGroupTransport]:
         return [self.group] if over is None else groups_of(over)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, PeerMismatch
 from ringspan.frontends.dtensor import is_dtensor
 from ringspan.layouts import Layout
@@ -27,8 +28,12 @@ LAYOUT = "_ringspan_layout"
 # Names of autograd nodes: that of attention, which keeps its plans, and those of functions whose results do not have the
 # tokens of their inputs in the same order (cp.unshard, cp.roll and cp.halo, cp.mean and cp.sum).
 ATTENTION_NODE = "AttendBackward"
-REORDERING = frozenset({"_UnshardBackward", "_WindowsBackward", "_SumOfSharesBackward"})
+REORDERING = frozenset({"UnshardBackward", "_WindowsBackward", "_SumOfSharesBackward"})
 MAX_NODES = 500  # that are searched for attention
+
+
+# With RINGSPAN_DEBUG=1, the digests of the layouts of cp.shard, cp.positions, cp.route and of the blocks that were entered.
+layouts_in_use: set[str] = set()
 
 
 class TokensOfRanks:
@@ -77,10 +82,26 @@ def compare_layouts(layout: Layout, group: ProcessGroupTransport, device: torch.
         _compare_digests(layout.digest, group, device, message)
 
 
+def note_layouts(*layouts: Layout) -> None:
+    """With RINGSPAN_DEBUG=1, note that this process has tensors of these layouts."""
+    if settings.debug:
+        layouts_in_use.update([layout.digest for layout in layouts])
+
+
+def check_in_use(layout: Layout) -> None:
+    """Raise if nothing was sharded by a layout: a tensor that is to be unsharded must have come from another one."""
+    if layout.digest not in layouts_in_use:
+        raise InputError(
+            f"nothing was sharded by this layout ({layout.name}) and no block with it was entered, so its tokens are in "
+            "another order: unshard with the cp that has sharded it, or make both with the same layout="
+        )
+
+
 def mark_layout(shard: Tensor, layout: Layout) -> Tensor:
     """Note on a shard by which layout it was made. Compiled code does not."""
     if not torch.compiler.is_dynamo_compiling():
         setattr(shard, LAYOUT, layout.digest)
+        note_layouts(layout)
     return shard
 
 
@@ -103,6 +124,20 @@ def check_layout(x: Tensor, layout: Layout, *, in_graph: bool = False) -> None:
             f"this tensor was computed from attention on another layout ({plan.q_layout.name}), so unshard would give its "
             f"tokens in a wrong order (this one has {layout.name}): unshard with the cp whose block the model ran in"
         )
+
+
+def check_sharded_by(x: Tensor, layouts: tuple[Layout, Layout], local_shape: tuple[int, int]) -> None:
+    """Raise if x has this rank's tokens and comes from ``cp.shard`` with a layout other than those of a block.
+
+    ``layouts`` and ``local_shape`` are those of queries and keys.
+    """
+    digest = getattr(x, LAYOUT, None)
+    if digest is None or digest in (layouts[0].digest, layouts[1].digest) or {*local_shape}.isdisjoint(x.shape):
+        return
+    raise InputError(
+        "this tensor was sharded by a ContextParallel with another layout than that of the block, so attention would take its "
+        f"tokens for others (the block has {layouts[0].name}): shard with the cp whose block the model runs in"
+    )
 
 
 def _nearest_attention(x: Tensor) -> Plan | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ringspan.engine import RowWindow, window_plan, windows_of_ranks
 from ringspan.errors import InputError
 from ringspan.frontends.labels import document_lengths
+from ringspan.frontends.rank_comparison import note_layouts
 from ringspan.frontends.reporting import reports_errors
 from ringspan.frontends.token_data import TokenData
 from ringspan.layouts import Layout
@@ -40,6 +41,7 @@ class Routing(TokenData):
         has this rank's tokens on dim 0, in the order of :meth:`positions`. Differentiable.
         """
         layout = self._layout(of)
+        note_layouts(layout)
         source = loaded_layout(document_lengths(documents, layout.length), owners, self.group.world)
         rows = _concatenated(loaded, source.counts[self.plan.rank], self.plan.rank)
         made = window_plan([layout.length], layout, ITSELF, self.plan.rank, source)

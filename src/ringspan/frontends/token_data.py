@@ -11,6 +11,7 @@ from torch import Tensor
 from ringspan.errors import InputError
 from ringspan.frontends.batch_rows import refuse_rows, row_positions, rows_of
 from ringspan.frontends.labels import check_rows, positions_in
+from ringspan.frontends.rank_comparison import note_layouts
 from ringspan.frontends.tries import Targets, tree_nodes
 from ringspan.frontends.validate import check_documents, check_tree
 from ringspan.layouts import Layout
@@ -34,6 +35,7 @@ class TokenData:
         in the row, and ``documents`` is a list for each row. The result is on the CPU unless ``device`` is given.
         """
         layout = self._layout(of)
+        note_layouts(layout)
         rows = rows_of(self.plan.mask)
         mine = torch.from_numpy(layout.positions(self.plan.rank))
         if documents is not None and tree is not None:

@@ -37,6 +37,9 @@ REFUSED = {
 OTHER_ATTENTION = re.compile(r"\.\w*(attn|attention|fmha)|(attn|attention|fmha)\w*\.\w*fwd", re.IGNORECASE)
 BACKWARD = re.compile(r"bwd|backward", re.IGNORECASE)
 
+# The first function of a model: its tokens are the result of ``cp.shard``, which knows their layout.
+EMBEDDING = "embedding"
+
 # Functions and methods of compiled classes.
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
@@ -64,7 +67,7 @@ def find_treatment(func: Any) -> Treatment:
         treatment = "unflatten"
     elif func is F.multi_head_attention_forward:
         treatment = "multi-head"
-    elif settings.strict or name in SOFTMAX:
+    elif settings.strict or name in SOFTMAX or name == EMBEDDING:
         treatment = "watched"
     if _is_of_torch(func) and isinstance(func, Hashable) and len(treatments) < MAX_TREATMENTS:
         treatments[func] = treatment

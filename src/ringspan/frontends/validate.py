@@ -54,7 +54,8 @@ def check_weights(weights: Any, x: Tensor) -> Tensor:
 
 
 def check_parameters(parameters: Any) -> list[Tensor]:
-    """Return parameters as a list. Refuses a single tensor, although it can be iterated over."""
+    """Return parameters as a list, each once: tied weights may be given for both of their modules. Refuses a single
+    tensor, although it can be iterated over."""
     if isinstance(parameters, torch.nn.Module):
         raise InputError("sum_gradients takes parameters, not a module: pass module.parameters()")
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
@@ -63,7 +64,7 @@ def check_parameters(parameters: Any) -> list[Tensor]:
     for p in found:
         if not isinstance(p, Tensor):
             raise InputError(f"sum_gradients takes parameters, as module.parameters() gives them; among these is {_kind(p)}")
-    return found
+    return [*{id(p): p for p in found}.values()]
 
 
 def check_tile_tokens(tokens: Any) -> None:

@@ -1,11 +1,12 @@
 """Find computations in a ``with cp:`` block that need the tokens of other ranks and that the block cannot intercept.
 
 Always: a block that ends without attention raises, if it was never used before or has seen a softmax over this rank's
-keys; and so does a function of TorchScript that contains attention. In strict mode (``rs.strict()``,
-``RINGSPAN_DEBUG=1``) the functions of the block are watched as well: attention written by hand
-(:mod:`ringspan.frontends.handwritten_attention`), a convolution, a norm over the sequence and a mean cross-entropy
-raise. When strict mode is off, only softmax is watched: other functions have no treatment
-(:mod:`ringspan.frontends.treatments`).
+keys; and so does a function of TorchScript that contains attention, and an embedding of tokens that were sharded by
+another layout than that of the block. In strict mode (``rs.strict()``, ``RINGSPAN_DEBUG=1``) the functions of the block
+are watched as well: attention written by hand (:mod:`ringspan.frontends.handwritten_attention`), a convolution, a norm
+over the sequence and a mean cross-entropy raise. So does a loss, or ``unshard``, of a tensor whose autograd graph has
+attention that no block has intercepted (:mod:`ringspan.frontends.graph_attention`). When strict mode is off, only
+softmax and embeddings are watched: other functions have no treatment (:mod:`ringspan.frontends.treatments`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.attention_block import AttentionMode
 from ringspan.frontends.batch_rows import rows_of
+from ringspan.frontends.graph_attention import check_graph
 from ringspan.frontends.handwritten_attention import follow_attention, is_local_softmax, tensors_in
-from ringspan.frontends.rank_comparison import TokensOfRanks, follow_layout
+from ringspan.frontends.rank_comparison import TokensOfRanks, check_sharded_by, follow_layout, note_layouts
 from ringspan.frontends.recompute import entered_blocks, is_entered_here
-from ringspan.frontends.treatments import attention_in_script, name_of, treatments
+from ringspan.frontends.treatments import EMBEDDING, attention_in_script, name_of, treatments
 from ringspan.planner import Plan
 from ringspan.transports import ProcessGroupTransport
 
@@ -44,9 +46,11 @@ class strict:  # noqa: N801 (used as `with strict():`)
     """Watch the functions in ``with cp:`` blocks, and raise for those that silently use this rank's tokens only.
 
     These are attention written as matmul, softmax and matmul, convolutions and norms over the sequence, and
-    ``F.cross_entropy`` with a mean, as in transformers' ``model(labels=...)``. Call it once at the start of a program,
-    or use it as a context manager. ``rs.strict(False)`` turns it off. ``RINGSPAN_DEBUG=1`` turns it on, too. It is for
-    development: it inspects every function call in a block. Compiled code is not watched.
+    ``F.cross_entropy`` with a mean, as in transformers' ``model(labels=...)``. ``cp.mean``, ``cp.sum``,
+    ``cp.cross_entropy`` and ``cp.unshard`` also search the autograd graph of their tensor for attention that no block
+    has intercepted: outside of the block, or in another thread. Call it once at the start of a program, or use it as a
+    context manager. ``rs.strict(False)`` turns it off. ``RINGSPAN_DEBUG=1`` turns it on, too. It is for development: it
+    inspects every function call in a block. Compiled code is not watched.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -82,6 +86,7 @@ class WatchedBlock(AttentionMode):
             self.was_used = False
             if settings.debug:
                 self.tokens_of_ranks.compare(self.group)
+                note_layouts(self.plan.q_layout, self.plan.kv_layout)
         super().__enter__()
         return self
 
@@ -96,15 +101,32 @@ class WatchedBlock(AttentionMode):
             raise UnplannedAttention(NO_ATTENTION)
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name = name_of(func)
-        rows = rows_of(self.plan.mask) or 1
-        local_shape = (self.plan.q_rows // rows, self.plan.kv_rows // rows)
+        name, local_shape = name_of(func), self._local_shape()
         if is_local_softmax(name, result, local_shape):
             self._has_local_softmax = True
+        if settings.strict or name == EMBEDDING:
+            self._check_layout_of((args, kwargs), local_shape)
         if settings.strict:
             _check_call(name, args, kwargs, local_shape[0])
             follow_attention(name, args, kwargs, result, local_shape, _ESCAPE)
             follow_layout(tensors_in((args, kwargs)), tensors_in(result), local_shape)
+
+    def _check_layout_of(self, inputs: Any, local_shape: tuple[int, int]) -> None:
+        """Raise if this is the innermost block and an input with this rank's tokens was sharded by another layout."""
+        if entered_blocks()[-1:] == [self]:
+            layouts = (self.plan.q_layout, self.plan.kv_layout)
+            for x in tensors_in(inputs):
+                check_sharded_by(x, layouts, local_shape)
+
+    def check_graph(self, x: Tensor) -> None:
+        """Raise if x was computed from attention that no block has intercepted. Reads the autograd graph of x."""
+        if self.group.world > 1 and not torch.compiler.is_dynamo_compiling():
+            check_graph(x, self._local_shape(), _ESCAPE)
+
+    def _local_shape(self) -> tuple[int, int]:
+        """Return the numbers of queries and keys of this rank, in each row of the batch."""
+        rows = rows_of(self.plan.mask) or 1
+        return self.plan.q_rows // rows, self.plan.kv_rows // rows
 
     def before_script_call(self, name: str, operators: tuple[str, ...]) -> None:
         if not is_entered_here(self) or self._was_absent_in_forward():

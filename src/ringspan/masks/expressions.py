@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -76,9 +77,11 @@ def _call(name: str, call: ast.Call) -> Mask:
 
     args, options = [value(arg) for arg in call.args], {str(word.arg): value(word.value) for word in call.keywords}
     try:
+        _SIGNATURES[name].bind(*args, **options)  # its errors name the argument: "missing a required argument: 'chunk'"
         return _CALLS[name](*args, **options)
     except TypeError as error:
-        raise MaskError(f"{ast.unparse(call)!r} does not fit what {name} takes: {error}") from None
+        form = f"documents({args})" if name == "documents" and len(args) > 1 and not options else _FORMS[name]
+        raise MaskError(f"{ast.unparse(call)!r} does not fit what {name} takes: {error}. Write {form}") from None
 
 
 def read_lengths(path: str) -> list[int]:
@@ -101,13 +104,19 @@ def read_lengths(path: str) -> list[int]:
     return found
 
 
-def _documents(*args: Any, file: str | None = None, **options: Any) -> Mask:
-    return documents(*args, **options) if file is None else documents(read_lengths(file), *args, **options)
+def _documents(lengths: Any = None, *, file: str | None = None, **options: Any) -> Mask:
+    if file is None:
+        return documents(lengths, **options)
+    if lengths is not None:
+        raise MaskError("documents() takes lengths or file=, not both")
+    return documents(read_lengths(file), **options)
 
 
-def _full(*args: int, **options: int) -> Mask:
-    if args or options:
-        return full(*args, **options)
+def _full(q_len: int | None = None, k_len: int | None = None) -> Mask:
+    if q_len is not None:
+        return full(q_len, k_len)
+    if k_len is not None:
+        raise MaskError("full() without q_len is a relation of any length: it takes no k_len")
     return Mask(tables.table((0, MAX_LENGTH, 0, MAX_LENGTH, -MAX_LENGTH, MAX_LENGTH)), None, None, name="full()")
 
 
@@ -127,3 +136,20 @@ _CALLS: dict[str, Callable[..., Mask]] = {
     "tree": tree,
     "from_bands": Mask.from_bands,
 }
+
+# What a call looks like, for errors.
+_FORMS = {
+    "full": "full(1024), or full() with --seq-len",
+    "causal": "causal(1024), or causal() with --seq-len",
+    "window": "window(left=128), or window(left=128, right=0)",
+    "sliding_window": "sliding_window(4096)",
+    "documents": "documents([700, 324]), with the length of each document, or documents(file=lengths.txt)",
+    "prefix": "prefix(1024, 128), with the tokens of the sequence and of its prefix",
+    "chunked": "chunked(1024, 128), with the tokens of the sequence and of a chunk",
+    "tree": "tree([700, 200, 124], [-1, 0, 0]), with the length and the parent of each node",
+    "from_bands": "from_bands([(0, 8, 0, 8, -8, 0)], 8), with bands (q0, q1, k0, k1, lo, hi) and the length",
+}
+
+_SIGNATURES = {name: inspect.signature(function) for name, function in _CALLS.items()}
+_OF_FILE = inspect.signature(_documents).parameters["file"]
+_SIGNATURES["documents"] = inspect.Signature([*inspect.signature(documents).parameters.values(), _OF_FILE])

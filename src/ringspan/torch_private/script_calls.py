@@ -66,7 +66,30 @@ def _operators_of(function: Any) -> tuple[str, ...]:
 
 
 def _kinds(block: Any) -> Iterator[str]:
+    """Yield the operators of a graph. A matrix product with a parameter is a linear layer, however it is written."""
     for node in block.nodes():
-        yield node.kind()
+        kind = node.kind()
+        yield "aten::linear" if kind in _PRODUCTS and any(_is_parameter(value) for value in node.inputs()) else kind
         for inner in node.blocks():
             yield from _kinds(inner)
+
+
+def _is_parameter(value: Any) -> bool:
+    """Return whether a value is an attribute of a module or a constant, perhaps transposed or in another dtype."""
+    node = value.node()
+    inputs = [*node.inputs()]
+    if node.kind() in _VIEWS:
+        return _is_parameter(inputs[0])
+    if node.kind() == "prim::ListConstruct":  # the operands of einsum
+        return any(_is_parameter(x) for x in inputs)
+    return node.kind() in ("prim::GetAttr", "prim::Constant") and value.type().kind() == "TensorType"
+
+
+_PRODUCTS = frozenset(
+    {"aten::matmul", "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::mv", "aten::inner"}
+    | {"aten::einsum", "aten::tensordot"}
+)
+_VIEWS = frozenset(
+    {"aten::t", "aten::numpy_T", "aten::mT", "aten::transpose", "aten::permute", "aten::view", "aten::reshape"}
+    | {"aten::unsqueeze", "aten::contiguous", "aten::to"}
+)
