@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,25 +24,29 @@ from tests.hypothesis_strategies import trees
 STRATEGIES = ["ring", "gather", "exchange(stages=2)", "pass_q", "ulysses", "hierarchical(per_node=2)", "hybrid(per_node=2)"]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, batch: BatchMask) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, seen_by_row: Sequence[Tensor]) -> Tensor:
     """Row by row. A query without keys has the result 0."""
     outs = []
-    for i, row in enumerate(batch.rows):
-        seen = torch.zeros(row.lengths, dtype=torch.bool)
-        for band in row:  # by the definition of a band, not by Mask.dense
-            queries, keys = torch.arange(row.lengths[0])[:, None], torch.arange(row.lengths[1])
-            inside = (queries >= band.q0) & (queries < band.q1) & (keys >= band.k0) & (keys < band.k1)
-            seen |= inside & (keys - queries >= band.lo) & (keys - queries <= band.hi)
+    for i, seen in enumerate(seen_by_row):
         scores = (q[i] @ k[i].mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
         weights = torch.where(seen.any(-1, keepdim=True), scores, 0.0).softmax(-1) * seen
         outs.append(weights @ v[i])
     return torch.stack(outs)
 
 
+def seen_in_documents(lengths: Sequence[int], left: int | None = None) -> Tensor:
+    """Which keys each query sees: those of its own document up to itself, at most ``left`` before it."""
+    document = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)])
+    back = torch.arange(len(document))[:, None] - torch.arange(len(document))
+    seen = (document[:, None] == document) & (back >= 0)
+    return seen if left is None else seen & (back <= left)
+
+
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 20), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from(STRATEGIES))
 def test_every_strategy_and_layout(data: st.DataObject, n: int, rows: int, world: int, strategy: str) -> None:
-    masks = [data.draw(trees(n, n, leaves=2)).mask for _ in range(rows)]
+    drawn = [data.draw(trees(n, n, leaves=2)) for _ in range(rows)]
+    masks = [of_row.mask for of_row in drawn]
     batch = rs.per_row(masks)
     layout: Any = data.draw(st.sampled_from([*LAYOUTS, "auto", "one each"]))
     if layout == "one each":
@@ -50,7 +54,7 @@ def test_every_strategy_and_layout(data: st.DataObject, n: int, rows: int, world
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(rows, 2, n, 4, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3))
     got = rs.LocalWorld(world).attention(q, k, v, mask=batch, strategy=strategy, layout=layout)
-    want = dense(q, k, v, batch)
+    want = dense(q, k, v, [torch.from_numpy(of_row.truth) for of_row in drawn])
     assert_close(got, want, rtol=1e-12, atol=1e-12)
     weight = torch.randn(want.shape, dtype=torch.float64, generator=generator)
     for a, b in zip(*(torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (got, want)), strict=True):
@@ -91,11 +95,9 @@ def test_over_processes(pools: Pools, layout: str) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(9, (3, 21))
     x = torch.randn(3, 21, 2, 4, dtype=torch.float64, requires_grad=True)
-    heads, batch = x.transpose(1, 2), rs.documents(LENGTHS)
-    near = batch & rs.window(left=2)
-    assert isinstance(batch, BatchMask)
-    assert isinstance(near, BatchMask)
-    out = dense(heads, heads, heads, batch).transpose(1, 2)
+    heads = x.transpose(1, 2)
+    seen, near = ([seen_in_documents(lengths, left) for lengths in LENGTHS] for left in (None, 2))
+    out = dense(heads, heads, heads, seen).transpose(1, 2)
     out.square().sum().backward()
     assert x.grad is not None
     want = {

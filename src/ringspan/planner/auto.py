@@ -11,17 +11,18 @@ from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
 from ringspan.planner.candidates import layouts_for, strategies_for
-from ringspan.planner.choose import Choice, OnProgress, choose
+from ringspan.planner.choose import MAX_RANKS_EXACT, SAMPLE_SIZE, Choice, OnProgress, choose
 from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_request import PlanRequest
 from ringspan.planner.samples import sample
 from ringspan.plans.data import AS_ACCUMULATED, DkvDtype
+from ringspan.plans.problem import estimated_tiles
 from ringspan.plans.shape import EXAMPLE, Shape
 from ringspan.strategies.registry import BY_STRATEGY_NAME
 
 ASSUMED = "h200x8"
-# The number of ranks that are planned first, to estimate the cost of a candidate.
-SAMPLE_SIZE = 16
+# Up to this many tiles, the bounds and columns of all ranks take little more time than those of a sample.
+MAX_TILES_OF_ALL = 2**15
 
 
 def best(
@@ -70,7 +71,11 @@ def _find(
 ) -> Choice:
     layouts = layouts_for(mask, world, machine, shape, kv_layout) if layout is None else [layout]
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
-    workloads = [workload_of(mask, one, kv_layout or one, machine, shape, SAMPLE_SIZE, dkv_dtype) for one in layouts]
+    workloads = []
+    for one in layouts:
+        is_small = world <= MAX_RANKS_EXACT and estimated_tiles(mask, one, kv_layout or one) <= MAX_TILES_OF_ALL
+        most_ranks = world if is_small else SAMPLE_SIZE
+        workloads.append(workload_of(mask, one, kv_layout or one, machine, shape, most_ranks, dkv_dtype))
     return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
 
 

@@ -14,10 +14,12 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
+from ringspan.costs.column_cost import cost_of_columns
 from ringspan.costs.plan_cost import Cost, cost, rounded
 from ringspan.costs.workload import Workload
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
+from ringspan.planner.samples import sampled
 from ringspan.plans.data import RankPlan
 from ringspan.strategies.protocol import described
 from ringspan.strategies.registry import parse_strategy
@@ -26,6 +28,8 @@ from ringspan.strategies.registry import parse_strategy
 MIN_RELATIVE_SAVING = 0.02
 # Up to this many ranks, a candidate is costed on all ranks before it is accepted; above, on a sample.
 MAX_RANKS_EXACT = 256
+# The number of ranks that are planned first, to estimate the cost of a candidate.
+SAMPLE_SIZE = 16
 COLUMNS = ("strategy", "layout", "ms", "exposed, ms", "buffers, GiB", "rejected")
 
 
@@ -105,7 +109,8 @@ def choose(
 
     Each iteration takes the candidate with the lowest estimate and refines it: first the compute time of the busiest
     rank, then the strategy's lower bound, then the plans of a sample of ranks, then those of all ranks (up to
-    ``MAX_RANKS_EXACT``). So most candidates are never planned.
+    ``MAX_RANKS_EXACT``). So most candidates are never planned. A strategy that makes columns is costed on all ranks of
+    the workload without plans.
     """
     queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
     fastest = float("inf")
@@ -121,7 +126,7 @@ def choose(
         else:
             if on_progress is not None:
                 on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
-            cost_ = cost(plans_of(workload, strategy), workload.machine, workload.shape)
+            cost_ = _cost(workload, strategy, plans_of, estimate)
             if not cost_.is_exact and workload.world <= MAX_RANKS_EXACT:
                 # The time of a sample is used as a lower bound. It is approximate: a peer outside the sample takes the
                 # timeline of a sampled rank.
@@ -138,6 +143,20 @@ def choose(
             "Use more ranks, or a machine with more memory"
         )
     return choice
+
+
+def _cost(
+    workload: Workload, strategy: str, plans_of: Callable[[Workload, str], Sequence[RankPlan]], estimate: Estimate
+) -> Cost:
+    """Return the cost of a candidate: from the columns of all ranks if the workload has all and the strategy makes
+    columns, else from plans, at first those of a sample of ranks."""
+    if len(workload.ranks) == workload.world:
+        columns = described(parse_strategy(strategy)).columns(workload)
+        if columns is not None:
+            return cost_of_columns(columns, workload.machine, workload.shape)
+    if estimate == Estimate.BOUND and len(workload.ranks) > SAMPLE_SIZE:
+        workload = sampled(workload, SAMPLE_SIZE)
+    return cost(plans_of(workload, strategy), workload.machine, workload.shape)
 
 
 def _first_estimates(

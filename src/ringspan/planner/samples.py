@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.costs.hardware import Hardware
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, areas
 from ringspan.masks import Mask
 from ringspan.plans.problem import estimated_tiles, needed_rows
@@ -37,6 +40,12 @@ def sample(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware, m
         if len(chosen) < most:  # the evenly spaced ranks nearest to an extreme are left out
             chosen.add(rank)
     return tuple(sorted(chosen))
+
+
+def sampled(workload: Workload, most: int) -> Workload:
+    """Return the workload with at most ``most`` of its ranks."""
+    ranks = sample(workload.mask, workload.q_layout, workload.kv_layout, workload.machine, most)
+    return replace(workload, ranks=ranks)
 
 
 def _transfer_time(mask: Mask, q_layout: Layout, kv_layout: Layout, machine: Hardware) -> NDArray[np.float64]:

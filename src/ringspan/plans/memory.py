@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ringspan.plans.data import AS_ACCUMULATED, PayloadKind, Phase, Program, RankPlan, Step, Task
 from ringspan.plans.shape import Shape, check_heads_fit, is_packed
+
+Count = TypeVar("Count", int, NDArray[np.int64])  # of one rank, or of each rank
 
 
 def peak_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
@@ -50,40 +56,59 @@ def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
     must fit the heads of the shape.
     """
     steps = zip(plan.program.steps(phase), buffer_bytes(plan, shape, phase), strict=True)
-    taken = (held + max((_kernel_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
+    taken = (held + max((_task_bytes(task, plan.program, shape, phase) for task in s.tasks), default=0) for s, held in steps)
     return max(taken, default=0) + _waiting_bytes(plan.program, shape, phase)
 
 
 def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
-    """Return the bytes of partial results of the rank's own rows that wait for a second one, at most one for each row.
-
-    They exist only in half precision, and only if a row may get several. A plan does not know how many bands a kernel
-    computes in one launch, so every band counts as one partial result.
-    """
-    if shape.item == shape.accumulator_item:
-        return 0
     tasks = [task for step in program.steps(phase) for task in step.tasks]
     bands_of_queries = sum(len(task.bands) for task in tasks if task.q_slot == 0)
     bands_of_keys = sum(len(task.bands) for task in tasks if task.kv_slot == 0)
-    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     queries, keys = program.q_slots[0], program.kv_slots[0]
+    return waiting_bytes(
+        queries.rows * (bands_of_queries > 1),
+        keys.rows * (bands_of_keys > 1),
+        shape,
+        phase,
+        heads=queries.heads,
+        kv_heads=keys.heads,
+    )
+
+
+def waiting_bytes(
+    queries: Count, keys: Count, shape: Shape, phase: Phase, *, heads: int | None = None, kv_heads: int | None = None
+) -> Count:
+    """Return the bytes of partial results of the rank's own rows that wait for a second one, at most one for each row.
+
+    They exist only in half precision. ``queries`` and ``keys`` are the rows that may get several. A plan does not know
+    how many bands a kernel computes in one launch, so every band counts as one partial result.
+    """
+    if shape.item == shape.accumulator_item:
+        return 0 * queries
+    d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     of_query = e * shape.item + shape.accumulator_item if phase == "forward" else d * shape.item
-    waiting = queries.rows * (queries.heads or shape.heads) * of_query if bands_of_queries > 1 else 0
-    if phase == "backward" and bands_of_keys > 1:
-        waiting += keys.rows * (keys.heads or shape.kv_heads) * (d + e) * shape.item
+    waiting = queries * (heads or shape.heads) * of_query
+    if phase == "backward":
+        waiting = waiting + keys * (kv_heads or shape.kv_heads) * (d + e) * shape.item
     return shape.batch * waiting
 
 
-def _kernel_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
-    """Return the bytes that FlashAttention-4 allocates for a task that it computes in one launch. Other kernels may
-    allocate more.
+def _task_bytes(task: Task, program: Program, shape: Shape, phase: Phase) -> int:
+    rows, keys = (max(b[i + 1] for b in task.bands) - min(b[i] for b in task.bands) if task.bands else 0 for i in (0, 2))
+    heads, kv_heads = program.q_slots[task.q_slot].heads, program.kv_slots[task.kv_slot].heads
+    return kernel_bytes(rows, keys, shape, phase, heads=heads, kv_heads=kv_heads)
+
+
+def kernel_bytes(
+    rows: Count, keys: Count, shape: Shape, phase: Phase, *, heads: int | None = None, kv_heads: int | None = None
+) -> Count:
+    """Return the bytes that FlashAttention-4 allocates for a task of so many queries and keys that it computes in one
+    launch. Other kernels may allocate more.
 
     Forward: the results in the dtype of the tensors, and lse. Backward: the gradients, float32 sums for dq, for dk and
     dv where query heads share them, and two numbers for each query.
     """
-    rows, keys = (max(b[i + 1] for b in task.bands) - min(b[i] for b in task.bands) if task.bands else 0 for i in (0, 2))
-    heads = program.q_slots[task.q_slot].heads or shape.heads
-    kv_heads = program.kv_slots[task.kv_slot].heads or shape.kv_heads
+    heads, kv_heads = heads or shape.heads, kv_heads or shape.kv_heads
     d, e = shape.head_dim, shape.head_dim if shape.v_dim is None else shape.v_dim
     if phase == "forward":
         return shape.batch * rows * heads * (e * shape.item + shape.accumulator_item)

@@ -48,6 +48,10 @@ class MovingSide:
         """Return the rank that owns the moving rows of each tile."""
         return tiles.k_rank if self.what == "kv" else tiles.q_rank
 
+    def receiver(self, tiles: Tiles) -> Ints:
+        """Return the rank that computes each tile."""
+        return tiles.q_rank if self.what == "kv" else tiles.k_rank
+
     def shifted(self, bands: Table, by: Ints) -> Table:
         """Return the bands with these rows shifted by ``by``."""
         moved = bands.copy()

@@ -9,12 +9,14 @@ from typing import Any
 from ringspan.costs.hardware import Hardware
 from ringspan.costs.timeline import Loads
 from ringspan.costs.workload import Workload
+from ringspan.plans.columns import ProgramColumns
 from ringspan.plans.data import Phase, Program
 from ringspan.plans.moving_side import KEYS
 from ringspan.plans.problem import Problem
 from ringspan.plans.shape import Shape
 from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.staged import check_stages, staged
+from ringspan.strategies.staged_columns import staged_columns
 from ringspan.strategies.staged_loads import staged_loads
 
 
@@ -35,6 +37,9 @@ class Exchange(Strategy):
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
         return staged_loads(workload, workload.demand(KEYS), KEYS, self.stages)
+
+    def columns(self, workload: Workload) -> ProgramColumns:
+        return staged_columns(workload, KEYS, self.stages)
 
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:

@@ -11,12 +11,14 @@ import numpy as np
 from ringspan.costs.hardware import Hardware
 from ringspan.costs.timeline import Loads
 from ringspan.costs.workload import Workload
+from ringspan.plans.columns import ProgramColumns
 from ringspan.plans.data import Phase, Program
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem
 from ringspan.plans.shape import Shape
 from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.staged import check_stages, staged
+from ringspan.strategies.staged_columns import staged_columns
 from ringspan.strategies.staged_loads import staged_loads
 
 
@@ -51,6 +53,11 @@ class Gather(Strategy):
             outgoing=np.broadcast_to(rows[list(workload.ranks), None], size),
         )
         return staged_loads(workload, everything, KEYS, self.stages)
+
+    def columns(self, workload: Workload) -> ProgramColumns:
+        rows = np.array(workload.kv_layout.counts)
+        receiver, owner = np.nonzero((1 - np.eye(workload.world, dtype=np.int64)) * (rows > 0))
+        return staged_columns(workload, KEYS, self.stages, RowRanges(owner, receiver, np.zeros_like(owner), rows[owner]))
 
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:

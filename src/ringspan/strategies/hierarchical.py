@@ -46,12 +46,14 @@ from ringspan.errors import PlanError
 from ringspan.layouts import Tiles, cut
 from ringspan.masks import Band
 from ringspan.masks.table import K0, K1
+from ringspan.plans.columns import ProgramColumns
 from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem, Rows, union
 from ringspan.plans.shape import Shape
 from ringspan.strategies.crossing_pieces import CrossingPieces, make_pieces, spread
 from ringspan.strategies.exchange import Exchange
+from ringspan.strategies.hierarchical_columns import hierarchical_columns
 from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_rows, bands_by_stage, by_peer, split_at_spans
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
@@ -90,6 +92,12 @@ class Hierarchical(Strategy):
         """Count compute time only, no messages."""
         seconds = workload.demand(KEYS).seconds
         return {phase: without_messages(seconds[phase].sum(axis=1, keepdims=True)) for phase in PHASES}
+
+    def columns(self, workload: Workload) -> ProgramColumns | None:
+        nodes = Nodes(workload.world, self.per_node)
+        if nodes.count == 1 or nodes.per_node == 1:
+            return Exchange(stages=1).columns(workload)
+        return hierarchical_columns(workload, nodes) if self.pieces == 1 else None
 
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:

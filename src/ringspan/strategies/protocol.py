@@ -30,6 +30,7 @@ import numpy as np
 from ringspan.costs.hardware import Hardware
 from ringspan.costs.timeline import Loads, simulate, without_messages
 from ringspan.costs.workload import Workload
+from ringspan.plans.columns import ProgramColumns
 from ringspan.plans.data import PHASES, Phase, Program
 from ringspan.plans.moving_side import MovingSide
 from ringspan.plans.problem import Problem
@@ -74,6 +75,11 @@ class Strategy(ABC):
         default the bound is zero.
         """
         return {phase: without_messages(np.zeros((len(workload.ranks), 1))) for phase in PHASES}
+
+    def columns(self, workload: Workload) -> ProgramColumns | None:
+        """Return the programs of all ranks as columns, which are costed much faster than programs. None, the default:
+        the automatic choice makes the programs."""
+        return None
 
     def computing_seconds(self, workload: Workload) -> float:
         """Return a lower bound of the compute time of the busiest rank. It is cheaper than ``least_seconds``."""

@@ -12,8 +12,9 @@ from ringspan.costs import Cost, Hardware
 from ringspan.errors import PlanError
 from ringspan.layouts import check_world
 from ringspan.planner import Candidate, Choice, Plan, best_on, cost, plan_rank
-from ringspan.planner.auto import SAMPLE_SIZE, workload_of
+from ringspan.planner.auto import workload_of
 from ringspan.planner.candidates import MAX_RANKS_BALANCED
+from ringspan.planner.choose import SAMPLE_SIZE
 from ringspan.plans import Shape
 from ringspan.strategies import parse_strategy
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ringspan.cli.console import table
 from ringspan.cli.units import seconds, size
-from ringspan.planner.auto import SAMPLE_SIZE
+from ringspan.planner.choose import SAMPLE_SIZE
 
 FIRST_STEPS, LAST_STEPS = 8, 2
 

@@ -71,7 +71,7 @@ def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> Rin
     """
 
     def off_work(place: Ints) -> Ints:
-        return ring.work_of(place, np.full_like(place, goal.tokens)) - goal.work
+        return ring.work_of(place, goal.tokens) - goal.work
 
     place = ring.grid(resolution.step)
     off = off_work(place)
@@ -96,20 +96,19 @@ def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
     is at a multiple of the block.
     """
     begin = ring.grid(resolution.step)
-    place = np.sort(np.concatenate([begin, (begin - goal.tokens) % ring.tokens]))
-    work = ring.work_of(place, np.full_like(place, goal.tokens))
-    gap, next_work = np.diff(place, append=ring.tokens), np.roll(work, -1)
+    place = np.concatenate([begin, (begin - goal.tokens) % ring.tokens])
+    place.sort()
+    work = ring.work_of(place, goal.tokens)
+    next_place, next_work = np.concatenate([place[1:], [ring.tokens]]), np.concatenate([work[1:], work[:1]])
+    limits = np.array([goal.least_work, goal.most_work])
+    which, i = np.divmod(np.flatnonzero((work < limits[:, None]) != (next_work < limits[:, None])), len(place))
     shift = max(0, ring.work.bit_length() - 31)  # keeps work × tokens below 2⁶³; the result is only a guess
-    found = [place]
-    for limit in (goal.least_work, goal.most_work):
-        i = np.flatnonzero((work < limit) != (next_work < limit))
-        way, whole_way = np.abs(limit - work[i]) >> shift, np.abs(next_work[i] - work[i]) >> shift
-        guess = place[i] + np.minimum(way * gap[i] // np.maximum(whole_way, 1), gap[i])
-        found += [guess, guess + 1]
-        for end in (guess, guess + goal.tokens):
-            too_far = ring.within_piece(end % ring.tokens) % resolution.block
-            found += [guess - too_far, guess - too_far + resolution.block]
-    return np.concatenate(found) % ring.tokens
+    way, whole_way = np.abs(limits[which] - work[i]) >> shift, np.abs(next_work[i] - work[i]) >> shift
+    gap = next_place[i] - place[i]
+    guess = place[i] + np.minimum(way * gap // np.maximum(whole_way, 1), gap)
+    too_far = ring.within_piece(np.concatenate([guess, guess + goal.tokens]) % ring.tokens) % resolution.block
+    at_block = np.concatenate([guess, guess]) - too_far
+    return np.concatenate([place, guess, guess + 1, at_block, at_block + resolution.block]) % ring.tokens
 
 
 def _sizes_to_an_edge(ring: PieceRing, place: Ints, goal: Goal) -> Ints:

@@ -54,7 +54,7 @@ class PieceRing:
         """Return how many tokens of its piece lie before a place."""
         return place - self.edge[self.edge.searchsorted(place, side="right") - 1]
 
-    def work_of(self, place: Ints, size: Ints) -> Ints:
+    def work_of(self, place: Ints, size: Ints | int) -> Ints:
         """Return the work of the intervals of ``size`` tokens from these places."""
         end = place + size
         over = end >= self.tokens
@@ -67,9 +67,9 @@ class PieceRing:
 
     def grid(self, step: int) -> Ints:
         """Return the places where pieces begin, and every ``step`` tokens after each."""
-        count = -(-np.diff(self.edge) // step)
-        nth = np.arange(count.sum()) - np.repeat(_before(count)[:-1], count)
-        return np.repeat(self.edge[:-1], count) + nth * step
+        count = -((self.edge[:-1] - self.edge[1:]) // step)
+        before = _before(count)
+        return np.repeat(self.edge[:-1] - before[:-1] * step, count) + np.arange(before[-1]) * step
 
     def take(self, place: int, size: int) -> tuple[Ints, Ints, PieceRing]:
         """Return the starts and stops of the pieces in an interval, and the ring without it."""
@@ -82,9 +82,14 @@ class PieceRing:
 
     def without(self, piece: int) -> PieceRing:
         """Return the ring without a piece."""
-        return PieceRing.of(self.profile, np.delete(self.start, piece), np.delete(self.stop, piece))
+        kept = np.delete(np.arange(len(self.start)), piece)
+        edge, work_at = _before(np.diff(self.edge)[kept]), _before(np.diff(self.work_at)[kept])
+        shift = self.shift[kept] + work_at[:-1] - self.work_at[kept]
+        return PieceRing(self.profile, self.start[kept], self.stop[kept], edge, work_at, shift)
 
 
 def _before(values: Ints) -> Ints:
     """Return the sum of the values before each value, and then of all."""
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
+    total = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=total[1:])
+    return total

@@ -27,6 +27,9 @@ class WorkProfile:
         self._corner, self._before, self._seen, self._slope = _corners(mask)
         q0, q1, k0, k1, _, _ = self._table.T
         opens, closes = np.argsort(q0, kind="stable"), np.argsort(q1, kind="stable")
+        one_band = bool((q1[opens][:-1] <= q0[opens][1:]).all())
+        # The columns of the bands in the order of their rows, if no row is in two bands.
+        self._bands_of_rows = tuple(column[opens] for column in self._table.T[1:]) if one_band else None
         self._open, self._lowest_from = q0[opens], _accumulate(np.minimum, k0[opens][::-1])[::-1]
         self._close, self._highest_until = q1[closes], _accumulate(np.maximum, k1[closes])
 
@@ -50,11 +53,26 @@ class WorkProfile:
         lowest = np.where(later < len(q0), self._lowest_from[np.minimum(later, len(q0) - 1)], token)
         earlier = self._close.searchsorted(token, side="right")
         highest = np.where(earlier > 0, self._highest_until[np.maximum(earlier - 1, 0)], token)
+        if self._bands_of_rows is not None:
+            return self._seen_through_one_band(token, lowest, highest)
         rows = np.concatenate([token, token - 1])  # the first row after the cut, then the last before it
         i, j = tables.overlapping(rows, rows + 1, q0, q1)
         behind, before = slice(None, split := i.searchsorted(len(token))), slice(split, None)
         np.minimum.at(lowest, i[behind], np.maximum(k0[j[behind]], rows[i[behind]] + lo[j[behind]]))
         np.maximum.at(highest, i[before] - len(token), np.minimum(k1[j[before]], rows[i[before]] + 1 + hi[j[before]]))
+        return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
+
+    def _seen_through_one_band(self, token: Ints, lowest: Ints, highest: Ints) -> Ints:
+        """Do the rest of :meth:`seen_across` for a mask in which no row is in two bands, such as documents."""
+        assert self._bands_of_rows is not None
+        q1, k0, k1, lo, hi = self._bands_of_rows
+        for row, is_behind in ((token, True), (token - 1, False)):
+            j = np.maximum(self._open.searchsorted(row, side="right") - 1, 0)
+            inside = (row < q1[j]) & (row >= self._open[j])
+            if is_behind:
+                lowest = np.where(inside, np.minimum(lowest, np.maximum(k0[j], row + lo[j])), lowest)
+            else:
+                highest = np.where(inside, np.maximum(highest, np.minimum(k1[j], token + hi[j])), highest)
         return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
 
 
