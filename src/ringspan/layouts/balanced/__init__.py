@@ -32,6 +32,7 @@ import numpy as np
 
 from ringspan.errors import LayoutError
 from ringspan.layouts.balanced.cuts import Goal, Resolution, best_interval, nearest_interval
+from ringspan.layouts.balanced.dealing import deal
 from ringspan.layouts.balanced.renumber import renumber_ranks
 from ringspan.layouts.balanced.ring import PieceRing
 from ringspan.layouts.balanced.work import WorkProfile
@@ -46,6 +47,9 @@ TOLERANCE = 80
 
 # Within a node, whose work may exceed the mean as well, the work of a rank may exceed the mean of all by 1/55.
 WITHIN_NODES = 55
+
+# Chunks of documents that are dealt among the ranks of a node are not all cut at the best token. Then 1/50 is accepted.
+AT_MOST = 50
 
 # Intervals are first tried at this many places per rank's share.
 PLACES = 8
@@ -71,49 +75,83 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
     n, block, slack = mask.lengths[0], _count("block", block, 1), _count("slack", slack, 0)
     per_node = world if per_node is None else _count("per_node", per_node, 1, "ranks")
     fair = mask.area // world
-    among_nodes = Limits(max(n // world - slack, 0), -(-n // world) + slack, fair, fair + max(fair // TOLERANCE, 1))
+    among_nodes = Limits(1, max(n // world - slack, 0), -(-n // world) + slack, fair, fair + max(fair // TOLERANCE, 1))
     limits = among_nodes if per_node >= world else among_nodes._replace(most_work=fair + max(fair // WITHIN_NODES, 1))
     resolution = _resolution(n // world, block)
     ring = _documents(mask, resolution.block)
     nodes = [min(per_node, world - first) for first in range(0, world, per_node)]
-    held: list[list[tuple[int, int]]] = []
-    for of_node, ranks in zip(_share_among(ring, nodes, among_nodes, _resolution(n // len(nodes), block)), nodes, strict=True):
-        within = PieceRing.of(ring.profile, *of_node)
-        held += sorted(_spans(*of_rank) for of_rank in _share_among(within, [1] * ranks, limits, resolution))
-    solved = Layout(held if len(nodes) > 1 else sorted(held), name=_name(per_node, world))
-    if len(nodes) > 1 and int(areas(mask, solved).max(initial=0)) <= limits.most_work:
-        return solved
+    parts = [among_nodes.times(ranks) for ranks in nodes]
+    of_nodes = [*zip(nodes, _share_among(ring, parts, _resolution(n // len(nodes), block)), strict=True)]
+    name = f"balanced(per_node={per_node})" if len(nodes) > 1 else "balanced"
+    if len(nodes) > 1:
+        cuts = _cuts(mask)
+        # First with documents that are dealt among the ranks of a node, then without.
+        for bounds, most_work in ((cuts, fair + fair // AT_MOST), (cuts[:0], limits.most_work)):
+            made = (_within_node(ring.profile, bounds, *pieces, limits.times(ranks), resolution) for ranks, pieces in of_nodes)
+            solved = Layout([spans for of_node in made for spans in of_node], length=n, name=name)
+            if int(areas(mask, solved).max(initial=0)) <= most_work:
+                return solved
+        return solved if slack else _best(mask, solved)
+    solved = Layout(sorted(_spans(*pieces) for pieces in _share_among(ring, [limits] * world, resolution)), name=name)
     best = solved if slack else _best(mask, solved)
     has_documents = mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2
-    return renumber_ranks(mask, best) if has_documents and len(nodes) == 1 else best
+    return renumber_ranks(mask, best) if has_documents else best
 
 
 class Limits(NamedTuple):
-    """The limits of each rank: tokens from ``fewest`` to ``most``, work around ``fair`` and at most ``most_work``."""
+    """The limits of some ranks together: tokens from ``fewest`` to ``most``, work around ``fair`` and at most
+    ``most_work``."""
 
+    ranks: int
     fewest: int
     most: int
     fair: int
     most_work: int
 
+    def times(self, count: int) -> Limits:
+        return Limits(*(count * x for x in self))
 
-def _share_among(ring: PieceRing, parts: Sequence[int], limits: Limits, resolution: Resolution) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the starts and stops of the pieces of each part of the ring. ``parts`` has the number of ranks of each."""
-    left = sum(parts)
-    for ranks in parts:
-        left -= ranks
-        fair, most_work = ranks * limits.fair, ranks * limits.most_work
-        work = ring.work * ranks // (left + ranks)
+    def less(self, tokens: int, work: int) -> Limits:
+        """Return the limits for the rest, if the ranks already have this many tokens and this much work."""
+        return Limits(self.ranks, self.fewest - tokens, self.most - tokens, self.fair - work, self.most_work - work)
+
+
+def _share_among(ring: PieceRing, parts: Sequence[Limits], resolution: Resolution) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the starts and stops of the pieces of each part of the ring."""
+    left = Limits(*map(sum, zip(*parts, strict=True)))
+    for limits in parts:
+        ranks = left.ranks
+        left = Limits(*(x - y for x, y in zip(left, limits, strict=True)))
+        fewest, most = max(limits.fewest, ring.tokens - left.most), min(limits.most, ring.tokens - left.fewest)
+        work = ring.work * limits.ranks // ranks
         goal = Goal(
-            fewest=max(ranks * limits.fewest, ring.tokens - left * limits.most),
-            tokens=ring.tokens * ranks // (left + ranks),
-            most=min(ranks * limits.most, ring.tokens - left * limits.fewest),
-            least_work=max(min(work, 2 * fair - most_work), ring.work - left * limits.most_work),
+            fewest=fewest,
+            tokens=max(min(ring.tokens * limits.ranks // ranks, most), fewest),
+            most=most,
+            least_work=max(min(work, 2 * limits.fair - limits.most_work), ring.work - left.most_work),
             work=work,
-            most_work=most_work,
+            most_work=limits.most_work,
         )
         start, stop, ring = _share(ring, goal, resolution)
         yield start, stop
+
+
+def _within_node(
+    profile: WorkProfile, cuts: Ints, start: Ints, stop: Ints, limits: Limits, resolution: Resolution
+) -> list[list[tuple[int, int]]]:
+    """Return the spans of each rank of a node that has these pieces: first its part of the documents that other nodes
+    have, too, and then of all others. ``limits`` are those of the node."""
+    ranks = limits.ranks
+    held, start, stop = deal(cuts, start, stop, ranks)
+    each = Limits(*(x // ranks for x in limits))
+    parts = []
+    for spans in held:
+        ends = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        work = profile.work_before(ends[:, 1]) - profile.work_before(ends[:, 0])
+        parts.append(each.less(int((ends[:, 1] - ends[:, 0]).sum()), int(work.sum())))
+    others = _share_among(PieceRing.of(profile, start, stop), parts, resolution) if len(start) else [(start, stop)] * ranks
+    both = [(np.array(spans, dtype=np.int64).reshape(-1, 2), *rest) for spans, rest in zip(held, others, strict=True)]
+    return sorted(_spans(np.append(first[:, 0], low), np.append(first[:, 1], high)) for first, low, high in both)
 
 
 def _resolution(share: int, block: int) -> Resolution:
@@ -121,19 +159,20 @@ def _resolution(share: int, block: int) -> Resolution:
     return Resolution(block=min(block, -(-step // 2)), step=step)
 
 
-def _name(per_node: int, world: int) -> str:
-    return f"balanced(per_node={per_node})" if per_node < world else "balanced"
-
-
 def _documents(mask: Mask, block: int) -> PieceRing:
     """Return the documents of the mask as a ring. Documents that begin in the same block of the sequence are one piece,
     since separating many tiny documents takes time and gains nothing."""
-    n, keys = mask.lengths
-    cuts = mask.documents() if n == keys else np.unique(np.array([0, n], dtype=np.int64))
+    cuts = _cuts(mask)
     last_in_block = np.append(cuts[1:] // block != cuts[:-1] // block, True)
     last_in_block[0] = True
     cuts = cuts[last_in_block]
     return PieceRing.of(WorkProfile(mask), cuts[:-1], cuts[1:])
+
+
+def _cuts(mask: Mask) -> Ints:
+    """Return the bounds of the documents. If queries and keys are of different sequences, there is one."""
+    n, keys = mask.lengths
+    return mask.documents() if n == keys else np.unique(np.array([0, n], dtype=np.int64))
 
 
 def _share(ring: PieceRing, goal: Goal, resolution: Resolution) -> tuple[Ints, Ints, PieceRing]:
