@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.costs.hardware import hardware
 from ringspan.costs.layer import layer_cost
+from ringspan.testing.assertions import assert_close
 
 SHAPE = rs.Shape(heads=8, kv_heads=2, head_dim=64)
 
@@ -50,6 +52,52 @@ def test_microbatches_are_few_and_take_about_equally_long() -> None:
     layer = layer_cost(hardware("h200x8"), SHAPE)
     times = [layer.seconds(part.tokens, sum(n * (n + 1) // 2 for n in part.lengths)) for part in made]
     assert max(times) <= 1.02 * min(times)
+
+
+def test_over_nodes_microbatches_have_documents_of_similar_length() -> None:
+    """Two nodes. Each document is in the first microbatch in which it fits: every one of a later microbatch is at most
+    as long as all that were assigned when it did not fit."""
+    lengths = np.random.default_rng(0).lognormal(5, 1, 300).astype(int).clip(8, 2500).tolist()
+    made = rs.pack(lengths, 4, tokens_per_rank=4096, hardware="h200x2", shape=SHAPE)
+    assert sorted(i for part in made for i in part.documents) == list(range(300))
+    assert len(made) == -(-sum(lengths) // (4 * 4096))
+    assert [part.lengths[0] for part in made] == sorted((part.lengths[0] for part in made), reverse=True)
+    for part in made:
+        assert list(part.lengths) == sorted(part.lengths, reverse=True)
+        assert max(part.layout.counts) <= 4096
+        assert part.layout.name == "balanced(per_node=2)"
+        part.plan.verify()
+    tokens = [part.tokens for part in made]
+    assert max(tokens) <= 1.01 * sum(tokens) / len(tokens)
+
+
+def test_over_nodes_packing_fills_microbatches_if_equal_ones_do_not_suffice() -> None:
+    """Three documents of 10 do not fit into 15 tokens twice, but into 20 and 10."""
+    made = rs.pack([10, 10, 10], 4, tokens_per_rank=5, hardware="h200x2", shape=SHAPE)
+    assert [part.lengths for part in made] == [(10, 10), (10,)]
+
+
+def test_gradients_of_packed_keys_may_be_sent_in_bfloat16() -> None:
+    for hardware_name in ("h200x2", "h200x8"):
+        made = rs.pack([900, 300], 4, tokens_per_rank=512, hardware=hardware_name, shape=SHAPE, dkv_dtype="bfloat16")
+        assert [part.plan.program.dkv_dtype for part in made] == ["bfloat16"]
+    with pytest.raises(rs.PlanError, match="dkv_dtype must be one of"):
+        rs.pack([900, 300], 4, tokens_per_rank=512, dkv_dtype="int8")  # type: ignore[arg-type]
+
+
+def test_a_batch_packed_over_nodes_gives_the_results_of_its_documents() -> None:
+    torch.manual_seed(0)
+    lengths, world = [2100, 700, 300, 520, 40, 260], rs.LocalWorld(4)
+    for part in rs.pack(lengths, 4, tokens_per_rank=640, hardware="h200x2", shape=SHAPE):
+        q, k, v = (torch.randn(1, heads, part.tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+        out = world.attention(q, k, v, mask=part.mask, strategy=part.plan.strategy, layout=part.layout)
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        dense = torch.from_numpy(part.mask.dense())
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+        assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        for gradient, wanted in zip(found, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+            assert_close(gradient, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_matrix_products_count_as_much_as_they_are_said_to() -> None:

@@ -3,7 +3,8 @@
 Each way makes a *schedule*: rounds of groups of ranks, each group with its documents. A round takes as long as its
 slowest group, since gradients are summed over all ranks. Times are predicted for one layer, forward and backward:
 attention with its communication, by the plan that ringspan makes for the group, and matrix products by tokens. The
-ideal is the work of all documents, divided equally among all ranks, without any communication.
+ideal is the work of all documents, divided equally among all ranks, without any communication. The bound is the least
+time of any way, for the same documents and machine (``bench/bounds.py``).
 
 The ways other than ringspan's are written from their public descriptions:
 
@@ -23,11 +24,13 @@ from typing import NamedTuple
 import numpy as np
 
 import ringspan as rs
+from ringspan.bench.bounds import least_seconds
 from ringspan.bench.rows import OnProgress, Row
 from ringspan.costs.hardware import hardware
 from ringspan.costs.layer import LayerCost, layer_cost
 from ringspan.costs.plan_cost import cost
 from ringspan.planner.auto import plans_at, workload_of
+from ringspan.planner.microbatches import share_documents
 
 # The ranks of a group for the ways that have fixed groups.
 FIXED_SIZE = 16
@@ -79,13 +82,14 @@ def packing_rows(
 def _row(name: str, lengths: list[int], world: int, tokens_per_rank: int, machine: str, way: str) -> Row:
     layer = layer_cost(hardware(machine), SHAPE)
     rs.clear_caches()
-    start = time.perf_counter()
+    start = time.process_time()  # other processes may run at the same time
     schedule = WAYS[way](lengths, world, tokens_per_rank, machine, layer)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     times = [[_group_times(group, machine, layer) for group in groups] for groups in schedule]
     taken = sum(max(time.whole for time in of_round) for of_round in times)
     computing = sum(max(time.computing for time in of_round) for of_round in times)
     ideal = layer.seconds(sum(lengths), sum(n * (n + 1) // 2 for n in lengths)) / world
+    bound = least_seconds(lengths, world, tokens_per_rank, hardware(machine), SHAPE, token_s=layer.token_s)
     return {
         "bench": "pack",
         "lengths": name,
@@ -99,6 +103,7 @@ def _row(name: str, lengths: list[int], world: int, tokens_per_rank: int, machin
         "slowest_ms": round(taken * 1e3, 2),
         "computing_over_ideal": round(computing / ideal, 3),
         "over_ideal": round(taken / ideal, 3),
+        "bound_over_ideal": round(bound / ideal, 3),
         "make_s": round(seconds / max(1, len(schedule)), 3),
     }
 
@@ -166,24 +171,10 @@ def equal_work(lengths: list[int], world: int, tokens_per_rank: int, machine: st
     capacity, replicas = size * tokens_per_rank, world // size
     count = -(-sum(lengths) // (capacity * replicas)) * replicas
     while True:
-        sequences = _spread(lengths, count, capacity, lambda n: layer.seconds(n, n * (n + 1) // 2))
-        if sequences is not None:
-            return _rounds(sequences, size, world)
+        groups = share_documents(np.array(lengths), count, capacity, layer)
+        if groups is not None:
+            return _rounds([[lengths[i] for i in group] for group in groups], size, world)
         count += replicas
-
-
-def _spread(lengths: list[int], count: int, capacity: int, load: Callable[[int], float]) -> list[list[int]] | None:
-    """Give each document, the longest first, to the least loaded sequence in which it fits; None if it fits in none."""
-    sequences: list[list[int]] = [[] for _ in range(count)]
-    held, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
-    for n in sorted(lengths, reverse=True):
-        best = int(np.where(held + n <= capacity, loads, np.inf).argmin())
-        if held[best] + n > capacity:
-            return None
-        sequences[best].append(n)
-        held[best] += n
-        loads[best] += load(n)
-    return sequences
 
 
 def _rounds(sequences: list[list[int]], size: int, world: int) -> Schedule:

@@ -98,6 +98,7 @@ def choose(
     *,
     may_split_heads: bool = True,
     must_fit: bool = True,
+    exact_up_to: int = MAX_RANKS_EXACT,
     on_progress: OnProgress | None = None,
 ) -> Choice:
     """Cost every candidate that could be faster than the best so far by more than ``MIN_RELATIVE_SAVING``.
@@ -108,9 +109,9 @@ def choose(
     comes first.
 
     Each iteration takes the candidate with the lowest estimate and refines it: first the compute time of the busiest
-    rank, then the strategy's lower bound, then the plans of a sample of ranks, then those of all ranks (up to
-    ``MAX_RANKS_EXACT``). So most candidates are never planned. A strategy that makes columns is costed on all ranks of
-    the workload without plans.
+    rank, then the strategy's lower bound, then the plans of a sample of ranks, then those of all ranks (in worlds of
+    ``exact_up_to`` ranks or fewer). So most candidates are never planned. A strategy that makes columns is costed on all
+    ranks of the workload without plans.
     """
     queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
     fastest = float("inf")
@@ -127,7 +128,7 @@ def choose(
             if on_progress is not None:
                 on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
             cost_ = _cost(workload, strategy, plans_of, estimate)
-            if not cost_.is_exact and workload.world <= MAX_RANKS_EXACT:
+            if not cost_.is_exact and workload.world <= exact_up_to:
                 # The time of a sample is used as a lower bound. It is approximate: a peer outside the sample takes the
                 # timeline of a sampled rank.
                 heappush(queue, _Open(max(least_s, rounded(cost_.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))

@@ -26,6 +26,7 @@ COLUMNS = {
     "slowest_ms": "slowest, ms a layer",
     "computing_over_ideal": "computing ÷ ideal",
     "over_ideal": "÷ ideal",
+    "bound_over_ideal": "bound ÷ ideal",
     "make_s": "planning, s a round",
 }
 

@@ -1,0 +1,90 @@
+"""A lower bound of the time of a batch of causal documents on a machine, for any packing, layout and strategy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringspan.costs.hardware import Hardware
+from ringspan.costs.plan_cost import flops_per_pair
+from ringspan.plans.data import AS_ACCUMULATED, PHASES, DkvDtype
+from ringspan.plans.shape import Shape
+
+
+def least_seconds(
+    lengths: Sequence[int],
+    world: int,
+    tokens_per_rank: int,
+    machine: Hardware,
+    shape: Shape,
+    *,
+    token_s: float = 0.0,
+    dkv_dtype: DkvDtype = AS_ACCUMULATED,
+) -> float:
+    """Return a lower bound of the seconds that the slowest rank takes for all documents, forward and backward.
+
+    A rank has at most ``tokens_per_rank`` tokens at a time, and computes ``token_s`` for each besides attention. The
+    bound is the mean over all ranks, and the slowest rank takes at least that long:
+
+    1. Matrix products: an equal share of the tokens.
+    2. Attention: an equal share of the pairs, at the best speed of the kernels.
+    3. Messages between nodes: an equal share of the bytes that must cross, over one port for each rank. Messages within
+       nodes and latency are left out.
+    4. Attention and messages overlap as well as the machine allows: the time is ``max(a, m) + (1 - overlap) min(a, m)``.
+       This function is convex, so its value for the means is not above the mean of its values for ranks and steps.
+       Matrix products do not overlap with messages: no strategy sends during them.
+
+    The rows that must cross depend on the time: in more time a node can compute longer documents alone. So the bound is
+    the time T at which these figures, with the rows that must cross within T, are just T. It is found by bisection.
+    """
+    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    speeds = {"forward": machine.forward.best, "backward": machine.backward.best}
+    pair_s = sum(shape.heads * flops_per_pair(shape, phase) / speeds[phase] for phase in PHASES)
+    products, attention = tokens * token_s / world, pairs * pair_s / world
+
+    def needed(seconds: float) -> float:
+        most_pairs = machine.per_node * seconds / pair_s
+        crossing = crossing_bytes(lengths, machine.per_node * tokens_per_rank, most_pairs, shape, dkv_dtype)
+        messages = crossing / (world * machine.between.bytes_per_s) if world > machine.per_node else 0.0
+        return products + max(attention, messages) + (1 - machine.overlap) * min(attention, messages)
+
+    low = products + attention
+    high = needed(low) if low else 0.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if needed(middle) > middle else (low, middle)
+    return low
+
+
+def crossing_bytes(
+    lengths: Sequence[int], most_tokens: int, most_pairs: float, shape: Shape, dkv_dtype: DkvDtype = AS_ACCUMULATED
+) -> float:
+    """Return a lower bound of the bytes that cross between nodes, forward and backward, if each node holds at most so
+    many tokens and computes at most so many pairs.
+
+    Take key x of a document whose keys are sent to the queries. The rows from x to the end of the document have more
+    tokens or pairs than one node may have, so several nodes share them. All of these see key x, and all but its owner
+    receive it, with its gradient on the way back. The same holds with time reversed if queries are sent to the keys,
+    and a query takes at least as many bytes. If heads are exchanged for tokens instead, all nodes that share the document
+    receive their heads of all rows.
+
+    >>> crossing_bytes([8], 4, 18, Shape(heads=1, kv_heads=1, head_dim=1), "bfloat16") / (3 * 4)  # keys 0 to 5, once
+    6.0
+    """
+    forward, backward = (shape.message_row_bytes("kv", phase) for phase in PHASES)
+    key = forward + backward + shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype)
+    head_split = key + sum(shape.message_row_bytes("q", phase) for phase in PHASES)
+    total = 0.0
+    counts = Counter(lengths)
+    for n in counts:
+        if n <= most_tokens and n * (n + 1) / 2 <= most_pairs:
+            continue
+        x = np.arange(n, dtype=np.float64)
+        later = (n * (n + 1) - x * (x + 1)) / 2
+        nodes = np.ceil(np.maximum((n - x) / most_tokens, later / most_pairs))
+        by_keys = key * float((nodes - 1).sum())
+        shared = max(n / most_tokens, n * (n + 1) / 2 / most_pairs)
+        total += counts[n] * min(by_keys, head_split * n * (1 - 1 / shared))
+    return total
