@@ -7,7 +7,6 @@ PYTHON ?= python3
 VENV   ?= .venv
 
 BIN      := $(VENV)/bin
-PINNED   := $(shell grep '^torch==' constraints.txt)
 CODE     := conftest.py src tests $(wildcard benchmarks docs examples)
 
 # The tests run in this many processes. Those marked "alone" have time limits and run one after the other.
@@ -18,10 +17,9 @@ PARALLEL := -n $(JOBS) --dist loadfile
 TORCH      ?=
 TORCH_VENV := .venv-torch-$(TORCH)
 
-# Three stamps, so that a change of pyproject.toml does not install torch again, and the demo does not install what only the
-# tests need. They lie inside the environment and name the interpreter: with another PYTHON there are none, and the
-# environment is created again.
-HAS_TORCH := $(VENV)/.torch-$(notdir $(PYTHON))
+# Three stamps, so that the demo does not install what only the tests need. They lie inside the environment and name the
+# interpreter: with another PYTHON there are none, and the environment is created again.
+CREATED   := $(VENV)/.created-$(notdir $(PYTHON))
 DEMO      := $(VENV)/.demo-$(notdir $(PYTHON))
 READY     := $(VENV)/.ready-$(notdir $(PYTHON))
 TITAN     := build/titan/.ready
@@ -84,14 +82,15 @@ clean:  ## remove environments, builds and caches
 	rm -rf $(VENV) .venv-torch-* build dist htmlcov .coverage* ringspan-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch is installed first and by its exact version, so that later packages find it and do not install another.
-$(HAS_TORCH): constraints.txt
+# --no-compile: Python compiles a module when it is first imported, and most modules of torch never are.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
+
+$(CREATED): constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet "$(PINNED)"
 	@touch $@
 
-$(READY): $(HAS_TORCH) pyproject.toml
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+$(READY): $(CREATED) pyproject.toml
+	$(INSTALL) ".[dev]"
 	@touch $@
 
 $(TITAN): $(READY)
@@ -99,6 +98,6 @@ $(TITAN): $(READY)
 		torchdata==0.11.0 torch_checkpointing==0.1.1 tyro==1.0.16 typeguard==4.6.0 docstring_parser==0.18.0 einops==0.8.2
 	@touch $@
 
-$(DEMO): $(HAS_TORCH) pyproject.toml
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]"
+$(DEMO): $(CREATED) pyproject.toml
+	$(INSTALL) ".[demo]"
 	@touch $@

@@ -60,7 +60,7 @@ def cpu_rows(
 
 def _show_round(on_progress: OnProgress, before: int, total: int, strategy: str, _: int, finished: int) -> None:
     """Show that a round of a strategy has ended. Round 0 is the warm-up."""
-    on_progress(before + finished + 1, total, f"measuring {strategy}, round {finished + 1}" if finished >= 0 else strategy)
+    on_progress(before + finished + 1, total, f"measuring {strategy}" + f", round {finished}" * (finished > 0))
 
 
 def _time_strategy(
@@ -84,14 +84,14 @@ def _time_strategy(
     times = []
     for n_round in range(rounds + 1):
         dist.barrier()
-        one = _seconds(attend_whole) if rank == 0 else 0.0
+        one = _seconds(attend_whole) if rank == 0 and n_round > 0 else 0.0
         dist.barrier()
         split = torch.tensor(_seconds(attend_split))
         dist.all_reduce(split, op=dist.ReduceOp.MAX)
         times.append((one, split.item()))
         if rank == 0:
             send_message(n_round)
-    return times[1:], cp.plan.digest  # the first round is the warm-up
+    return times[1:], cp.plan.digest  # round 0 is the warm-up of the split side: its first call compares plans
 
 
 def _seconds(f: Callable[[], Any]) -> float:
