@@ -55,3 +55,13 @@ def test_a_failure_raises_and_closes_the_pool(job: Any, message: str) -> None:
             pool.run(job)
         with pytest.raises(WorkerFailed, match="closed"):
             pool.run(add_up, 1.0)
+
+
+def parent(rank: int) -> int:
+    return os.getppid()
+
+
+def test_workers_are_forked_from_one_process_that_has_imported_a_module() -> None:
+    with Pool(2, preload="ringspan") as pool:
+        first, second = pool.run(parent)
+    assert first == second != os.getpid()

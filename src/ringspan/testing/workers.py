@@ -34,13 +34,19 @@ class Pool:
     """``world`` processes in one process group, started once and used for any number of jobs. With ``backend="nccl"``
     they take the GPUs of this machine in turn.
 
+    ``preload`` is a module that all workers need: it is imported once, in a process that the workers are forked from.
+
     A job is a function defined at module level. Every worker calls it as ``job(rank, *args)`` with
     ``torch.distributed`` initialised. The results come back in the order of the ranks.
     """
 
-    def __init__(self, world: int, *, backend: str = "gloo", threads: int = 1, timeout: float = 300.0) -> None:
+    def __init__(
+        self, world: int, *, backend: str = "gloo", threads: int = 1, timeout: float = 300.0, preload: str | None = None
+    ) -> None:
         self.world, self.timeout = world, timeout
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("spawn" if preload is None else "forkserver")
+        if preload is not None:
+            context.set_forkserver_preload([preload])
         # This process hosts the store, on a port that the operating system chooses: one chosen here could be taken
         # meanwhile.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

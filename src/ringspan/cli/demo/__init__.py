@@ -133,7 +133,7 @@ def train_all(training: Training, world: int) -> report.Comparison:
 
             alone = beside.submit(train_alone, training, on_step)
             try:
-                with Pool(world) as pool:
+                with Pool(world, preload="ringspan.cli.demo.memory") as pool:
                     ranks = pool.run(train_split, training, on_message=lambda _, message: show("split", *message))
                     naive = pool.run(train_naively, training, on_message=lambda _, message: show("naive", *message))
                     memory = pool.run(measure_memory, training)
