@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from ringspan.compat import (
     context_parallel,
     context_parallel_unshard,
 )
+from ringspan.frontends import context_parallel as context_parallel_module
+from ringspan.testing.assertions import assert_close
 from tests.compat.jobs import assert_near, mesh_of_all, qkv
 from tests.compat.test_balancers import documents_mask
 from tests.conftest import Pools
@@ -93,6 +96,46 @@ def test_flex_attention_in_a_module(pools: Pools, mask: str, balancer: str, worl
     if mask == "causal" and balancer == "per document":
         pytest.skip("this mask has no documents")
     pools(world).run(flex, mask, balancer)
+
+
+ROWS = [[32, 64, 64], [100, 60]]
+LONG_DOCUMENTS: dict[str, Callable[[BlockMask, int], _LoadBalancer | None]] = {
+    "none": lambda mask, world: None,
+    "head-tail": lambda mask, world: _HeadTailLoadBalancer(N, world, "cpu"),
+    "per document": lambda mask, world: _PerDocumentHeadTailLoadBalancer(ROWS, world, "cpu"),
+    "round robin": lambda mask, world: _PTRRLoadBalancer(mask, world),
+}
+
+
+def rows_of_documents(rank: int, balancer_name: str) -> list[str]:
+    """Rows with different documents, and without a score_mod. Returns the masks that were planned."""
+    mesh, mask = mesh_of_all(), documents_mask(ROWS, block=BLOCK)
+    q, k, v = (x.double().requires_grad_() for x in qkv(N, heads=2))
+    seen = torch.zeros(2, 1, N, N, dtype=torch.bool)
+    for row, lengths in enumerate(ROWS):
+        ends = torch.tensor(lengths).cumsum(0)
+        for start, stop in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+            seen[row, :, start:stop, start:stop] = True
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~(seen & torch.ones(N, N, dtype=torch.bool).tril()), -torch.inf)
+    out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    want = [out, lse, *torch.autograd.grad(out.square().sum() + lse.square().sum(), (q, k, v))]
+    balancer = LONG_DOCUMENTS[balancer_name](mask, mesh.size())
+    attention = parallelize_module(Flex(), mesh, _ContextParallel(2, _ContextParallel.AttentionType.FLEX))
+    *shards, mine = _context_parallel_shard(mesh, [q.detach(), k.detach(), v.detach(), mask], [2, 2, 2, 0], balancer)
+    q, k, v = (x.requires_grad_() for x in shards)
+    with patch.object(context_parallel_module, "plan", wraps=context_parallel_module.plan) as planned:
+        got, got_lse = attention(q, k, v, block_mask=mine, return_lse=True)
+    (got.square().sum() + got_lse.square().sum()).backward()
+    parts = context_parallel_unshard(mesh, [got, got_lse, q.grad, k.grad, v.grad], [2] * 5, balancer)
+    for one, expected in zip(parts, want, strict=True):
+        assert_close(one, expected.detach(), rtol=1e-12, atol=1e-12)
+    return [call.args[0].name for call in planned.call_args_list]
+
+
+@pytest.mark.parametrize("balancer", LONG_DOCUMENTS)
+def test_rows_with_different_documents_are_planned_as_one_batch_of_bands(pools: Pools, balancer: str) -> None:
+    for planned in pools(2).run(rows_of_documents, balancer):
+        assert planned == [f"per_row(2 rows of {N} tokens)"]
 
 
 def in_a_block(rank: int, tokens: int) -> None:

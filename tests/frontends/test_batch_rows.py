@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import ringspan as rs
@@ -192,7 +192,14 @@ def packed(cp: rs.ContextParallel, x: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[rs.ContextParallel, Tensor], Any], str]] = {
-    "flex_attention": (lambda cp, x: flex_attention(x, x, x), "flex_attention does not support masks that differ"),
+    "score_mod": (
+        lambda cp, x: flex_attention(x, x, x, lambda score, b, h, q, k: score + b),
+        "flex_attention with a score_mod or a block_mask does not support masks that differ",
+    ),
+    "block_mask": (
+        lambda cp, x: flex_attention(x, x, x, block_mask=create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 5, 5, "cpu")),
+        "flex_attention with a score_mod or a block_mask does not support masks that differ",
+    ),
     "varlen_attn": (packed, "varlen_attn does not support masks that differ"),
     "roll": (lambda cp, x: cp.roll(x, 1, dim=2), "cp.roll does not support masks that differ"),
     "roll, flat": (lambda cp, x: cp.roll(x.reshape(10, -1), 1, dim=0), "cp.roll does not support masks that differ"),
@@ -208,6 +215,19 @@ def test_functions_that_know_no_rows_are_refused(call: Callable[[rs.ContextParal
     cp = rs.ContextParallel(None, rs.documents([[2, 3], [5]]), expect_attention=False)
     with cp, pytest.raises(rs.InputError, match=message):
         call(cp, torch.zeros(2, 1, 5, 16))
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_flex_attention_computes_the_mask_of_each_row() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 21, 16, dtype=torch.float64)
+    want = dense(x, x, x, [seen_in_documents(lengths) for lengths in LENGTHS])
+    with rs.ContextParallel(None, rs.documents(LENGTHS)):
+        out, aux = flex_attention(x, x, x, return_aux=AuxRequest(lse=True))
+    assert_close(out, want, rtol=1e-12, atol=1e-12)
+    scores = x @ x.mT / 4
+    seen = torch.stack([seen_in_documents(lengths) for lengths in LENGTHS])[:, None]
+    assert_close(aux.lse, scores.masked_fill(~seen, -torch.inf).logsumexp(-1), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("world_of_one")

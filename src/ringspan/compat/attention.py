@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringspan.compat.attention_calls import AttentionCall, FlexCall, FlexLengthError, parse_call
 from ringspan.compat.balancers import Layouts, same_order
+from ringspan.compat.batch_masks import masks_of_rows
 from ringspan.compat.block_masks import MaskOrigin, batch_row
 from ringspan.compat.call_settings import hold_settings, note_change_of_blocks, settings_of
 from ringspan.compat.context_cache import ContextCache, ContextKey
@@ -111,7 +112,12 @@ class MaskFromCallMode(AttentionCatcher):
 
     def _attend(self, func: Any, call: AttentionCall, layouts: Layouts, kv_layouts: Layouts) -> Any:
         pairs = self._pairs(call, layouts, kv_layouts)
-        contexts = [self._context(*pair, call.is_causal, self._settings.dkv_dtype(call.query.dtype)) for pair in pairs]
+        dkv_dtype = self._settings.dkv_dtype(call.query.dtype)
+        masks = masks_of_rows(call, pairs)
+        if masks is not None:
+            of_batch = self._contexts.of_batch(masks, pairs, self._settings.strategy, dkv_dtype)
+            return of_batch.caught(func, (), call.without_mask().arguments())
+        contexts = [self._context(*pair, call.is_causal, dkv_dtype) for pair in pairs]
         if len(contexts) == 1:
             return contexts[0].caught(func, (), call.arguments())
         results = [context.caught(func, (), call.row(b).arguments()) for b, context in enumerate(contexts)]

@@ -46,6 +46,10 @@ class SdpaCall(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         return self._asdict()
 
+    def without_mask(self) -> SdpaCall:
+        """Return the call itself: SDPA has no BlockMask."""
+        return self
+
     def row(self, b: int) -> SdpaCall:
         """Return the call for one row of the batch."""
         return self._replace(**_row_tensors(self, b))
@@ -85,6 +89,10 @@ class FlexCall(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name. A sharded ``block_mask`` is replaced by that of the whole sequence."""
         return self._asdict() | {"block_mask": None if self.block_mask is None else unsharded(self.block_mask)}
+
+    def without_mask(self) -> FlexCall:
+        """Return the call without its BlockMask."""
+        return self._replace(block_mask=None)
 
     def row(self, b: int) -> FlexCall:
         """Return the call for one row of the batch. ``score_mod`` and ``mask_mod`` receive the index of that row."""

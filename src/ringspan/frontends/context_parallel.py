@@ -20,7 +20,7 @@ from ringspan.frontends.attention_block import under_autocast
 from ringspan.frontends.batch_rows import attend_rows, lay_end_to_end, refuse_rows, rows_of, stack_rows, take_rows
 from ringspan.frontends.containers import map_sequences
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
-from ringspan.frontends.flex import FlexResult, flex_attention, plan_of
+from ringspan.frontends.flex import FlexResult, check_arguments, flex_attention, plan_of
 from ringspan.frontends.groups import Group
 from ringspan.frontends.losses import Losses
 from ringspan.frontends.neighbours import Neighbours
@@ -319,9 +319,13 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         of the block. ``kernel_options`` are ignored.
         """
         self.mark_as_used()
-        refuse_rows("flex_attention", self.mask)
-        made = self.plan if block_mask is None else self._plan_of(block_mask)
         q, k, v = under_autocast(query, key, value)
+        if self._rows is not None:
+            if score_mod is not None or block_mask is not None:
+                refuse_rows("flex_attention with a score_mod or a block_mask", self.mask)
+            request = check_arguments(q, k, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
+            return request.select(attend_rows(partial(attend_tensors, self._handle, scale=scale), q, k, v, self._rows))
+        made = self.plan if block_mask is None else self._plan_of(block_mask)
         return flex_attention(
             q,
             k,

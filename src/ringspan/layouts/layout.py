@@ -83,7 +83,8 @@ class Layout:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of tokens of each rank."""
-        return tuple(sum(s.size for s in of_rank) for of_rank in self.spans)
+        p = self.pieces
+        return tuple(np.bincount(p.owner, weights=p.size, minlength=self.world).astype(np.int64).tolist())
 
     @cached_property
     def length(self) -> int:
@@ -91,11 +92,13 @@ class Layout:
 
     @cached_property
     def pieces(self) -> Pieces:
-        rows = [(rank, s.start, s.size, s.step) for rank, of_rank in enumerate(self.spans) for s in of_rank]
-        owner, start, count, step = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        ends = np.cumsum(count)
-        before_rank = np.concatenate([[0], np.cumsum(self.counts)])[owner]
-        return Pieces(owner, start, count, step, ends - count - before_rank)
+        spans = np.array([s for of_rank in self.spans for s in of_rank], dtype=np.int64).reshape(-1, 3)
+        owner = np.repeat(np.arange(self.world), [len(of_rank) for of_rank in self.spans])
+        start, stop, step = (np.ascontiguousarray(column) for column in spans.T)
+        size = (stop - start + step - 1) // step
+        before = np.cumsum(size) - size
+        first = owner.searchsorted(owner)  # the first span of the same rank
+        return Pieces(owner, start, size, step, before - before[first])
 
     @cached_property
     def digest(self) -> str:
@@ -158,12 +161,12 @@ def _checked(spans: Any) -> tuple[tuple[Span, ...], ...]:
     if not given:
         raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
     checked = ((_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(given))
-    return tuple(tuple(s for s in of_rank if s.size) for of_rank in checked)
+    return tuple(tuple(s for s in of_rank if s.start < s.stop) for of_rank in checked)
 
 
 def _span(rank: int, given: Sequence[int]) -> Span:
     try:
-        span = Span(*(operator.index(x) for x in given))
+        span = Span(*map(operator.index, given))
     except TypeError:
         raise LayoutError(
             f"rank {rank}: a span is (start, stop) or (start, stop, step) in whole tokens, not {given!r}"

@@ -19,6 +19,8 @@ Ints = NDArray[np.int64]
 
 # Up to this many tiles, computing the tiles of all ranks takes about as long as those of one rank.
 MAX_TILES_AT_ONCE = 4096
+# The pairs of spans that are marked at once, which bounds the memory for them.
+MAX_SEEN_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +111,10 @@ def seen_ranks(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.bo
     first = np.searchsorted(start, band[:, K0], side="right") - 1
     last = np.searchsorted(start, band[:, K1], side="left")
     sees = np.zeros((q_layout.world, kv_layout.world), dtype=np.bool_)
-    for rank, a, b in zip(queries.owner[i[kept]].tolist(), first.tolist(), last.tolist(), strict=True):
-        sees[rank, owner[a:b]] = True
+    rank = queries.owner[i[kept]]
+    for at_once in np.array_split(np.arange(len(rank)), 1 + int((last - first).sum()) // MAX_SEEN_AT_ONCE):
+        count = (last - first)[at_once]
+        sees[np.repeat(rank[at_once], count), owner[tables.ranges(first[at_once], count)]] = True
     return sees
 
 

@@ -50,9 +50,11 @@ def best_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> RingIn
     """Return the cheapest interval within the limits of the goal; None if no such interval was found."""
     if not goal.tokens:
         return RingInterval(0, abs(goal.work), 0, 0) if goal.least_work <= 0 <= goal.most_work else None
-    place = _places(ring, goal, resolution)
-    tokens = _sizes_to_an_edge(ring, place, goal)
-    work = ring.work_of(place, tokens)
+    place, work = _places(ring, goal, resolution)
+    tokens = np.full_like(place, goal.tokens)
+    if goal.fewest < goal.most:
+        tokens = _sizes_to_an_edge(ring, place, goal)
+        work = ring.work_of(place, tokens)
     good = np.flatnonzero((goal.least_work <= work) & (work <= goal.most_work))
     if not len(good):
         return None
@@ -88,8 +90,8 @@ def nearest_interval(ring: PieceRing, goal: Goal, resolution: Resolution) -> Rin
     return RingInterval(cost=0, off_work=int(off.min()), place=int(both[np.argmin(off)]), tokens=goal.tokens)
 
 
-def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
-    """Return the places to try as starts of intervals.
+def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> tuple[Ints, Ints]:
+    """Return the places to try as starts of intervals, and the work of the intervals with the goal's tokens.
 
     First, the starts of intervals that begin or end at a piece, or a multiple of the step from there. Then, between two
     of these, the places where linear interpolation puts the work at a limit of the goal, also moved so that either end
@@ -108,7 +110,8 @@ def _places(ring: PieceRing, goal: Goal, resolution: Resolution) -> Ints:
     guess = place[i] + np.minimum(way * gap // np.maximum(whole_way, 1), gap)
     too_far = ring.within_piece(np.concatenate([guess, guess + goal.tokens]) % ring.tokens) % resolution.block
     at_block = np.concatenate([guess, guess]) - too_far
-    return np.concatenate([place, guess, guess + 1, at_block, at_block + resolution.block]) % ring.tokens
+    guesses = np.concatenate([guess, guess + 1, at_block, at_block + resolution.block]) % ring.tokens
+    return np.concatenate([place, guesses]), np.concatenate([work, ring.work_of(guesses, goal.tokens)])
 
 
 def _sizes_to_an_edge(ring: PieceRing, place: Ints, goal: Goal) -> Ints:

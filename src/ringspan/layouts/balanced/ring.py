@@ -27,23 +27,19 @@ class PieceRing:
     edge: Ints  # the place where each piece begins, then the number of all tokens
     work_at: Ints  # the work of all pieces before each edge
     shift: Ints  # for each piece: work before a token in the ring, minus work before that token in the sequence
+    tokens: int
+    work: int
 
     @staticmethod
     def of(profile: WorkProfile, start: Ints, stop: Ints) -> PieceRing:
         """Return the ring of pieces, in ascending order of work per token."""
-        work = profile.work_before(stop) - profile.work_before(start)
+        before_stop, before_start = profile.work_before(np.concatenate([stop, start])).reshape(2, -1)
+        work = before_stop - before_start
         order = np.lexsort((start, work // (stop - start)))
         start, stop, work = start[order], stop[order], work[order]
         work_at = _before(work)
-        return PieceRing(profile, start, stop, _before(stop - start), work_at, work_at[:-1] - profile.work_before(start))
-
-    @property
-    def tokens(self) -> int:
-        return int(self.edge[-1])
-
-    @property
-    def work(self) -> int:
-        return int(self.work_at[-1])
+        edge, shift = _before(stop - start), work_at[:-1] - before_start[order]
+        return PieceRing(profile, start, stop, edge, work_at, shift, int(edge[-1]), int(work_at[-1]))
 
     def token_at(self, place: Ints) -> tuple[Ints, Ints]:
         """Return the piece at a place before the end, and the token there."""
@@ -74,7 +70,9 @@ class PieceRing:
     def take(self, place: int, size: int) -> tuple[Ints, Ints, PieceRing]:
         """Return the starts and stops of the pieces in an interval, and the ring without it."""
         ends = [place, place + size] if place + size <= self.tokens else [place, self.tokens, place + size - self.tokens]
-        edge = np.unique(np.append(self.edge, ends))
+        edge = np.concatenate([self.edge, ends])
+        edge.sort()
+        edge = edge[np.flatnonzero(np.diff(edge, prepend=-1))]
         _, start = self.token_at(edge[:-1])
         stop = start + np.diff(edge)
         inside = (edge[:-1] - place) % self.tokens < size
@@ -85,7 +83,7 @@ class PieceRing:
         kept = np.delete(np.arange(len(self.start)), piece)
         edge, work_at = _before(np.diff(self.edge)[kept]), _before(np.diff(self.work_at)[kept])
         shift = self.shift[kept] + work_at[:-1] - self.work_at[kept]
-        return PieceRing(self.profile, self.start[kept], self.stop[kept], edge, work_at, shift)
+        return PieceRing(self.profile, self.start[kept], self.stop[kept], edge, work_at, shift, int(edge[-1]), int(work_at[-1]))
 
 
 def _before(values: Ints) -> Ints:
