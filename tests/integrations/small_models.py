@@ -40,6 +40,16 @@ NEO: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers"
 FALCON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 def _gemma3_with_images(transformers: Any) -> Any:
     text = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": MIXED}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
@@ -106,6 +116,33 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bert": (
         "BertLMHeadModel",
         lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),
+    ),
+    "doge": ("DogeForCausalLM", lambda t: t.DogeConfig(**{**SIZES, "num_hidden_layers": 2}, keep_window_size=32)),
+    "git": (
+        "GitForCausalLM",
+        lambda t: t.GitConfig(
+            **{**FALCON, "num_attention_heads": 4}, intermediate_size=48, max_position_embeddings=64, vision_config=VISION
+        ),
+    ),
+    "xlm": (
+        "XLMWithLMHeadModel",
+        lambda t: t.XLMConfig(
+            vocab_size=VOCABULARY, emb_dim=32, n_layers=2, n_heads=4, causal=True, max_position_embeddings=64, pad_index=0
+        ),
+    ),
+    "xlnet": (
+        "XLNetLMHeadModel",
+        lambda t: t.XLNetConfig(vocab_size=VOCABULARY, d_model=32, n_layer=2, n_head=4, d_inner=48, attn_type="uni"),
+    ),
+    "zaya": (
+        "ZayaForCausalLM",
+        lambda t: t.ZayaConfig(
+            **{**SIZES, "num_hidden_layers": 2},
+            head_dim=8,
+            num_experts=2,
+            sliding_window=8,
+            layer_types=["hybrid", "hybrid_sliding"],
+        ),
     ),
     "gemma3 with images": ("Gemma3ForConditionalGeneration", _gemma3_with_images),
     "t5gemma": ("T5GemmaForConditionalGeneration", _t5gemma),

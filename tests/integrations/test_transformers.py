@@ -27,9 +27,10 @@ DECODERS = [
     *("llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "olmo3", "llama4", "gpt_oss", "phi3", "cohere2"),
     *("deepseek_v3", "smollm3"),
 ]
-PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]  # all others only have the name set
+# all others only have the name set
+PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2", "doge", "git", "xlm", "xlnet", "zaya"]
 ONLY_EAGER = {"gemma2", "gpt_oss", "t5gemma"}  # SDPA has no softcap and no sinks
-ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt"}  # they have no other
+ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt", "git", "xlm", "xlnet"}  # they have no other
 LAYOUTS = ["contiguous", "zigzag"]
 
 
@@ -114,7 +115,7 @@ def plain_prepared(rank: int, name: str, layout: str) -> dict[str, float]:
     cp = rs.ContextParallel(None, rs.causal(N), layout=layout)
     whole: dict[str, Any] = {"input_ids": tokens()}
     mine = {"input_ids": cp.shard(tokens(), dim=1)}
-    if name not in ("bart", "bloom"):
+    if name not in ("bart", "bloom", "xlnet"):
         mine["position_ids"] = cp.positions()[None].expand(B, -1)
     found = compare(name, cp, whole, mine)
     wanted = small_model(name)(**whole).logits
@@ -196,8 +197,8 @@ def encoder_and_decoder(rank: int, name: str, layout: str) -> dict[str, float]:
     return compare(name, cp, {"input_ids": source, "decoder_input_ids": target}, mine)
 
 
-def check(found: list[dict[str, float]]) -> None:
-    wrong = {what: x for differences in found for what, x in differences.items() if not x <= TOLERANCE}
+def check(found: list[dict[str, float]], tolerance: float = TOLERANCE) -> None:
+    wrong = {what: x for differences in found for what, x in differences.items() if not x <= tolerance}
     assert not wrong
 
 
@@ -269,22 +270,95 @@ def test_convolutions_are_exact(pools: Pools) -> None:
     check(pools(2).run(convolutions))
 
 
+def special_models(rank: int) -> dict[str, float]:
+    """Packed documents and a checkpoint around the model, with models that have code of their own, and with Llama."""
+    from ringspan.integrations.transformers import prepare
+
+    cp, ids = rs.ContextParallel(None, rs.documents(LENGTHS), layout="zigzag"), tokens()
+    found = {}
+    for name in ("llama", "doge", "xlm", "xlnet", "zaya"):
+        model = prepare(small_model(name))
+        each = [model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
+        given = cp.shard({"input_ids": ids, "position_ids": positions(LENGTHS)}, dim=1)
+        if name == "xlnet":
+            del given["position_ids"]
+        with cp:
+            logits = torch.utils.checkpoint.checkpoint(
+                lambda given, model: model(**given, use_cache=False).logits, given, model, use_reentrant=False
+            )
+        logits.square().sum().backward()
+        cp.sum_gradients(model.parameters())
+        wanted = torch.cat(each, dim=1)
+        grads = torch.autograd.grad(wanted.square().sum(), list(model.parameters()), allow_unused=True)
+        found[f"{name}: documents"] = difference(logits, cp.shard(wanted, dim=1))
+        pairs = [(x.grad, y) for x, y in zip(model.parameters(), grads, strict=True) if y is not None and x.grad is not None]
+        found[f"{name}: gradients"] = difference(*(torch.cat([x.flatten() for x in xs]) for xs in zip(*pairs, strict=True)))
+    return found
+
+
+def test_special_models_are_exact(pools: Pools) -> None:
+    check(pools(2).run(special_models), tolerance=1e-6)  # parts of the models are in float32
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def message(name: str, cp: rs.ContextParallel, training: bool = False, **inputs: Any) -> str:
+def message(name: str, cp: rs.ContextParallel, training: bool = False, prepared: bool = False, **inputs: Any) -> str:
     """The error of a forward pass in the block; empty if there is none."""
-    import ringspan.integrations.transformers  # noqa: F401
+    from ringspan.integrations.transformers import prepare
 
     model = small_model(name).train(training)
-    model.set_attn_implementation("ringspan")
-    given = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None], **inputs}
+    if prepared:
+        prepare(model)
+    else:
+        model.set_attn_implementation("ringspan")
+    ids = cp.shard(tokens(cp.plan.q_layout.length), dim=1)
+    given = {"input_ids": ids, "position_ids": cp.positions()[None].expand(B, -1), **inputs}
     try:
         with cp:
             model(**{key: x for key, x in given.items() if x is not None}, use_cache=False)
     except rs.RingspanError as error:
         return " ".join([str(error), *getattr(error, "__notes__", [])])
     return ""
+
+
+def refused_when_prepared(rank: int) -> dict[str, str]:
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    long = rs.ContextParallel(None, rs.causal(40), layout="zigzag")
+    padded = tokens()
+    padded[0, 20:] = 0
+    image = torch.zeros(B, 3, 28, 28).double()
+    return {
+        "doge": message("doge", long, prepared=True),
+        "doge, not prepared": message("doge", cp),
+        "git": message("git", cp, prepared=True, pixel_values=image),
+        "xlm": message("xlm", cp, prepared=True, input_ids=cp.shard(padded, dim=1)),
+        "xlm, no positions": message("xlm", cp, prepared=True, position_ids=None),
+        "xlnet": message("xlnet", cp, prepared=True, token_type_ids=torch.zeros_like(cp.shard(padded, dim=1))),
+        "xlnet, dropout": message("xlnet", cp, training=True, prepared=True),
+        "zaya": message("zaya", cp, prepared=True, attention_mask=(padded != 0).long()),
+        "zaya, not prepared": message("zaya", cp),
+    }
+
+
+REFUSED_WHEN_PREPARED = {
+    "doge": "above keep_window_size=32 this layer chooses keys",
+    "doge, not prepared": "prepare(model)",
+    "git": "call it in `with rs.local_attention():`",
+    "xlm": "counts the other tokens on this rank only",
+    "xlm, no positions": "pass position_ids=cp.positions()[None]",
+    "xlnet": "segments (token_type_ids)",
+    "xlnet, dropout": "a dropout of 0.1",
+    "zaya": "the batch has padding",
+    "zaya, not prepared": "zaya has convolutions over its tokens",
+}
+
+
+def test_what_prepared_models_refuse(pools: Pools) -> None:
+    found = pools(2).run(refused_when_prepared)
+    for case, said in REFUSED_WHEN_PREPARED.items():
+        assert any(said in x[case] for x in found), case
+        assert all(x[case] for x in found), case
 
 
 def refused(rank: int) -> dict[str, str]:

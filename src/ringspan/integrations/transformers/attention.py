@@ -17,6 +17,7 @@ from ringspan.frontends.attention_block import under_autocast
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.score_mods import softcap as softcap_mod
 from ringspan.frontends.score_mods import with_sinks
+from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.masks import LayerMask
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
 
@@ -40,6 +41,9 @@ def ringspan_attention(
     :class:`LayerMask` of the layer. ``softcap``, ``s_aux`` (the sinks), ``sliding_window``, ``position_ids`` and
     ``cu_seq_lens_q`` are read from the keyword arguments. Outside a block, attention is PyTorch's SDPA.
     """
+    if isinstance(attention_mask, KeyBias):
+        query, key = attention_mask.folded(query, key, scaling or query.shape[-1] ** -0.5)
+        scaling, attention_mask = scaling or value.shape[-1] ** -0.5, attention_mask.mask
     if not isinstance(attention_mask, LayerMask):
         out_BSHE = _without_mask(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
         return out_BSHE, None

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ringspan.errors import RingspanError, UnplannedAttention
+from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
-from ringspan.integrations.transformers.refusals import layer_name
+from ringspan.integrations.transformers.refusals import named_refusals
 
 
 def convolution_over_ranks(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -37,18 +37,11 @@ def convolution_over_ranks(self: nn.Module, original: Callable[..., Any], *args:
     block = current_block()
     if block is None or was_absent_in_forward(block):
         return original(self, *args, **kwargs)
-    try:
+    with named_refusals(self, block.refuse):
         keep_blocks(entered_blocks())  # a checkpoint around this layer must run it in the same block again
-        if kwargs.get("attention_mask") is not None:
-            raise UnplannedAttention(
-                "the batch has padding, which this layer would look for in the last tokens of the mask: pack documents instead"
-            )
-        with CausalConvolutions(block, _documents(block, kwargs.get("cu_seq_lens_q"))):
+        refuse_padding(kwargs.get("attention_mask"))
+        with CausalConvolutions(block, document_lengths(block, kwargs.get("cu_seq_lens_q"))):
             return original(self, *args, **kwargs)
-    except RingspanError as error:
-        error.add_note(f"in {layer_name(self)}")
-        block.refuse(error)
-        raise
 
 
 class CausalConvolutions(TorchFunctionMode):
@@ -86,7 +79,14 @@ class CausalConvolutions(TorchFunctionMode):
         return F.pad(out_BCS, (0, width - 1))  # the layer cuts off what the padding on the right has added
 
 
-def _documents(block: ContextParallel, cu_seq_lens: Tensor | None) -> list[int]:
+def refuse_padding(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None:
+        raise UnplannedAttention(
+            "the batch has padding, which this layer would look for in the last tokens of the mask: pack documents instead"
+        )
+
+
+def document_lengths(block: ContextParallel, cu_seq_lens: Tensor | None) -> list[int]:
     """Return the lengths of the documents of the block's mask, split by those of the call."""
     if block.mask.predicate is not None:
         raise UnplannedAttention("the documents of the block's mask are not known: give ContextParallel rs.documents(lengths)")

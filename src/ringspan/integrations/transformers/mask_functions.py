@@ -38,6 +38,8 @@ class Sequence(NamedTuple):
     k_len: int
     padding_BN: Tensor | None = None
     """The padding mask of the whole sequence, as transformers has it: True for real tokens, False for padding."""
+    gathered: Callable[[Tensor], Tensor] | None = None
+    """Gathers a tensor (B, tokens of this rank) over the whole sequence."""
 
     @property
     def full(self) -> Mask:
@@ -134,9 +136,15 @@ def _chunks(size: int, start: int, n: int) -> Mask:
 
 
 def _blockwise(sequence: Sequence, closure: Closure) -> Mask:
-    """Return the mask in which tokens of the same block see each other; the id -1 is no block."""
+    """Return the mask in which tokens of the same block see each other; the id -1 is no block.
+
+    The ids are those of the whole sequence. Models that make them from this rank's tokens are exact if no rank has a
+    block (GIT without images).
+    """
     ids_BN: Tensor = closure["block_sequence_ids"]
     n = sequence.k_len
+    if ids_BN.shape[-1] != n and sequence.gathered is not None and not (sequence.gathered(ids_BN) >= 0).any():
+        return Mask.from_bands([], sequence.q_len, n)
     if ids_BN.shape[-1] != n:
         raise UnplannedAttention(
             f"the blocks of this mask were found in {ids_BN.shape[-1]} tokens, but the whole sequence has {n}: a block can lie "

@@ -20,6 +20,7 @@ from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import InputError, RingspanError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
+from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
 from ringspan.integrations.transformers.packing import (
     check_positions,
@@ -159,18 +160,20 @@ def ringspan_mask(
     the tokens of this rank or for the whole sequence.
     """
     outer = current_block()
-    if outer is None:
+    if outer is None or was_absent_in_forward(outer):
         given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
         # layers that write attention out add the mask to their scores
         make = eager_mask if getattr(config, "model_type", None) in WRITES_OUT else sdpa_mask
         return make(batch_size, q_length, kv_length, **given, config=config, **kwargs)
+    keep_blocks(entered_blocks())  # a checkpoint around the whole model must make the mask in the same block again
     refuse_config(config)
     if int(q_offset) or int(kv_offset):
         raise UnplannedAttention(
             f"this call continues a KV cache of {int(q_offset)} tokens, which is not split over ranks: pass no past_key_values"
         )
     sides = _sides(outer, q_length, kv_length)
-    sequence = Sequence(*(_layout(outer, side).length for side in sides))
+    q_len, k_len = (_layout(outer, side).length for side in sides)
+    sequence = Sequence(q_len, k_len, gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]))
     if attention_mask is not None:
         sequence = sequence._replace(padding_BN=_whole(attention_mask, outer, sides[1]))
     call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function))

@@ -4,6 +4,7 @@
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
+* Doge, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +21,24 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.attention import NAME
 from ringspan.integrations.transformers.convolutions import convolution_over_ranks
+from ringspan.integrations.transformers.doge import doge_biases
 from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName
 from ringspan.integrations.transformers.written_out import attention_over_ranks
+from ringspan.integrations.transformers.xlm import xlm_attention, xlm_model
+from ringspan.integrations.transformers.xlnet import xlnet_attention, xlnet_distances
+from ringspan.integrations.transformers.zaya import zaya_projections
 from ringspan.plans.data import Side
+
+# Model type -> class of a module -> its method, and what it is replaced by.
+SPECIAL: dict[str, dict[str, tuple[str, Callable[..., Any]]]] = {
+    "doge": {"DogeAttention": ("prepare_dynamic_mask", doge_biases)},
+    "xlm": {"MultiHeadAttention": ("forward", xlm_attention), "XLMModel": ("forward", xlm_model)},
+    "xlnet": {
+        "XLNetRelativeAttention": ("rel_attn_core", xlnet_attention),
+        "XLNetModel": ("relative_positional_encoding", xlnet_distances),
+    },
+    "zaya": {"ZayaCCAProjection": ("forward", zaya_projections)},
+}
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -39,7 +55,7 @@ def prepare(model: nn.Module) -> nn.Module:
     """
     parts: list[Any] = [x for x in model.modules() if hasattr(x, "config") and hasattr(x, "set_attn_implementation")]
     for part in parts:
-        if part.config.model_type not in WRITES_OUT:  # transformers ignores the call for these
+        if part.config.model_type not in (*WRITES_OUT, "xlm", "xlnet"):  # transformers ignores the call for these
             part.set_attn_implementation(NAME)
     for part in parts:
         for module in part.modules():
@@ -51,28 +67,31 @@ def prepare(model: nn.Module) -> nn.Module:
 def _prepare_module(module: Any, model_type: str) -> None:
     cls: Any = type(module)
     name = cls.__name__
+    method, function = SPECIAL.get(model_type, {}).get(name, ("forward", None))
     if name == WRITES_OUT.get(model_type):
-        module.__class__ = _subclass(cls, attention_over_ranks)
-    elif name == CONVOLVES.get(model_type):
-        module.__class__ = _subclass(cls, convolution_over_ranks)
+        function = attention_over_ranks
+    elif function is None and name == CONVOLVES.get(model_type):
+        function = convolution_over_ranks
     elif model_type in COUNTS_POSITIONS and name.endswith("PositionalEmbedding"):
-        module.__class__ = _subclass(cls, _positions_of_shard)
+        function = _positions_of_shard
+    if function is not None:
+        module.__class__ = _subclass(cls, method, function)
 
 
 @cache
-def _subclass(cls: Any, forward: Callable[..., Any]) -> Any:
-    """Return a class of the same name whose forward is ``forward(self, cls.forward, ...)``.
+def _subclass(cls: Any, method: str, function: Callable[..., Any]) -> Any:
+    """Return a class of the same name whose method is ``function(self, cls.method, ...)``.
 
-    A module gets another class, and not another attribute ``forward``, so that its copies work.
+    A module gets another class, and not another attribute, so that its copies work.
     """
-    if getattr(cls, "_ringspan_forward", None) is forward:
+    if getattr(cls, "_ringspan_function", None) is function:
         return cls
-    original = cls.forward
+    original = getattr(cls, method)
 
-    def forward_of_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, original, *args, **kwargs)
+    def method_of_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(self, original, *args, **kwargs)
 
-    return type(cls.__name__, (cls,), {"forward": forward_of_module, "_ringspan_forward": forward})
+    return type(cls.__name__, (cls,), {method: method_of_module, "_ringspan_function": function})
 
 
 def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: Any, *args: Any, **kwargs: Any) -> Any:

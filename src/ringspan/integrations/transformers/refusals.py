@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from ringspan.errors import UnplannedAttention
+from ringspan.errors import RingspanError, UnplannedAttention
 
 # Kinds of layers, as in ``config.layer_types``, that are softmax attention under a mask.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -37,12 +39,14 @@ WRITES_OUT = {
     "xglm": "XGLMAttention",
 }
 
-# Model types with causal convolutions, which are layers of the type "conv" -> the class of these layers.
-CONVOLVES = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}
+# Model types with causal convolutions -> the class of these, or of the module around them.
+CONVOLVES = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv", "zaya": "ZayaCCAProjection"}
+
+# Kinds of layers of the models with convolutions.
+CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
-    "doge": "it computes with its attention mask as a tensor",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
 }
 
@@ -62,7 +66,7 @@ def refuse_config(config: Any) -> None:
     """Raise if a model of this config has layers that are not softmax attention under a mask."""
     others: dict[str, list[int]] = {}
     model_type = getattr(config, "model_type", "")
-    known = ATTENTION_LAYERS | ({"conv"} if model_type in CONVOLVES else set())
+    known = ATTENTION_LAYERS | (CONVOLUTION_LAYERS if model_type in CONVOLVES else set())
     for n, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in known:
             others.setdefault(kind, []).append(n)
@@ -72,15 +76,25 @@ def refuse_config(config: Any) -> None:
             f"{model_type} has layers that are not softmax attention under a mask ({layers}). They would mix only the tokens "
             "of this rank: this model cannot run under context parallelism"
         )
-    if model_type in COUNTS_POSITIONS | WRITES_OUT.keys() | CONVOLVES.keys() and not is_prepared(config):
-        how = "counts the positions of its tokens" if model_type in COUNTS_POSITIONS else "writes attention out in its layers"
-        how = "has convolutions over its tokens" if model_type in CONVOLVES else how
+    how = _why_prepare(model_type)
+    if how and not is_prepared(config):
         raise UnplannedAttention(
             f"{model_type} {how}, which sees the tokens of this rank only: call "
             "ringspan.integrations.transformers.prepare(model) first"
         )
     if model_type in REFUSED_MODELS:
         raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")
+
+
+def _why_prepare(model_type: str) -> str:
+    """Return why a model must be given to ``prepare``; empty if it need not."""
+    if model_type in COUNTS_POSITIONS:
+        return "counts the positions of its tokens"
+    if model_type in WRITES_OUT:
+        return "writes attention out in its layers"
+    if model_type in CONVOLVES:
+        return "has convolutions over its tokens"
+    return "computes with its attention mask" if model_type == "doge" else ""
 
 
 # Tensors that an attention layer can pass to the attention function without changing what it computes there.
@@ -122,6 +136,17 @@ def _refuse_temperature(module: nn.Module, tokens: int) -> None:
             f"{layer_name(module)} scales queries by their position (attn_temperature_tuning), and counts positions in the "
             f"tokens of this rank. This is exact below {limit} tokens; the sequence has {tokens}"
         )
+
+
+@contextmanager
+def named_refusals(module: nn.Module, refuse: Callable[[Exception], None]) -> Iterator[None]:
+    """Add the name of a layer to an error of ringspan in it, and tell the other ranks by ``refuse(error)``."""
+    try:
+        yield
+    except RingspanError as error:
+        error.add_note(f"in {layer_name(module)}")
+        refuse(error)
+        raise
 
 
 def layer_name(module: nn.Module) -> str:

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringspan.errors import RingspanError, UnplannedAttention
+from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
-from ringspan.integrations.transformers.refusals import layer_name
+from ringspan.integrations.transformers.refusals import named_refusals
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 BADDBMMS = {torch.baddbmm, Tensor.baddbmm}
@@ -48,15 +48,9 @@ def attention_over_ranks(self: Any, original: Callable[..., Any], *args: Any, **
         mask = found if isinstance(found, LayerMask) else None
     if mask is None:
         return original(self, *args, **kwargs)
-    try:
-        with WrittenOut(
-            mask, batch=hidden.shape[0], position_ids=kwargs.get("position_ids"), buffer=getattr(self, "bias", None)
-        ):
-            return original(self, *args, **kwargs)
-    except RingspanError as error:
-        error.add_note(f"in {layer_name(self)}")
-        mask.refuse(error)
-        raise
+    position_ids, buffer = kwargs.get("position_ids"), getattr(self, "bias", None)
+    with named_refusals(self, mask.refuse), WrittenOut(mask, batch=hidden.shape[0], position_ids=position_ids, buffer=buffer):
+        return original(self, *args, **kwargs)
 
 
 class WrittenOut(TorchFunctionMode):
