@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringspan.errors import InputError
+from ringspan.testing.assertions import assert_close
 from ringspan.testing.float64 import Float64
 from tests.conftest import Pools
 from tests.integrations.processes import launched
@@ -96,6 +100,146 @@ def test_the_losses_of_trainer_are_those_of_one_process(name: str, kind: str, po
             assert len(set(wanted)) == count
 
 
+def arguments(folder: str, *, alone: bool, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    from ringspan.integrations.accelerate import ParallelismConfig
+
+    sizes = {"per_device_train_batch_size": B, "per_device_eval_batch_size": B, "max_steps": 1, "save_strategy": "no"}
+    config = None if alone else ParallelismConfig(cp_size=2)
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    return TrainingArguments(output_dir=folder, use_cpu=True, parallelism_config=config, **{**sizes, **quiet, **options})
+
+
+def predictions(rank: int, folder: str) -> list[Any]:
+    """What ``compute_metrics`` gets, by one process and by this group; the last batch is incomplete."""
+    from transformers import Trainer
+
+    got: list[Any] = []
+    for alone in (True, False):
+        with launched(alone=alone), Float64():
+            model = small_model("gemma3")
+            options = arguments(folder, alone=alone, include_for_metrics=["inputs", "loss"])
+            trainer = Trainer(model=model, args=options, compute_metrics=lambda x: got.append(x) or {})
+            trainer.evaluate(rows("padded")[:3])
+    return [tuple(torch.as_tensor(x) for x in (y.predictions, y.label_ids, y.inputs, y.losses)) for y in got]
+
+
+def test_metrics_get_the_predictions_of_one_process(pools: Pools, tmp_path: Path) -> None:
+    for alone, together in pools(2).run(predictions, str(tmp_path)):
+        assert [x.shape for x in together] == [(3, N, VOCABULARY), (3, N), (3, N), (3,)]
+        for found, wanted in zip(together, alone, strict=True):
+            assert_close(found, wanted, rtol=1e-6, atol=1e-12)
+
+
+def without_num_items(rank: int, folder: str) -> list[list[float]]:
+    """A model that is not told the number of labels in the batch, and ranks with different numbers of labels."""
+    from transformers import Trainer
+
+    data, found = rows("plain"), []
+    for n, row in enumerate(data):
+        row["labels"][: N - 3 - n] = -100
+    for alone in (True, False):
+        with launched(alone=alone), Float64():
+            model = small_model("llama")
+            model.accepts_loss_kwargs = False
+            options = arguments(folder, alone=alone, prediction_loss_only=True, gradient_accumulation_steps=2)
+            trainer = Trainer(model=model, args=options, train_dataset=data, eval_dataset=data[:3])
+            first = trainer.evaluate()
+            trainer.train()
+            log = trainer.state.log_history
+            found.append([first["eval_loss"], *curve(log, "loss"), *curve(log, "grad_norm")])
+    return found
+
+
+def test_the_mean_of_a_model_without_num_items_is_over_all_ranks(pools: Pools, tmp_path: Path) -> None:
+    for alone, together in pools(2).run(without_num_items, str(tmp_path)):
+        assert len(alone) == 3
+        assert together == pytest.approx(alone, rel=2.5e-7, abs=0)
+
+
+def with_own_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that computes its loss without ``shift_labels``."""
+
+    def forward_with_loss(**kwargs: Any) -> Any:
+        out = forward(**{name: x for name, x in kwargs.items() if name not in ("labels", "shift_labels")})
+        out["loss"] = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), kwargs["labels"][:, 1:].flatten())
+        return out
+
+    return forward_with_loss
+
+
+def refused_by_trainer(rank: int, folder: str) -> dict[str, str]:
+    from transformers import Trainer
+
+    found = {}
+    for case, (options, _) in REFUSED_BY_TRAINER.items():
+        with launched(alone=False):
+            try:
+                model = small_model("qwen3_moe" if case == "a router loss" else "llama").float()
+                model.config.output_router_logits = case == "a router loss"
+                if case == "its own loss":
+                    model.forward = with_own_loss(model.forward)
+                Trainer(model=model, args=arguments(folder, alone=False, **options), train_dataset=rows("plain")).train()
+                found[case] = ""
+            except InputError as error:
+                found[case] = str(error)
+    with launched(alone=False), pytest.raises(InputError, match="no FSDP on CPUs"):
+        Trainer(model=model, args=arguments(folder, alone=False, fsdp=True, fsdp_config={"fsdp_version": 2}))
+    return found
+
+
+REFUSED_BY_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "Leave the loss to the model"),
+    "a rounded number of labels": ({"average_tokens_across_devices": False}, "rounds it down"),
+    "a router loss": ({}, "set config.output_router_logits to False"),
+    "its own loss": ({"remove_unused_columns": False}, "does not give shift_labels to its loss function"),
+}
+
+
+def test_what_trainer_would_get_wrong_is_refused(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(2).run(refused_by_trainer, str(tmp_path)):
+        for case, (_, text) in REFUSED_BY_TRAINER.items():
+            assert text in found[case], case
+
+
+def sharded_parameters(rank: int) -> list[float]:
+    """The context of a step around a model under FSDP 2, on a mesh that has no accelerator; loss and a gradient."""
+    from torch.distributed.fsdp import fully_shard
+
+    from ringspan.integrations.accelerate import sharded
+
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+    for alone in (True, False):
+        model: Any = small_model("gemma3")
+        model.set_attn_implementation("sdpa")
+        row = {name: x[None] for name, x in rows("packed")[0].items()}
+        row["shift_labels"] = nn.functional.pad(row["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+        with Float64():
+            if alone:
+                loss = model(**row, use_cache=False).loss
+                loss.backward()
+                found += [loss.item(), model.model.embed_tokens.weight.grad.square().sum().item()]
+                continue
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            with sharded(mesh=mesh, models=[model], buffers=list(row.values()), buffer_seq_dims=[1] * len(row)):
+                loss = model(**row, use_cache=False).loss
+                loss.backward()
+        grad = model.model.embed_tokens.weight.grad.full_tensor()
+        both = loss.detach().clone()
+        dist.all_reduce(both)
+        found += [both.item() / 2, grad.square().sum().item()]
+    return found
+
+
+def test_the_context_is_exact_with_fsdp(pools: Pools) -> None:
+    """accelerate 1.15 has no FSDP on CPUs, so the model is wrapped here."""
+    for found in pools(2).run(sharded_parameters):
+        assert found[2:] == pytest.approx(found[:2], rel=1e-10, abs=0)
+
+
 # What the integration relies on: function -> its parameters, and what its source has.
 HOOKS = {
     "accelerate.Accelerator._prepare_cp": (["self", "args"], ["self._cp_context ="]),
@@ -116,6 +260,14 @@ HOOKS = {
         ["self._sizes", "accelerator.multi_device"],
     ),
     "transformers.Trainer._prepare_context_parallel_inputs": (["self", "model", "inputs"], ["maybe_context_parallel"]),
+    "transformers.Trainer.prediction_step": (
+        ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+        ["self._prepare_context_parallel_inputs("],
+    ),
+    "transformers.Trainer.training_step": (
+        ["self", "model", "inputs", "num_items_in_batch"],
+        ["self._prepare_context_parallel_inputs("],
+    ),
     "transformers.Trainer.create_accelerator_and_postprocess": (["self"], ["self.accelerator ="]),
 }
 

@@ -18,22 +18,26 @@ refuses its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ringspan.errors import InputError
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.integrations.transformers import NAME, packed_mask
+from ringspan.frontends.current_block import current_block
+from ringspan.integrations.trainer import SharedLosses, Step, check_router_losses, finish_output
+from ringspan.integrations.transformers import packed_mask
+from ringspan.integrations.transformers import prepare as prepare_model
 from ringspan.masks import causal
 
 
@@ -56,6 +60,10 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
         accelerate has no FSDP on CPUs. It wraps the model in DDP over all processes.
         """
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            raise InputError(
+                "accelerate has no FSDP on CPUs, and would replicate the model without a word: leave the fsdp options out"
+            )
         others = {axis: size for axis, size in self._sizes.items() if axis != "cp" and size > 1}
         if others or self.cp_size != processes:
             sizes = ", ".join(f"{axis}_size={size}" for axis, size in {"cp": self.cp_size, **others}.items())
@@ -75,13 +83,17 @@ class Accelerator(accelerate.Accelerator):
         return gather_for_metrics(self, input_data, use_gather_object)
 
 
-def use_ringspan(accelerator: accelerate.Accelerator) -> None:
-    """Let an accelerator that another library has made, such as ``trainer.accelerator``, use ringspan.
+def use_ringspan(of: Any) -> None:
+    """Let an accelerator that another library has made, or the accelerator of a ``Trainer``, use ringspan.
 
-    Call it before ``accelerator.prepare``, which ``trainer.train`` calls.
+    Call it before ``accelerator.prepare``, which ``trainer.train`` and ``trainer.evaluate`` call.
     """
+    accelerator = getattr(of, "accelerator", of)
     accelerator._prepare_cp = MethodType(prepare, accelerator)
     accelerator.gather_for_metrics = MethodType(gather_for_metrics, accelerator)
+    if accelerator is not of:
+        gather_by_object = of.args.eval_use_gather_object
+        of.gather_function = partial(accelerator.gather_for_metrics, use_gather_object=gather_by_object)
 
 
 def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
@@ -107,18 +119,33 @@ def prepare(accelerator: Any, *prepared: Any) -> tuple[Any, ...]:
 def gather_for_metrics(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Gather from all ranks, without the rows that fill up the last batch.
 
-    All ranks of a sequence have its rows, so that ``cp_size`` times as many are kept as accelerate would keep.
+    Outside a step, all ranks of a sequence have its rows, and those of the first of them are kept. Inside a step they
+    have different tokens, and all are kept.
     """
-    gather = partial(accelerate.Accelerator.gather_for_metrics, accelerator, input_data, use_gather_object)
-    state = accelerator.gradient_state
-    if not state.in_dataloader or state.remainder <= 0 or accelerator.parallelism_config is None:
-        return gather()
-    loader, remainder = state.active_dataloader, state.remainder
-    loader.remainder = remainder * accelerator.parallelism_config.cp_size
+    config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    if config is None or config.cp_size == 1:
+        return accelerate.Accelerator.gather_for_metrics(accelerator, input_data, use_gather_object)
+    if current_block() is not None:
+        return gather_object(input_data) if use_gather_object else accelerator.gather(input_data)
+    first = mesh.mesh.select(mesh.mesh_dim_names.index("cp"), 0).flatten().tolist()
+    state, world = accelerator.gradient_state, accelerator.num_processes
+    stop = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    if use_gather_object or not _are_tensors(input_data):
+        gathered = gather_object([input_data])
+        return [x for rank in first for x in gathered[rank]][:stop]
+
+    def kept(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (world, -1))[first].flatten(0, 1)[:stop]
+
+    return recursively_apply(kept, accelerator.gather(input_data))
+
+
+def _are_tensors(tree: Any) -> bool:
     try:
-        return gather()
-    finally:
-        loader.remainder = remainder
+        recursively_apply(lambda x: x, tree, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -143,25 +170,40 @@ def sharded(
     kept = {id(x) for x in no_restore_buffers or ()}
     shards = [cp.shard(x.detach(), dim=dim) for x, dim in zip(given, dims, strict=True)]
     whole = [x.detach() for x in given]  # with the memory of the buffers, which get other memory now
-    before = [model.config._attn_implementation for model in models]
-    check = partial(_check_call, positions=positions, buffers=list(zip(given, whole, strict=True)))
-    hooks = [model.register_forward_pre_hook(check, with_kwargs=True) for model in models]
-    hooks += [model.register_forward_hook(partial(_average_loss, cp)) for model in models]
+    step = Step()
+    step.check()
     try:
         for buffer, shard in zip(given, shards, strict=True):
             _replace(buffer, shard)
-        for model in models:
-            model.set_attn_implementation(NAME)
-        with cp:
+        with ExitStack() as entered:
+            for model in models:
+                check = partial(_check_call, positions=positions, buffers=list(zip(given, whole, strict=True)))
+                entered.enter_context(_using_ringspan(model, cp, step, check))
+            entered.enter_context(cp)
             yield cp
     finally:
+        for buffer, original in zip(given, whole, strict=True):
+            if id(buffer) not in kept or not torch.is_grad_enabled():  # metrics can read the inputs of an evaluation
+                _replace(buffer, original)
+
+
+@contextmanager
+def _using_ringspan(model: Any, cp: ContextParallel, step: Step, check: Any) -> Iterator[None]:
+    """Let a model attend by ringspan, and check what goes in and comes out of it, while the context is open."""
+    before, losses = model.config._attn_implementation, SharedLosses(model)
+    hooks = [
+        model.register_forward_pre_hook(check, with_kwargs=True),
+        model.register_forward_hook(losses.check, with_kwargs=True),
+        model.register_forward_hook(partial(finish_output, cp, step)),
+    ]
+    try:
+        prepare_model(model)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        losses.restore()
         for hook in hooks:
             hook.remove()
-        for model, name in zip(models, before, strict=True):
-            model.set_attn_implementation(name)
-        for buffer, original in zip(given, whole, strict=True):
-            if id(buffer) not in kept:
-                _replace(buffer, original)
 
 
 def _replace(buffer: Any, contents: Tensor) -> None:
@@ -187,6 +229,7 @@ def _check_call(
             "the loss is computed outside the model (label_smoothing_factor, compute_loss_func), from the labels of this "
             "rank's tokens only: shifting them takes the label of another token. Leave the loss to the model"
         )
+    check_router_losses(model, kwargs)
     attention_mask = kwargs.get("attention_mask")
     if positions is None or attention_mask is None:
         return
@@ -199,14 +242,6 @@ def _check_call(
             "the position ids have several documents, and there is an attention_mask: in one process transformers ignores the "
             "documents then. Leave the attention_mask out of packed batches"
         )
-
-
-def _average_loss(cp: ContextParallel, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Let all ranks of a sequence have the same loss in an evaluation. Trainer does not count all of them equally in an
-    incomplete last batch."""
-    loss = getattr(output, "loss", None)
-    if not torch.is_grad_enabled() and isinstance(loss, Tensor):
-        output["loss"] = cp.mean(loss)
 
 
 def _positions(buffers: Sequence[Tensor], dims: Sequence[int]) -> Tensor | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import trl
 
+from ringspan.errors import InputError
 from ringspan.integrations.accelerate import use_ringspan
 
 
@@ -32,6 +33,12 @@ class SFTTrainer(trl.SFTTrainer):
         finally:
             if self._packing is not None:
                 self.args.packing, self.args.eval_packing = self._packing
+        config = self.accelerator.parallelism_config
+        if config is not None and config.cp_size > 1 and not self.model_accepts_loss_kwargs:
+            raise InputError(
+                "this model takes no num_items_in_batch. TRL would then divide a loss by the labels of each rank's tokens, and "
+                "the mean of the ranks is not the mean of the tokens"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let it use ringspan.
@@ -40,6 +47,6 @@ class SFTTrainer(trl.SFTTrainer):
         settings are off until the constructor has returned. ``evaluate`` reads them later.
         """
         super().create_accelerator_and_postprocess()
-        use_ringspan(self.accelerator)
+        use_ringspan(self)
         self._packing = self.args.packing, self.args.eval_packing
         self.args.packing = self.args.eval_packing = False
