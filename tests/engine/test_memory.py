@@ -154,6 +154,25 @@ def test_peak_bytes_bounds_the_memory_held(strategy: str, dtype: str) -> None:
                     assert found <= peak_bytes(plan, shape, phase) + more, (plan, phase)
 
 
+INTERLEAVED = [("exchange(stages=2)", "ring"), ("hierarchical(per_node=2)", "gather"), ("pass_q", "exchange(stages=1)")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategies", INTERLEAVED, ids=" + ".join)
+def test_peak_bytes_bounds_the_memory_of_several_exchanges_in_flight(strategies: tuple[str, str], dtype: str) -> None:
+    """Messages of two steps exist at the same time, packed or still to be added."""
+    shape = rs.Shape(**SHAPE, dtype=dtype)  # type: ignore[arg-type]
+    for layout in ("zigzag", "round_robin"):
+        pairs = [
+            all_plans(mask, 4, one, layout) for mask, one in zip((MASKS["causal"], MASKS["documents"]), strategies, strict=True)
+        ]
+        for plan in (rs.interleave(*parts) for parts in zip(*pairs, strict=True)):
+            assert plan.program.in_flight == 2
+            for phase in PHASES:
+                found, peak = measured(plan, phase, getattr(torch, dtype)), peak_bytes(plan, shape, phase)
+                assert 0.8 * peak <= found <= peak + wider_lse_bytes(plan, phase, getattr(torch, dtype)), (plan, phase)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_round_trip_of_any_plan(data: st.DataObject) -> None:
 def test_a_loaded_plan_can_be_verified_and_explained() -> None:
     plan = Plan.from_json(rs.plan(rs.causal(16), world=4, rank=2).to_json())
     assert plan.verify().explain() == rs.plan(rs.causal(16), world=4, rank=2).explain()
+
+
+def test_a_file_of_hierarchical_from_before_pieces_is_read() -> None:
+    """The text of the strategy had no ``pieces``, which means one piece."""
+    plan = rs.plan(rs.documents([9, 4, 20]), world=4, rank=1, strategy="hierarchical(per_node=2, pieces=1)", layout="balanced")
+    assert plan.strategy == "hierarchical(per_node=2, pieces=1)"
+    read = Plan.from_json(replace(plan, strategy="hierarchical(per_node=2)").to_json())
+    assert (read.strategy, read.program) == ("hierarchical(per_node=2)", plan.program)
+    read.verify()
+    assert read.at(3).program == plan.at(3).program
 
 
 # -- malformed files ---------------------------------------------------------------------------------------------------

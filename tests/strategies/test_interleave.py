@@ -12,7 +12,7 @@ import torch
 import ringspan as rs
 from ringspan.costs.timeline import NO_PEERS, Loads, simulate
 from ringspan.plans import Step, verify
-from ringspan.strategies import parse_strategy
+from ringspan.strategies import parse_strategy, spec
 from ringspan.testing.assertions import assert_close
 from tests.plans.dense_simulation import assert_exactly_once
 
@@ -131,10 +131,10 @@ def test_verify_finds_rows_that_are_overwritten_while_messages_are_in_flight() -
     ("text", "message"),
     [
         ("interleave(parts=())", "parts must be a tuple with the strategy of each part"),
-        ("interleave(parts=('ring', 'ring'))", "at must have the first query and the first key of each part but the first"),
-        ("interleave(parts=('ring', 'rung'), at=((4, 4),))", "no strategy is called 'rung'"),
-        ("interleave(parts=('ring', 'ring'), at=((4, 4),))", "does not split into independent parts at ((4, 4),)"),
-        ("interleave(parts=('ring', 'ring'), at=((4, 40),))", "must follow each other within 8 queries and 8 keys"),
+        ("interleave(parts=('ring', 'ring'))", "starts must have the first query and the first key of each part but the first"),
+        ("interleave(parts=('ring', 'rung'), starts=((4, 4),))", "no strategy is called 'rung'"),
+        ("interleave(parts=('ring', 'ring'), starts=((4, 4),))", "does not split into independent parts at ((4, 4),)"),
+        ("interleave(parts=('ring', 'ring'), starts=((4, 40),))", "must follow each other within 8 queries and 8 keys"),
     ],
 )
 def test_wrong_options_are_named(text: str, message: str) -> None:
@@ -142,9 +142,17 @@ def test_wrong_options_are_named(text: str, message: str) -> None:
         rs.plan(rs.causal(8), world=2, rank=0, strategy=text)
 
 
+def test_the_old_name_of_starts_is_read() -> None:
+    """Plan files may have it in the text of their strategy."""
+    with pytest.warns(DeprecationWarning, match=r"interleave\(starts="):
+        old = parse_strategy("interleave(parts=('ring', 'exchange(stages=1)'), at=((4, 4),))")
+    assert old == rs.Interleave(parts=("ring", "exchange(stages=1)"), starts=((4, 4),))
+    assert spec(old) == "interleave(parts=('ring', 'exchange(stages=1)'), starts=((4, 4),))"
+
+
 def test_parts_that_do_not_follow_each_other_on_a_rank_are_refused() -> None:
     layout = rs.Layout([[(4, 6), (0, 2)], [(2, 4), (6, 8)]])
-    strategy = parse_strategy("interleave(parts=('ring', 'ring'), at=((4, 4),))")
+    strategy = parse_strategy("interleave(parts=('ring', 'ring'), starts=((4, 4),))")
     with pytest.raises(rs.PlanError, match=r"on rank 0 .* the tokens of the parts at \[4\] do not follow each other"):
         rs.plan(rs.documents([4, 4]), world=2, rank=0, strategy=strategy, layout=layout)
 

@@ -29,7 +29,7 @@ def interleave_plans(plans: Sequence[Plan]) -> Plan:
         if plan.program.dkv_dtype != first.program.dkv_dtype:
             raise PlanError(f"dkv_dtype is {plan.program.dkv_dtype} in plan {i}, and {first.program.dkv_dtype} in plan 0")
     queries, keys = (list(accumulate(plan.mask.lengths[i] for plan in plans)) for i in (0, 1))
-    strategy = Interleave(parts=tuple(p.strategy for p in plans), at=tuple(zip(queries[:-1], keys[:-1], strict=True)))
+    strategy = Interleave(parts=tuple(p.strategy for p in plans), starts=tuple(zip(queries[:-1], keys[:-1], strict=True)))
     name = f"interleave({', '.join(plan.mask.name for plan in plans)})"
     q_layout, kv_layout = (_joined([getattr(plan, of) for plan in plans]) for of in ("q_layout", "kv_layout"))
     notes = tuple(f"part {i}: {note}" for i, plan in enumerate(plans) for note in plan.notes)

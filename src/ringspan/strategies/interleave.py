@@ -15,8 +15,9 @@ after the other. Each part has other slots of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -39,28 +40,34 @@ from ringspan.strategies.text import parse_strategy, spec, strategy_for_heads
 class Interleave(Strategy):
     """Run the parts of a sequence in turn. Make it with :func:`ringspan.interleave`.
 
-    ``parts`` are the strategies of the parts, and ``at`` the first query and the first key of each part but the first.
-    No query sees a key of another part, and on every rank the tokens of the parts follow each other.
+    ``parts`` are the strategies of the parts, and ``starts`` the first query and the first key of each part but the
+    first. No query sees a key of another part, and on every rank the tokens of the parts follow each other. ``at`` is
+    the deprecated name of ``starts``.
     """
 
     parts: tuple[str, ...] = ("exchange(stages=1)",)
-    at: tuple[tuple[int, int], ...] = ()
+    starts: tuple[tuple[int, int], ...] = ()
+    at: InitVar[tuple[tuple[int, int], ...] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, at: tuple[tuple[int, int], ...] | None) -> None:
+        if at is not None:
+            warnings.warn("interleave(at=...) is now interleave(starts=...)", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "starts", at)
         if not isinstance(self.parts, tuple) or not self.parts or not all(isinstance(part, str) for part in self.parts):
             raise PlanError(f"parts must be a tuple with the strategy of each part, as text; not {self.parts!r}")
-        if not isinstance(self.at, tuple) or len(self.at) != len(self.parts) - 1 or not all(map(_is_pair, self.at)):
-            raise PlanError(f"at must have the first query and the first key of each part but the first; not {self.at!r}")
+        starts = self.starts
+        if not isinstance(starts, tuple) or len(starts) != len(self.parts) - 1 or not all(map(_is_pair, starts)):
+            raise PlanError(f"starts must have the first query and the first key of each part but the first; not {starts!r}")
         object.__setattr__(self, "parts", tuple(map(spec, self.parts)))
 
     def __call__(self, problem: Problem) -> Program:
-        parts = split(problem.mask, problem.q_layout, problem.kv_layout, self.at)
+        parts = split(problem.mask, problem.q_layout, problem.kv_layout, self.starts)
         programs = [
             parse_strategy(strategy)(Problem(mask=mask, q_layout=q_layout, kv_layout=kv_layout, rank=problem.rank))
             for strategy, (mask, q_layout, kv_layout) in zip(self.parts, parts, strict=True)
         ]
         rows = [(part.q_layout.counts[problem.rank], part.kv_layout.counts[problem.rank]) for part in parts]
-        return _merge(programs, rows, [(0, 0), *self.at])
+        return _merge(programs, rows, [(0, 0), *self.starts])
 
     def for_heads(self, heads: int, kv_heads: int) -> Interleave:
         """Return the strategy for these numbers of heads."""
@@ -84,22 +91,24 @@ class Part(NamedTuple):
 
 
 @cache_by_digest(64)
-def split(mask: Mask, q_layout: Layout, kv_layout: Layout, at: tuple[tuple[int, int], ...]) -> tuple[Part, ...]:
+def split(mask: Mask, q_layout: Layout, kv_layout: Layout, starts: tuple[tuple[int, int], ...]) -> tuple[Part, ...]:
     """Split a sequence into independent parts, which begin at these queries and keys."""
     parts, (q_len, k_len) = [], mask.lengths
-    for (q0, k0), (q1, k1) in pairwise([(0, 0), *at, (q_len, k_len)]):
+    for (q0, k0), (q1, k1) in pairwise([(0, 0), *starts, (q_len, k_len)]):
         if not (0 <= q0 <= q1 <= q_len and 0 <= k0 <= k1 <= k_len):
-            raise PlanError(f"the parts of {mask.name} must follow each other within {q_len} queries and {k_len} keys: {at}")
+            raise PlanError(
+                f"the parts of {mask.name} must follow each other within {q_len} queries and {k_len} keys: {starts}"
+            )
         inside = tables.intersect(mask.table, tables.table((q0, q1, k0, k1, -tables.MAX_LENGTH, tables.MAX_LENGTH)))
         of_part = Mask(inside - shift(q0, k0), q1 - q0, k1 - k0, name=f"{mask.name}[{q0}:{q1}]", predicate=None)
         parts.append(Part(of_part, _between(q_layout, q0, q1), _between(kv_layout, k0, k1)))
     if mask.predicate is not None or sum(part.mask.area for part in parts) != mask.area:
         raise PlanError(
-            f"{mask.name} does not split into independent parts at {at}: make the plan of each part, and join them with "
+            f"{mask.name} does not split into independent parts at {starts}: make the plan of each part, and join them with "
             "rs.interleave"
         )
-    _check_order(q_layout, [q for q, _ in at])
-    _check_order(kv_layout, [k for _, k in at])
+    _check_order(q_layout, [q for q, _ in starts])
+    _check_order(kv_layout, [k for _, k in starts])
     return tuple(parts)
 
 

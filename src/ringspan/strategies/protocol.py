@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -88,6 +88,11 @@ class Strategy(ABC):
     def least_seconds(self, workload: Workload) -> float:
         """Return a lower bound of the time of forward and backward together."""
         return sum(simulate(loads, workload.machine.overlap).seconds for loads in self.loads(workload).values())
+
+    def for_heads(self, heads: int, kv_heads: int) -> Strategy:
+        """Return the strategy for these numbers of heads. It is called for plans whose program depends on them."""
+        made: Strategy = replace(self, heads=heads, kv_heads=kv_heads)  # type: ignore[type-var]
+        return made
 
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:

@@ -61,13 +61,14 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
     'ulysses(heads=12, kv_heads=4)'
     """
     strategy: Any = parse_strategy(text)
-    if hasattr(strategy, "for_heads"):  # one that is made of others
-        return spec(strategy.for_heads(heads, kv_heads))
-    if not {"heads", "kv_heads"} <= {f.name for f in fields(strategy)}:
+    try:
+        if isinstance(strategy, Strategy):
+            return spec(strategy.for_heads(heads, kv_heads))
+        return spec(replace(strategy, heads=heads, kv_heads=kv_heads))
+    except TypeError as error:
         raise PlanError(
             f"strategy {text} splits heads, but has no options heads= and kv_heads= to set to {heads} and {kv_heads}"
-        )
-    return spec(replace(strategy, heads=heads, kv_heads=kv_heads))
+        ) from error
 
 
 def spec(strategy: str | Strategy) -> str:
