@@ -16,12 +16,14 @@ from ringspan.layouts import balance
 AUTO = ("auto", "auto")
 # The plan of a new batch in training: 131,072 tokens on a node of 8 ranks, layout and strategy to be chosen.
 BATCH_TOKENS, BATCH_RANKS, BATCH_DOCUMENTS = 131072, 8, (28, 200)
+NODE = 8  # ranks
 ROUNDS = 8
 
 
 def planning_rows(*, documents: int, seq_len: int, world: int, seed: int) -> Iterator[Row]:
-    """Yield a row for each mask of a batch with ``"auto"``, then for each of some layouts and strategies of a large
-    mask."""
+    """Yield a row for each mask of a batch with ``"auto"``, and for one with a given layout and strategy. Then a row for
+    each of some layouts and strategies of a large mask, for one on twice as many ranks, and for the packing of a
+    batch."""
     rs.plan(rs.documents([3, 5]), world=2)  # imports and first uses are not part of the first row
     n = BATCH_TOKENS
     packed = [_lengths(n, count, seed) for count in BATCH_DOCUMENTS]
@@ -33,7 +35,33 @@ def planning_rows(*, documents: int, seq_len: int, world: int, seed: int) -> Ite
     large = _lengths(seq_len, documents, seed)
     ways = (AUTO, ("zigzag", "exchange"), ("zigzag", "ring"), ("round_robin", "exchange"), ("contiguous", "gather"))
     yield from (_row(mask, BATCH_RANKS, *AUTO) for mask in batches)
+    yield _row(batches[-1], BATCH_RANKS, "balanced", "exchange")
     yield from (_row(lambda: rs.documents(large), world, *way) for way in ways)
+    yield _row(lambda: rs.documents(large), 2 * world, f"balanced(per_node={NODE})", "exchange")
+    yield _pack_row(large, world, -(-seq_len // world))
+
+
+def _pack_row(lengths: list[int], world: int, tokens_per_rank: int) -> Row:
+    """Measure ``rs.pack``, which includes the plan of one rank for each microbatch."""
+
+    def pack() -> rs.Microbatch:
+        rs.clear_caches()
+        (part,) = rs.pack(lengths, world, tokens_per_rank=tokens_per_rank, hardware=f"h200x{NODE}")
+        return part
+
+    taken = statistics.median(_seconds(pack) for _ in range(ROUNDS))
+    part = pack()
+    return {
+        "bench": "plan",
+        "mask": f"pack of {len(lengths)} documents",
+        "world": world,
+        "layout": part.layout.name,
+        "strategy": part.plan.strategy,
+        "plan": part.plan.digest,
+        "balance": round(balance(part.mask, part.layout), 3),
+        "one_rank_ms": round(taken * 1e3, 2),
+        "all_ranks_s": None,
+    }
 
 
 def _lengths(tokens: int, documents: int, seed: int) -> list[int]:
