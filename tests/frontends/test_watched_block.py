@@ -202,6 +202,14 @@ MIXING: dict[str, tuple[str, Callable[[], Any]]] = {
     "InstanceNorm1d": (r"instance_norm", lambda: torch.nn.InstanceNorm1d(6)(X)),
     "GroupNorm": (r"group_norm", lambda: torch.nn.GroupNorm(2, 6)(X)),
     "LayerNorm": (r"layer_norm over a dim of 12", lambda: torch.nn.LayerNorm(N)(X)),
+    "LSTM": (r"lstm along a dim of 12", lambda: torch.nn.LSTM(6, 6, batch_first=True)(X.mT)),
+    "GRU": (r"gru along a dim of 12", lambda: torch.nn.GRU(6, 6)(X.permute(2, 0, 1))),
+    "cumsum": (r"cumsum along a dim of 12", lambda: X.cumsum(-1)),
+    "roll": (r"roll along a dim of 12.*cp\.roll", lambda: X.roll(1, 2)),
+    "roll by keyword": (r"roll along a dim of 12", lambda: torch.roll(X, shifts=(1,), dims=(2,))),
+    "mean": (r"mean along a dim of 12.*cp\.mean", lambda: X.mean(dim=-1, keepdim=True)),
+    "pool": (r"avg_pool1d along a dim of 12", lambda: torch.nn.AvgPool1d(3)(X)),
+    "max pool": (r"max_pool1d along a dim of 12", lambda: torch.nn.MaxPool1d(3)(X)),
     "cross_entropy": (
         r"model\(labels=\.\.\.\) shifts labels inside each shard",
         lambda: F.cross_entropy(torch.randn(N, 7), torch.randint(7, (N,))),
@@ -222,6 +230,7 @@ def test_what_treats_every_token_alone_is_allowed(cp: rs.ContextParallel) -> Non
     with rs.strict(), cp:
         torch.nn.LayerNorm(6)(x)
         torch.nn.RMSNorm(6)(x)
+        x.mean(-1, keepdim=True) + x.roll(1, -1) + x.cumsum(2) + x.mean()
         F.conv1d(X, torch.randn(6, 6, 1))
         F.cross_entropy(torch.randn(1, 7, N), torch.randint(7, (1, N)), reduction="none")
         (x @ torch.randn(6, 5)).softmax(-1) @ torch.randn(5, 6)  # a router of a mixture of experts
@@ -423,6 +432,24 @@ def test_tokens_that_were_sharded_by_another_layout_are_refused(pools: Pools, ca
             assert "another layout than that of the block" in printed
         else:
             assert printed == "no error"
+
+
+def shift_labels_of_a_shard(rank: int) -> list[str]:
+    cp = rs.ContextParallel(None, rs.causal(N))
+    said = []
+    for tokens in (torch.arange(N), cp.shard(torch.arange(N), dim=0)):
+        try:
+            rs.shift_labels(tokens)
+            said.append("no error")
+        except rs.InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_labels_are_shifted_before_sharding(pools: Pools) -> None:
+    for whole, shard in pools(2).run(shift_labels_of_a_shard):
+        assert whole == "no error"
+        assert "these tokens are sharded" in shard
 
 
 def test_other_tokens_on_another_rank_are_found(pools: Pools) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.errors import InputError
+from ringspan.frontends.rank_comparison import is_shard
 from ringspan.frontends.tries import Targets, Trie, targets_of
 from ringspan.masks.mask import lengths as as_lengths
 
@@ -61,6 +62,11 @@ def shift_labels(
         raise InputError("weights are for shift_labels(tree=…): multiply the losses of plain sequences by theirs")
     if not isinstance(tokens, Tensor):
         raise InputError(f"tokens must be a tensor, not {type(tokens).__name__}: give torch.tensor(tokens)")
+    if is_shard(tokens):
+        raise InputError(
+            "these tokens are sharded, and the label of the last token of a span is on another rank: call rs.shift_labels on "
+            "the whole sequence, then cp.shard(tokens, labels, dim=...)"
+        )
     if tokens.ndim == 0:
         raise InputError("tokens must have a sequence dim; got a single number")
     if not -tokens.ndim <= dim < tokens.ndim:

@@ -22,8 +22,10 @@ from ringspan.planner import Plan
 from ringspan.transports import ProcessGroupTransport
 from ringspan.user_functions.values import values_digest
 
-# An attribute of the results of cp.shard: the digest of their layout.
+# Attributes of the results of cp.shard: the digest of their layout, and its number of ranks. They are plain values, so that
+# torch.load(weights_only=True) can read a shard that was saved.
 LAYOUT = "_ringspan_layout"
+RANKS = "_ringspan_ranks"
 
 # Names of autograd nodes: that of attention, which keeps its plans, and those of functions whose results do not have the
 # tokens of their inputs in the same order (cp.unshard, cp.roll and cp.halo, cp.mean and cp.sum).
@@ -92,8 +94,8 @@ def check_in_use(layout: Layout) -> None:
     """Raise if nothing was sharded by a layout: a tensor that is to be unsharded must have come from another one."""
     if layout.digest not in layouts_in_use:
         raise InputError(
-            f"nothing was sharded by this layout ({layout.name}) and no block with it was entered, so its tokens are in "
-            "another order: unshard with the cp that has sharded it, or make both with the same layout="
+            f"nothing was sharded by this layout ({layout.name}) and no block with it was entered, so this tensor has another "
+            "one: unshard with the cp that has sharded it, or make both with the same layout="
         )
 
 
@@ -101,8 +103,14 @@ def mark_layout(shard: Tensor, layout: Layout) -> Tensor:
     """Note on a shard by which layout it was made. Compiled code does not."""
     if not torch.compiler.is_dynamo_compiling():
         setattr(shard, LAYOUT, layout.digest)
+        setattr(shard, RANKS, layout.world)
         note_layouts(layout)
     return shard
+
+
+def is_shard(x: Tensor) -> bool:
+    """Return whether x is the result of ``cp.shard`` over several ranks."""
+    return getattr(x, RANKS, 1) > 1
 
 
 def check_layout(x: Tensor, layout: Layout, *, in_graph: bool = False) -> None:

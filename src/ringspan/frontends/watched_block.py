@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ringspan.debugging.settings import settings
-from ringspan.errors import InputError, UnplannedAttention
+from ringspan.errors import UnplannedAttention
 from ringspan.frontends.attention_block import AttentionMode
 from ringspan.frontends.batch_rows import rows_of
 from ringspan.frontends.graph_attention import check_graph
 from ringspan.frontends.handwritten_attention import follow_attention, is_local_softmax, tensors_in
+from ringspan.frontends.mixing import check_call
 from ringspan.frontends.rank_comparison import TokensOfRanks, check_sharded_by, follow_layout, note_layouts
 from ringspan.frontends.recompute import entered_blocks, is_entered_here
 from ringspan.frontends.treatments import EMBEDDING, attention_in_script, name_of, treatments
@@ -35,9 +36,6 @@ NO_ATTENTION = (
     "kernels of other packages, and other threads. If the block is meant to have no attention, give "
     "ContextParallel expect_attention=False"
 )
-
-CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-NORMS_OF_CHANNELS = frozenset({"batch_norm", "instance_norm", "group_norm"})
 
 _ESCAPE = "or wrap it in `with rs.local_attention():` if this layer is not part of the split sequence"
 
@@ -107,7 +105,7 @@ class WatchedBlock(AttentionMode):
         if settings.strict or name == EMBEDDING:
             self._check_layout_of((args, kwargs), local_shape)
         if settings.strict:
-            _check_call(name, args, kwargs, local_shape[0])
+            check_call(name, args, kwargs, local_shape[0], _ESCAPE)
             follow_attention(name, args, kwargs, result, local_shape, _ESCAPE)
             follow_layout(tensors_in((args, kwargs)), tensors_in(result), local_shape)
 
@@ -139,40 +137,3 @@ class WatchedBlock(AttentionMode):
             )
             self.refuse(error)
             raise error
-
-
-def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
-    """Raise for a convolution or norm over this rank's tokens, and for a mean over them."""
-    x = next(tensors_in((args, kwargs)), None)
-    if x is None or tokens < 2:
-        return
-    if name == "cross_entropy":
-        _check_cross_entropy(*args, tokens=tokens, **kwargs)
-    elif name in CONVOLUTIONS:
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        sizes = zip(x.shape[2 - weight.ndim :], weight.shape[2:], strict=True)
-        if any(size == tokens and width > 1 for size, width in sizes):
-            raise InputError(
-                f"{name} over the {tokens} tokens of this rank: tokens at the edges of a shard need those of other ranks. Use "
-                f"cp.halo, or cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1), {_ESCAPE}"
-            )
-    elif name in NORMS_OF_CHANNELS and tokens in x.shape[2:]:
-        raise InputError(
-            f"{name} of a {tuple(x.shape)} tensor has the mean and variance of this rank's {tokens} tokens, not of the whole "
-            f"sequence. Use cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1), {_ESCAPE}"
-        )
-    elif name == "layer_norm" and tokens in (args[1] if len(args) > 1 else kwargs["normalized_shape"]):
-        raise InputError(
-            f"layer_norm over a dim of {tokens}, the number of this rank's tokens, normalizes over a part of the sequence. Use "
-            f"cp.shard(layer(cp.unshard(x, dim=1, grad='partial')), dim=1), {_ESCAPE}"
-        )
-
-
-def _check_cross_entropy(input: Tensor, target: Tensor, *args: Any, tokens: int, reduction: str = "mean", **_: Any) -> None:
-    if reduction == "mean" and isinstance(target, Tensor) and target.numel() and target.numel() % tokens == 0:
-        raise InputError(
-            f"F.cross_entropy inside the block is the mean over this rank's {tokens} tokens, which is not the mean over all "
-            "ranks; and transformers' model(labels=...) shifts labels inside each shard. Shift with rs.shift_labels before "
-            'cp.shard, call the model without labels, and compute cp.mean(F.cross_entropy(..., reduction="none"), labels >= 0) '
-            "after the block"
-        )

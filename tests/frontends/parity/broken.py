@@ -165,7 +165,7 @@ def positions_of_the_shard(model: Model, tokens: Tensor, cp: rs.ContextParallel)
 
 def labels_of_the_shard(model: Model, tokens: Tensor, cp: rs.ContextParallel) -> Tensor:
     mine = cp.shard(tokens, dim=1)
-    labels = rs.shift_labels(mine)
+    labels = rs.shift_labels(mine.clone())  # a clone: shift_labels refuses what cp.shard gave
     with cp:
         logits = model(mine, cp.positions())
     return finish(model, cp.mean(F.cross_entropy(logits.mT, labels, reduction="none"), labels >= 0), cp)
