@@ -231,6 +231,7 @@ def test_what_treats_every_token_alone_is_allowed(cp: rs.ContextParallel) -> Non
         torch.nn.LayerNorm(6)(x)
         torch.nn.RMSNorm(6)(x)
         x.mean(-1, keepdim=True) + x.roll(1, -1) + x.cumsum(2) + x.mean()
+        torch.ones(2, N, dtype=torch.int64).cumsum(-1)  # transformers numbers documents like this
         F.conv1d(X, torch.randn(6, 6, 1))
         F.cross_entropy(torch.randn(1, 7, N), torch.randint(7, (1, N)), reduction="none")
         (x @ torch.randn(6, 5)).softmax(-1) @ torch.randn(5, 6)  # a router of a mixture of experts

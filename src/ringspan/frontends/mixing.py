@@ -62,7 +62,7 @@ def _is_along_tokens(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[s
         return tokens in x.shape[:-1]
     if name in POOLS:
         return x.shape[-1] == tokens
-    if name not in ALONG_DIMS:
+    if name not in ALONG_DIMS or not x.is_floating_point():  # integers are indices, as those of documents in transformers
         return False
     keyword, place = ALONG_DIMS[name]
     dims = args[place] if len(args) > place else kwargs.get(keyword)
