@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import ringspan as rs
+from ringspan.frontends import context_parallel
 from ringspan.kernels.reference import dense_attention
 from tests.conftest import Pools
 
@@ -41,6 +45,26 @@ def test_prefetched_plans_equal_plans_made_in_place(pools: Pools, strategy: str,
     assert all(digest == planned and error < 1e-13 for rank in ranks for digest, planned, error in rank)
     assert len({tuple(digest for digest, *_ in rank) for rank in ranks}) == 1
     assert len({digest for digest, *_ in ranks[0]}) == len(SEQUENCES)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_prefetch_returns_before_the_plan_is_made() -> None:
+    """Planning waits for the step: it runs in another thread."""
+    cp, step_is_done, planning_in = rs.ContextParallel(None, rs.causal(8)), threading.Event(), []
+
+    def plan_later(*args: Any, **kwargs: Any) -> rs.Plan:
+        planning_in.append(threading.current_thread())
+        assert step_is_done.wait(30)
+        return rs.plan(*args, **kwargs)
+
+    with patch.object(context_parallel, "plan", plan_later):
+        upcoming = cp.prefetch(rs.documents([3, 5]))
+        with cp:
+            F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 8, 4))
+        assert not upcoming.done()
+        step_is_done.set()
+        assert upcoming.result(30).plan == rs.plan(rs.documents([3, 5]), world=1)
+    assert planning_in != [threading.current_thread()]
 
 
 def planned_for_a_machine(rank: int) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
