@@ -17,6 +17,7 @@ AUTO = ("auto", "auto")
 # The plan of a new batch in training: 131,072 tokens on a node of 8 ranks, layout and strategy to be chosen.
 BATCH_TOKENS, BATCH_RANKS, BATCH_DOCUMENTS = 131072, 8, (28, 200)
 NODE = 8  # ranks
+BATCH_ROWS = [[700, 32_068], [32_768], [16_384] * 2, [8_192] * 4]
 ROUNDS = 8
 
 
@@ -30,6 +31,7 @@ def planning_rows(*, documents: int, seq_len: int, world: int, seed: int) -> Ite
     batches: list[Callable[[], rs.Mask]] = [
         lambda: rs.causal(n),
         lambda: rs.causal(n) & rs.window(left=4096),
+        lambda: rs.documents(BATCH_ROWS),
         *(lambda lengths=lengths: rs.documents(lengths) for lengths in packed),
     ]
     large = _lengths(seq_len, documents, seed)
