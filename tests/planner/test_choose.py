@@ -79,8 +79,7 @@ def scaled_masks(draw: st.DrawFn) -> rs.Mask:
 def test_the_choice_is_that_of_all_candidates_planned_on_all_ranks(
     mask: rs.Mask, world: int, machine: Hardware, shape: rs.Shape
 ) -> None:
-    """To within the saving that is too small to plan for, and to within the sample from which ring and ulysses, which
-    make no columns, are estimated at first."""
+    """To within the saving that is too small to plan for."""
     chosen = best_on(mask, world=world, hardware=machine, shape=shape).best
     every = {}
     for layout, strategy in product(layouts_for(mask, world, machine, shape), strategies_for(world, machine, shape)):

@@ -26,6 +26,7 @@ STRATEGIES = [
     "exchange(stages=3)",
     "gather(stages=1)",
     "gather(stages=3)",
+    "ring",
     "pass_q(stages=1)",
     "pass_q(stages=2)",
     "pass_q(stages=4)",
@@ -90,4 +91,4 @@ def test_pieces_have_no_columns() -> None:
     layout = LAYOUTS["contiguous"](rs.causal(64), 4)
     workload = workload_of(rs.causal(64), layout, layout, replace(HARDWARE["h200"], per_node=2), SHAPES[0], 4)
     assert parse_strategy("hierarchical(per_node=2, pieces=2)").columns(workload) is None
-    assert parse_strategy("ring").columns(workload) is None
+    assert parse_strategy("ulysses(heads=8, kv_heads=2)").columns(workload) is None

@@ -25,9 +25,11 @@ from ringspan.costs.timeline import Loads, communication_seconds, nearest
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout
 from ringspan.masks import Mask
+from ringspan.masks import table as tables
+from ringspan.plans.columns import Messages, ProgramColumns, Tasks
 from ringspan.plans.data import PHASES, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import KEYS
-from ringspan.plans.problem import Problem, bands_by_group, seen_ranks
+from ringspan.plans.problem import Problem, bands_by_group, seen_ranks, whole_tiles
 from ringspan.plans.shape import Shape
 from ringspan.plans.slot_tokens import own_tokens
 from ringspan.strategies.protocol import Strategy
@@ -100,6 +102,9 @@ class Ring(Strategy):
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
         return _loads(workload)
 
+    def columns(self, workload: Workload) -> ProgramColumns:
+        return _columns(workload)
+
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
         return [cls()] if world > 1 else []
@@ -150,3 +155,34 @@ def _loads(workload: Workload) -> dict[Phase, Loads]:
             [(who, before[who]) for who in map(np.flatnonzero, (kv + dkv).T)],
         )
     return found
+
+
+def _columns(workload: Workload) -> ProgramColumns:
+    """Return the programs of all ranks. ``hop`` counts the ranks that a block has been passed on to."""
+    world, rows = workload.world, np.array(workload.kv_layout.counts)
+    reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))
+    hops = int(reach.max())
+    passed = np.where(rows > 0, reach, 0)
+    block = np.repeat(np.arange(world), passed)
+    hop = tables.ranges(np.ones_like(passed), passed)
+    holder, unpacked = (block + hop) % world, np.zeros_like(block)
+    blocks = Messages("kv", (holder - 1) % world, holder, hop - 1, rows[block], unpacked)
+    goes_home = hop == reach[block]  # the gradient of a block, from the last rank that sees the block
+    gradients = Messages("dkv", holder, np.where(goes_home, block, (holder + 1) % world), hop + 1, rows[block], unpacked)
+    slots = np.zeros((world, 3), dtype=np.int64)
+    slots[:, 0] = rows
+    np.maximum.at(slots, (holder, 1 + (hop - 1) % 2), rows[block])
+    tiles = whole_tiles(workload.mask, workload.q_layout, workload.kv_layout)
+    bands, group = tables.coalesce_grouped(tiles.bands, tiles.q_rank * world + (tiles.q_rank - tiles.k_rank) % world)
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    rank, step = np.divmod(group[first], world)
+    kv_slot = np.where(step > 0, 1 + (step - 1) % 2, 0)
+    return ProgramColumns(
+        world=world,
+        steps={"forward": hops + 1, "backward": hops + 2 if hops else 1},
+        tasks=Tasks(rank, step, np.zeros_like(step), kv_slot, bands, first),
+        messages={"forward": (blocks,), "backward": (blocks, gradients)},
+        q_slots=np.array(workload.q_layout.counts)[:, None],
+        kv_slots=slots,
+        dkv_dtype=workload.dkv_dtype,
+    )
