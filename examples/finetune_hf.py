@@ -19,14 +19,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 import ringspan as rs
-import ringspan.integrations.transformers  # registers the attention "ringspan"
+from ringspan.integrations.transformers import prepare
 
 DOCUMENTS = [[120, 301, 90], [200, 66, 245], [511]]  # the lengths of the documents of each batch; ranks need not divide them
 
 
 def make_model(name: str | None, device: str) -> nn.Module:
     if name is not None:
-        return AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16).to(device)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(device)
     torch.manual_seed(0)  # the same weights in every process
     config = Gemma3TextConfig(
         vocab_size=256,
@@ -45,7 +45,10 @@ def make_model(name: str | None, device: str) -> nn.Module:
 def train(model: nn.Module, device: str, steps: int, *, alone: bool = False) -> list[float]:
     """Train, on all processes or on this one alone, and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.set_attn_implementation("sdpa" if alone else "ringspan")
+    if alone:
+        model.set_attn_implementation("sdpa")
+    else:
+        prepare(model)  # for most models, set_attn_implementation("ringspan")
     losses = []
     for step in range(steps):
         lengths = DOCUMENTS[step % len(DOCUMENTS)]

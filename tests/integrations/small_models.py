@@ -124,6 +124,22 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
             **{**FALCON, "num_attention_heads": 4}, intermediate_size=48, max_position_embeddings=64, vision_config=VISION
         ),
     ),
+    "inkling": (
+        "InklingForCausalLM",
+        lambda t: t.InklingTextConfig(
+            **{**SIZES, **MOE, "num_hidden_layers": 2},
+            head_dim=8,
+            swa_head_dim=8,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=2,
+            n_routed_experts=4,
+            d_rel=4,
+            rel_extent=12,
+            sliding_window_size=8,
+            log_scaling_n_floor=32,
+            layer_types=["hybrid", "hybrid_sliding"],
+        ),
+    ),
     "xlm": (
         "XLMWithLMHeadModel",
         lambda t: t.XLMConfig(

@@ -158,6 +158,65 @@ def test_the_mean_of_a_model_without_num_items_is_over_all_ranks(pools: Pools, t
         assert together == pytest.approx(alone, rel=2.5e-7, abs=0)
 
 
+# options of TrainingArguments, and the largest relative difference of losses and of gradient norms
+SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "checkpoints": ({"gradient_checkpointing": True}, 1e-6, 1e-5),
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, 1e-6, 1e-5),
+    "bfloat16": ({"bf16": True}, 1e-3, 1e-2),
+    "rows of different lengths": ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}, 1e-6, 1e-5),
+}
+
+
+def train_with(rank: int, folder: str, kind: str) -> list[list[float]]:
+    """The losses and the gradient norms of Trainer in float32, by one process and by this group."""
+    from transformers import Trainer
+
+    data, found = rows("plain"), []
+    if kind == "rows of different lengths":
+        data = [{name: x[: N - 5 * (n % 3)] for name, x in row.items()} for n, row in enumerate(data)]
+    for alone in (True, False):
+        with launched(alone=alone):
+            model = small_model("gemma3").float()
+            model.set_attn_implementation("sdpa")
+            options = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.01, **SETTINGS[kind][0]}
+            trainer = Trainer(model=model, args=arguments(folder, alone=alone, **options), train_dataset=data)
+            trainer.train()
+            found += [curve(trainer.state.log_history, what) for what in ("loss", "grad_norm")]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_settings_of_trainer_are_exact(kind: str, pools: Pools, tmp_path: Path) -> None:
+    for losses, norms, our_losses, our_norms in pools(2).run(train_with, str(tmp_path), kind):
+        assert len(losses) == len(norms) == 2
+        assert our_losses == pytest.approx(losses, rel=SETTINGS[kind][1], abs=0)
+        assert our_norms == pytest.approx(norms, rel=SETTINGS[kind][2], abs=0)
+
+
+def resumed(rank: int, folder: str) -> list[list[float]]:
+    """The losses of four steps without a stop, and of the last two after a checkpoint was loaded."""
+    from transformers import Trainer
+
+    found = []
+    for stopped in (False, True):
+        with launched(alone=False):
+            model = small_model("gemma3").float()
+            model.set_attn_implementation("sdpa")
+            options = arguments(folder, alone=False, max_steps=4, save_strategy="steps", save_steps=2)
+            trainer = Trainer(model=model, args=options, train_dataset=rows("plain"))
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if stopped else None)
+            found.append(curve(trainer.state.log_history, "loss"))
+    return found
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_losses_of_one_without_a_stop(pools: Pools, tmp_path: Path) -> None:
+    for without_stop, stopped in pools(2).run(resumed, str(tmp_path)):
+        assert len(without_stop) == len(stopped) == 4
+        assert stopped == without_stop
+
+
 def with_own_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that computes its loss without ``shift_labels``."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ DECODERS = [
     *("deepseek_v3", "smollm3"),
 ]
 # all others only have the name set
-PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2", "doge", "git", "xlm", "xlnet", "zaya"]
+PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]
+PREPARED += ["doge", "git", "inkling", "xlm", "xlnet", "zaya"]
 ONLY_EAGER = {"gemma2", "gpt_oss", "t5gemma"}  # SDPA has no softcap and no sinks
 ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt", "git", "xlm", "xlnet"}  # they have no other
 LAYOUTS = ["contiguous", "zigzag"]
@@ -263,6 +265,9 @@ def convolutions(rank: int) -> dict[str, Any]:
     found["gradients"] = max(difference(a, b) for a, b in zip(*grads, strict=True))
     with cp, pytest.raises(rs.UnplannedAttention, match="the batch has padding"):
         model(**given, attention_mask=torch.arange(N).gt(3).long().expand(B, -1), use_cache=False)
+    kernel_of_hub = mock.patch("transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", lambda x, *_, **__: x)
+    with kernel_of_hub, cp, pytest.raises(rs.UnplannedAttention, match=r"without F\.conv1d"):
+        model(**given, use_cache=False)
     return found
 
 
@@ -276,7 +281,7 @@ def special_models(rank: int) -> dict[str, float]:
 
     cp, ids = rs.ContextParallel(None, rs.documents(LENGTHS), layout="zigzag"), tokens()
     found = {}
-    for name in ("llama", "doge", "xlm", "xlnet", "zaya"):
+    for name in ("llama", "doge", "inkling", "xlm", "xlnet", "zaya"):
         model = prepare(small_model(name))
         each = [model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
         given = cp.shard({"input_ids": ids, "position_ids": positions(LENGTHS)}, dim=1)
@@ -332,6 +337,7 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
         "doge": message("doge", long, prepared=True),
         "doge, not prepared": message("doge", cp),
         "git": message("git", cp, prepared=True, pixel_values=image),
+        "inkling": message("inkling", long, prepared=True),
         "xlm": message("xlm", cp, prepared=True, input_ids=cp.shard(padded, dim=1)),
         "xlm, no positions": message("xlm", cp, prepared=True, position_ids=None),
         "xlnet": message("xlnet", cp, prepared=True, token_type_ids=torch.zeros_like(cp.shard(padded, dim=1))),
@@ -345,6 +351,7 @@ REFUSED_WHEN_PREPARED = {
     "doge": "above keep_window_size=32 this layer chooses keys",
     "doge, not prepared": "prepare(model)",
     "git": "call it in `with rs.local_attention():`",
+    "inkling": "This is exact up to 32 tokens; the sequence has 40",
     "xlm": "counts the other tokens on this rank only",
     "xlm, no positions": "pass position_ids=cp.positions()[None]",
     "xlnet": "segments (token_type_ids)",

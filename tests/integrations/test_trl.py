@@ -31,17 +31,16 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def arguments(folder: str, *, alone: bool) -> Any:
+def arguments(folder: str, *, alone: bool, **options: Any) -> Any:
     from trl import SFTConfig
 
     from ringspan.integrations.accelerate import ParallelismConfig
 
     return SFTConfig(
+        **{"packing": True, "max_length": max(LENGTHS), **options},
         output_dir=folder,
         use_cpu=True,
         bf16=False,
-        packing=True,
-        max_length=max(LENGTHS),
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         max_steps=STEPS,
@@ -62,12 +61,11 @@ def documents() -> Any:
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(0)
-    return Dataset.from_dict(
-        {"input_ids": [torch.randint(VOCABULARY - 3, (n,), generator=generator).tolist() for n in LENGTHS]}
-    )
+    ids = [torch.randint(VOCABULARY - 3, (n,), generator=generator).tolist() for n in LENGTHS]
+    return Dataset.from_dict({"input_ids": ids, "completion_mask": [[0] * (n // 3) + [1] * (n - n // 3) for n in LENGTHS]})
 
 
-def train(rank: int, folder: str) -> list[list[dict[str, float]]]:
+def train(rank: int, folder: str, options: dict[str, Any]) -> list[list[dict[str, float]]]:
     """What SFTTrainer logs: TRL's own on one process, ours on this group."""
     import trl
 
@@ -79,19 +77,27 @@ def train(rank: int, folder: str) -> list[list[dict[str, float]]]:
             model = small_model("gemma3").float()
             model.set_attn_implementation("sdpa")
             data = documents()
-            config = arguments(f"{folder}/{rank}", alone=alone)
+            config = arguments(f"{folder}/{rank}", alone=alone, **options)
             trainer: Any = (trl.SFTTrainer if alone else SFTTrainer)(
                 model, config, train_dataset=data, eval_dataset=data, processing_class=tokenizer()
             )
-            assert config.packing
-            assert len(trainer.train_dataset) < len(data)
+            assert config.packing == options.get("packing", True)
+            assert (len(trainer.train_dataset) < len(data)) == config.packing
             trainer.train()
             logs.append(trainer.state.log_history)
     return logs
 
 
-def test_the_losses_of_packed_documents_are_those_of_one_process(pools: Pools, tmp_path: Path) -> None:
-    for alone, together in pools(2).run(train, str(tmp_path)):
+OPTIONS: dict[str, dict[str, Any]] = {
+    "packed": {"completion_only_loss": False},
+    "packed, loss of completions": {"completion_only_loss": True},
+    "without padding": {"packing": False, "padding_free": True, "max_length": None},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_losses_of_sft_are_those_of_one_process(kind: str, pools: Pools, tmp_path: Path) -> None:
+    for alone, together in pools(2).run(train, str(tmp_path), OPTIONS[kind]):
         for what, count in {"loss": STEPS, "mean_token_accuracy": STEPS, "num_tokens": STEPS, "eval_loss": STEPS // 2}.items():
             wanted, found = ([x[what] for x in log if what in x] for log in (alone, together))
             assert len(wanted) == len(found) == count

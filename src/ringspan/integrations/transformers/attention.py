@@ -18,6 +18,7 @@ from ringspan.frontends.current_block import current_block
 from ringspan.frontends.score_mods import softcap as softcap_mod
 from ringspan.frontends.score_mods import with_sinks
 from ringspan.integrations.transformers.doge import KeyBias
+from ringspan.integrations.transformers.inkling import RelativeBias
 from ringspan.integrations.transformers.masks import LayerMask
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
 
@@ -64,11 +65,13 @@ def _attend(
         block = mask.block  # the values of position ids are not known while a program is traced
     else:
         block = mask.block_of(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window"))
-    cap, sinks_H = kwargs.get("softcap"), kwargs.get("s_aux")
+    cap, sinks_H, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
     q_BHSD, k_BGTD, v_BGTE = under_autocast(query, key, value)
-    if cap is None and sinks_H is None:
+    if cap is None and sinks_H is None and bias is None:
         return block.attention(q_BHSD, k_BGTD, v_BGTE, scale=scaling)
     score_mod = None if cap is None else softcap_mod(cap)
+    if isinstance(bias, RelativeBias):
+        score_mod = bias.score_mod
     result: Any = block.flex_attention(q_BHSD, k_BGTD, v_BGTE, score_mod, scale=scaling, enable_gqa=True, return_lse=True)
     out_BHSE, lse_BHS = result
     return out_BHSE if sinks_H is None else with_sinks(out_BHSE, lse_BHS, sinks_H).out

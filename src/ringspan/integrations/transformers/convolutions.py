@@ -1,4 +1,4 @@
-"""Layers with a short causal convolution over the tokens (LFM2).
+"""Layers with a short causal convolution over the tokens (LFM2, Inkling).
 
 A token needs the K - 1 tokens before it, and some of them are on other ranks. So while such a layer runs inside a
 block, ``F.conv1d`` is computed from windows of tokens that ``cp.halo`` has brought together::
@@ -40,8 +40,15 @@ def convolution_over_ranks(self: nn.Module, original: Callable[..., Any], *args:
     with named_refusals(self, block.refuse):
         keep_blocks(entered_blocks())  # a checkpoint around this layer must run it in the same block again
         refuse_padding(kwargs.get("attention_mask"))
-        with CausalConvolutions(block, document_lengths(block, kwargs.get("cu_seq_lens_q"))):
-            return original(self, *args, **kwargs)
+        refuse_padding(kwargs.get("conv_mask"))
+        with CausalConvolutions(block, document_lengths(block, kwargs.get("cu_seq_lens_q"))) as mode:
+            out = original(self, *args, **kwargs)
+        if not mode.was_used:
+            raise UnplannedAttention(
+                "this layer has computed its convolution without F.conv1d, by a kernel that sees the tokens of this rank only. "
+                "Load the model without kernels of the hub (causal_conv1d)"
+            )
+    return out
 
 
 class CausalConvolutions(TorchFunctionMode):
@@ -49,10 +56,13 @@ class CausalConvolutions(TorchFunctionMode):
 
     def __init__(self, block: ContextParallel, documents: list[int]) -> None:
         super().__init__()
-        self.block, self.documents = block, documents
+        self.block, self.documents, self.was_used = block, documents, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._convolve(*args, **(kwargs or {})) if func is F.conv1d else func(*args, **(kwargs or {}))
+        if func is not F.conv1d:
+            return func(*args, **(kwargs or {}))
+        self.was_used = True
+        return self._convolve(*args, **(kwargs or {}))
 
     def _convolve(
         self,

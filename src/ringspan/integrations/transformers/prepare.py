@@ -4,7 +4,7 @@
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
-* Doge, XLM, XLNet and ZAYA, each in a module of its own.
+* Doge, Inkling, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.attention import NAME
 from ringspan.integrations.transformers.convolutions import convolution_over_ranks
 from ringspan.integrations.transformers.doge import doge_biases
+from ringspan.integrations.transformers.inkling import inkling_attention, inkling_bias
 from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName
 from ringspan.integrations.transformers.written_out import attention_over_ranks
 from ringspan.integrations.transformers.xlm import xlm_attention, xlm_model
@@ -32,6 +33,10 @@ from ringspan.plans.data import Side
 # Model type -> class of a module -> its method, and what it is replaced by.
 SPECIAL: dict[str, dict[str, tuple[str, Callable[..., Any]]]] = {
     "doge": {"DogeAttention": ("prepare_dynamic_mask", doge_biases)},
+    "inkling_text": {
+        "InklingAttention": ("forward", inkling_attention),
+        "InklingRelativeLogits": ("forward", inkling_bias),
+    },
     "xlm": {"MultiHeadAttention": ("forward", xlm_attention), "XLMModel": ("forward", xlm_model)},
     "xlnet": {
         "XLNetRelativeAttention": ("rel_attn_core", xlnet_attention),

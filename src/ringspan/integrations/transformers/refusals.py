@@ -40,7 +40,12 @@ WRITES_OUT = {
 }
 
 # Model types with causal convolutions -> the class of these, or of the module around them.
-CONVOLVES = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv", "zaya": "ZayaCCAProjection"}
+CONVOLVES = {
+    "inkling_text": "InklingShortConvolution",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "zaya": "ZayaCCAProjection",
+}
 
 # Kinds of layers of the models with convolutions.
 CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
