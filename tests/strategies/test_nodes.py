@@ -45,6 +45,13 @@ def test_a_node_owns_the_tokens_of_its_ranks(layout: str, world: int, per_node: 
             assert tokens[rows].tolist() == of_ranks.positions(rank).tolist()
 
 
+def test_contiguous_spans_of_a_node_are_joined() -> None:
+    of_nodes = by_node(LAYOUTS["zigzag"](rs.causal(32), 4), Nodes(4, 2))
+    assert [[tuple(span) for span in of_node] for of_node in of_nodes.spans] == [[(0, 8, 1), (24, 32, 1)], [(8, 24, 1)]]
+    striped = by_node(LAYOUTS["striped"](rs.causal(8), 4), Nodes(4, 2))
+    assert sorted(striped.positions(0).tolist()) == [0, 1, 4, 5]
+
+
 def test_tokens_of_a_node_are_in_the_order_of_the_sequence() -> None:
     """All of a zigzag on one node is the sequence itself, and causal attention one band."""
     plan = rs.plan(rs.causal(64), world=4, strategy="ulysses", layout="zigzag")

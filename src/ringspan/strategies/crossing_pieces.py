@@ -22,6 +22,8 @@ from ringspan.strategies.nodes import Nodes, by_node
 Shares = NDArray[np.float64]
 
 MAX_NODE_TILES = 65536  # tiles of nodes with ranks, from which the rows that cross are found
+UNKNOWN_CROSSING = 0.5  # the fraction of a rank's work with rows of other nodes, if there are too many tiles to count it
+LEAST_WEIGHT = 0.1  # of the work of steps without rows of other nodes
 ROWS = 128  # parts of a band begin at multiples of this, so that kernels compute whole tiles
 
 
@@ -29,11 +31,13 @@ class CrossingPieces(NamedTuple):
     """The pieces in which rows cross between nodes.
 
     ``bounds`` has the first row of each piece but the first, for each rank. ``layout`` is that of the keys, with its
-    spans split at these rows. The rows of the ranks are the same.
+    spans split at these rows. The rows of the ranks are the same. ``most_crossing`` is the largest fraction of a rank's
+    work that is with rows of other nodes.
     """
 
     bounds: Ints
     layout: Layout
+    most_crossing: float
 
     @property
     def number(self) -> int:
@@ -50,7 +54,7 @@ def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, c
     """Split the rows of each rank that cross to other nodes into ``count`` pieces of equal size."""
     bounds = np.zeros((kv_layout.world, count - 1), dtype=np.int64)
     if count == 1:
-        return CrossingPieces(bounds, kv_layout)
+        return CrossingPieces(bounds, kv_layout, UNKNOWN_CROSSING)
     owner, start, stop = _crossing_rows(mask, q_layout, kv_layout, nodes)
     for rank in np.unique(owner).tolist():
         first, last = owner.searchsorted((rank, rank + 1))
@@ -69,7 +73,8 @@ def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, c
             found += [(part.start, part.stop, part.step) for part in parts]
             row += len(tokens)
         spans.append(found)
-    return CrossingPieces(bounds, Layout(spans, length=kv_layout.length, name=kv_layout.name))
+    layout = Layout(spans, length=kv_layout.length, name=kv_layout.name)
+    return CrossingPieces(bounds, layout, _most_crossing(mask, q_layout, kv_layout, nodes))
 
 
 def _crossing_rows(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes) -> tuple[Ints, Ints, Ints]:
@@ -86,17 +91,55 @@ def _crossing_rows(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes
     return union(tiles.k_rank[crosses], tiles.bands[crosses, K0], tiles.bands[crosses, K1])
 
 
-def spread(
-    own: tuple[Band, ...], near: tuple[Band, ...], busy: Sequence[int]
-) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
-    """Split the bands of the rank's own rows, and of those of its node, over the steps, so that all have equal work.
+def _most_crossing(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes) -> float:
+    """Return the largest fraction of a rank's work that is with rows of other nodes, of the ranks with at least half the
+    mean work."""
+    keys = by_node(kv_layout, nodes)
+    if estimated_tiles(mask, q_layout, keys) > MAX_NODE_TILES:
+        return UNKNOWN_CROSSING
+    tiles = cut(mask, q_layout.pieces, keys.pieces)
+    work = area(tiles.bands)
+    crosses = tiles.k_rank != tiles.q_rank // nodes.per_node
+    of_all = np.bincount(tiles.q_rank, weights=work, minlength=q_layout.world)
+    crossing = np.bincount(tiles.q_rank, weights=work * crosses, minlength=q_layout.world)
+    counted = (of_all > 0) & (2 * of_all >= of_all.mean())
+    return float((crossing[counted] / of_all[counted]).max(initial=0.0))
 
-    ``busy`` is the work of each step with rows of other nodes. Steps before the first and after the last of it get half
-    as much as the others, since other ranks wait for their messages. Rows of the node arrive in step 0, and their
-    gradients are sent in the last step.
+
+def step_weights(pieces: int, steps: int, most_crossing: float) -> Shares:
+    """Return how much work each step should have, relative to the others.
+
+    Ranks wait for each other in every step, so all ranks should divide their work over the steps in the same way. The
+    rank with the most work with rows of other nodes has no choice: this work is in steps 2 to ``pieces`` + 1, in which
+    forwarded rows have arrived, and only the rest can be in the steps before and after::
+
+        pieces=3, backward     step 0   1      2   3   4      5   6
+        weight                 w        w      1   1   1      w   w        4 w : 3 = rest : work with rows of other nodes
+    """
+    inside = slice(2, pieces + 2)
+    edges = steps - pieces
+    ratio = (1 - most_crossing) / max(most_crossing, 1e-9) * pieces / edges
+    weights = np.full(steps, min(1.0, max(LEAST_WEIGHT, ratio)))
+    weights[inside] = 1.0
+    return weights
+
+
+def spread(
+    own: tuple[Band, ...], near: tuple[Band, ...], busy: Sequence[int], weights: Shares | None = None
+) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
+    """Split the bands of the rank's own rows, and of those of its node, over the steps, so that the work of the steps is
+    in proportion to the weights.
+
+    ``busy`` is the work of each step with rows of other nodes. Without weights, steps before the first and after the
+    last of it get half as much as the others. Rows of the node arrive in step 0, and their gradients are sent in the
+    last step.
     """
     own_area, near_area = (sum(band.area for band in bands) for bands in (own, near))
-    share = _fill(np.array(busy, dtype=np.float64), own_area + near_area)
+    if weights is None:
+        working = np.flatnonzero(busy)
+        weights = np.full(len(busy), 0.5)
+        weights[slice(working[0], working[-1] + 1) if len(working) else slice(None)] = 1.0
+    share = _fill(np.array(busy, dtype=np.float64), own_area + near_area, weights)
     of_near = share.copy()
     of_near[[0, -1]] = 0
     if of_near.sum() == 0:
@@ -105,15 +148,13 @@ def spread(
     return _split_by_area(own, np.maximum(share - of_near, 0)), _split_by_area(near, of_near)
 
 
-def _fill(busy: Shares, work: int) -> Shares:
-    """Return how much of the work each step gets, so that all steps have about the same in total.
+def _fill(busy: Shares, work: int, weights: Shares) -> Shares:
+    """Return how much of the work each step gets, so that the totals of all steps are about in proportion to the
+    weights.
 
     The level up to which steps are filled is found by bisection.
     """
-    working = np.flatnonzero(busy)
-    weights = np.full(len(busy), 0.5)
-    weights[slice(working[0], working[-1] + 1) if len(working) else slice(None)] = 1.0
-    low, high = 0.0, 2 * float(work + busy.sum())
+    low, high = 0.0, float(work + busy.sum()) / float(weights.min())
     for _ in range(50):
         level = (low + high) / 2
         low, high = (level, high) if np.maximum(level * weights - busy, 0).sum() < work else (low, level)

@@ -51,7 +51,7 @@ from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Slot, Step,
 from ringspan.plans.moving_side import KEYS, RowRanges
 from ringspan.plans.problem import Problem, Rows, union
 from ringspan.plans.shape import Shape
-from ringspan.strategies.crossing_pieces import CrossingPieces, make_pieces, spread
+from ringspan.strategies.crossing_pieces import CrossingPieces, make_pieces, spread, step_weights
 from ringspan.strategies.exchange import Exchange
 from ringspan.strategies.hierarchical_columns import hierarchical_columns
 from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_rows, bands_by_stage, by_peer, split_at_spans
@@ -155,7 +155,8 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
         near_parts: list[tuple[Band, ...]] = []
         if count > 1:
             busy = [sum(band.area for stage in stages for band in bands[stage]) for stages in crossing]
-            own_parts, near_parts = spread(bands.get(OWN, ()), bands.get(near_stage, ()), busy)
+            weights = step_weights(count, len(busy), pieces.most_crossing)
+            own_parts, near_parts = spread(bands.get(OWN, ()), bands.get(near_stage, ()), busy, weights)
         made = []
         for n, stages in enumerate(crossing):
             tasks = [task for part in own_parts[n : n + 1] for task in _tasks(placed, OWN, part)]

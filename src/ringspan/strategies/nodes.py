@@ -56,13 +56,20 @@ def sorted_pieces(layout: Layout, ranks: range) -> Pieces:
 
 def by_node(layout: Layout, nodes: Nodes) -> Layout:
     """Return a layout whose ranks are the nodes. A node owns the tokens of its ranks, in the order of
-    :func:`sorted_pieces`."""
+    :func:`sorted_pieces`. Contiguous spans that follow each other are joined."""
     spans = []
     for node in range(nodes.count):
         p = sorted_pieces(layout, nodes.ranks(node))
         order = np.argsort(p.at)
-        stop = p.start + (p.size - 1) * p.step + 1
-        spans.append(np.stack([p.start, stop, p.step], axis=1)[order].tolist())
+        start, size, step = p.start[order], p.size[order], p.step[order]
+        stop = start + (size - 1) * step + 1
+        is_contiguous = (step == 1) | (size == 1)
+        begins = np.ones(len(start), dtype=np.bool_)
+        begins[1:] = ~(is_contiguous[1:] & is_contiguous[:-1] & (start[1:] == stop[:-1]))
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(start)) - 1 if len(start) else first
+        step = np.where(first == last, step[first], 1)
+        spans.append(np.stack([start[first], stop[last], step], axis=1).tolist())
     return Layout(spans, length=layout.length, name=layout.name)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from ringspan.errors import LayoutError
 from ringspan.layouts.balanced.cuts import Goal, Resolution, best_interval, nearest_interval
-from ringspan.layouts.balanced.dealing import deal
+from ringspan.layouts.balanced.dealing import deal, shared_documents, shared_first
 from ringspan.layouts.balanced.renumber import renumber_ranks
 from ringspan.layouts.balanced.ring import PieceRing
 from ringspan.layouts.balanced.work import WorkProfile
@@ -141,7 +141,7 @@ def _within_node(
 ) -> list[list[tuple[int, int]]]:
     """Return the spans of each rank of a node that has these pieces: first its part of the documents that other nodes
     have, too, and then of all others. ``limits`` are those of the node."""
-    ranks = limits.ranks
+    ranks, shared = limits.ranks, shared_documents(cuts, start, stop)
     held, start, stop = deal(cuts, start, stop, ranks)
     each = Limits(*(x // ranks for x in limits))
     parts = []
@@ -151,7 +151,8 @@ def _within_node(
         parts.append(each.less(int((ends[:, 1] - ends[:, 0]).sum()), int(work.sum())))
     others = _share_among(PieceRing.of(profile, start, stop), parts, resolution) if len(start) else [(start, stop)] * ranks
     both = [(np.array(spans, dtype=np.int64).reshape(-1, 2), *rest) for spans, rest in zip(held, others, strict=True)]
-    return sorted(_spans(np.append(first[:, 0], low), np.append(first[:, 1], high)) for first, low, high in both)
+    spans = sorted(_spans(np.append(first[:, 0], low), np.append(first[:, 1], high)) for first, low, high in both)
+    return [shared_first(of_rank, shared) for of_rank in spans]
 
 
 def _resolution(share: int, block: int) -> Resolution:

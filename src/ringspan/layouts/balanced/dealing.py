@@ -2,7 +2,8 @@
 
 The keys of such a document cross between nodes. Each rank sends its own keys over its own port, so all ranks of a node
 should have an equal part of them. Each contiguous part of a document is cut into two chunks for each rank, which are
-dealt as in zigzag: ranks get equal tokens, and equal work if the work grows evenly from row to row::
+dealt as in zigzag: ranks get equal tokens, and equal work if the work grows evenly from row to row. On its rank they
+come before all other tokens, so that results with keys of other nodes are merged into few rows::
 
     a document on two nodes of two ranks     |            node 0             |            node 1             |
                                              | rank 0 | rank 1 rank 1 | rank 0 | rank 2 | rank 3 rank 3 | rank 2 |
@@ -44,7 +45,7 @@ def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
     held: list[Spans] = [[] for _ in range(ranks)]
     left: Spans = []
     extra = 0  # the rank that gets the next token that cannot be shared
-    shared = _shared_documents(cuts, start, stop, ranks * FEWEST_DEALT) if len(cuts) and len(start) else []
+    shared = shared_documents(cuts, start, stop, ranks * FEWEST_DEALT)
     for first, last in zip(start.tolist(), stop.tolist(), strict=True):
         low = first
         for part in ((max(first, a), min(last, b)) for a, b in shared):
@@ -60,8 +61,31 @@ def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
     return Dealt(held, ends[:, 0], ends[:, 1])
 
 
-def _shared_documents(cuts: Ints, start: Ints, stop: Ints, fewest: int) -> Spans:
+def shared_first(spans: Spans, shared: Spans) -> Spans:
+    """Return the spans of a rank with the parts of shared documents first, each in the order of the sequence.
+
+    >>> shared_first([(0, 40), (60, 80)], [(20, 70)])
+    [(20, 40), (60, 70), (0, 20), (70, 80)]
+    """
+    inside: Spans = []
+    outside: Spans = []
+    for first, last in spans:
+        low = first
+        for part in ((max(first, a), min(last, b)) for a, b in shared):
+            if part[0] < part[1]:
+                outside.append((low, part[0]))
+                inside.append(part)
+                low = part[1]
+        outside.append((low, last))
+    return [*inside, *((a, b) for a, b in outside if a < b)]
+
+
+def shared_documents(cuts: Ints, start: Ints, stop: Ints, fewest: int = 1) -> Spans:
     """Return the documents of which only a part, but at least ``fewest`` tokens, is in the pieces, in order."""
+    if not len(cuts) or not len(start):
+        return []
+    order = np.argsort(start)
+    start, stop = start[order], stop[order]
     size = stop - start
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size)])
     piece = np.maximum(start.searchsorted(cuts, side="right") - 1, 0)
