@@ -9,7 +9,7 @@ import torch
 import ringspan as rs
 from ringspan.masks import Band
 from ringspan.strategies import crossing_pieces
-from ringspan.strategies.crossing_pieces import make_pieces, spread
+from ringspan.strategies.crossing_pieces import make_pieces, spread, step_weights
 from ringspan.strategies.nodes import Nodes
 from ringspan.testing.assertions import assert_close
 from tests.plans.dense_simulation import assert_exactly_once
@@ -103,6 +103,16 @@ def test_bands_without_work_and_steps_without_messages() -> None:
     own = (Band(0, 4, 0, 4, -3, 3),)
     of_own, _ = spread(own, (), [0, 10**6, 0])
     assert sum(b.area for part in of_own for b in part) == 16
+
+
+def test_steps_without_rows_of_other_nodes_have_as_much_work_as_the_rank_with_most_of_them() -> None:
+    assert step_weights(3, 7, 0.6).tolist() == pytest.approx([0.5, 0.5, 1, 1, 1, 0.5, 0.5])
+    assert step_weights(3, 5, 0.0).tolist() == [1, 1, 1, 1, 1]
+    assert step_weights(2, 4, 1.0).tolist() == [0.1, 0.1, 1, 1]
+    own = (Band(0, 100, 0, 100, -99, 0),)
+    of_own, _ = spread(own, (), [0, 0, 2000, 2000, 0, 0], step_weights(2, 6, 0.5))
+    total = [sum(b.area for b in x) + y for x, y in zip(of_own, [0, 0, 2000, 2000, 0, 0], strict=True)]
+    assert total == pytest.approx([1131, 1131, 2262, 2262, 1131, 1131], abs=200)
 
 
 def test_messages_of_a_long_document_are_hidden() -> None:

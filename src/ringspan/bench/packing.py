@@ -13,12 +13,14 @@ The ways other than ringspan's are written from their public descriptions:
 ``powers of 2``  A document gets the smallest power of two of ranks that holds it. Groups of a size get equal sums of
                  squared length ÷ ranks, as of the balanced scheduler of Megatron.
 ``ringspan``     :func:`ringspan.pack`: every microbatch over all ranks.
+``bf16 dkv``     The same, with gradients of keys and values sent in bfloat16 instead of float32.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ from ringspan.costs.layer import LayerCost, layer_cost
 from ringspan.costs.plan_cost import cost
 from ringspan.planner.auto import plans_at, workload_of
 from ringspan.planner.microbatches import share_documents
+from ringspan.plans.data import AS_ACCUMULATED, DkvDtype
 
 # The ranks of a group for the ways that have fixed groups.
 FIXED_SIZE = 16
@@ -40,6 +43,8 @@ FILLED = 0.97
 
 # In larger groups, this many ranks are planned to predict the time.
 SAMPLED_RANKS = 64
+
+ROUNDED = "bf16 dkv"
 
 SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128)
 
@@ -89,7 +94,8 @@ def _row(name: str, lengths: list[int], world: int, tokens_per_rank: int, machin
     taken = sum(max(time.whole for time in of_round) for of_round in times)
     computing = sum(max(time.computing for time in of_round) for of_round in times)
     ideal = layer.seconds(sum(lengths), sum(n * (n + 1) // 2 for n in lengths)) / world
-    bound = least_seconds(lengths, world, tokens_per_rank, hardware(machine), SHAPE, token_s=layer.token_s)
+    sent: DkvDtype = "bfloat16" if way == ROUNDED else AS_ACCUMULATED
+    bound = least_seconds(lengths, world, tokens_per_rank, hardware(machine), SHAPE, token_s=layer.token_s, dkv_dtype=sent)
     return {
         "bench": "pack",
         "lengths": name,
@@ -223,8 +229,15 @@ def _one_round(waiting: list[int], world: int, tokens_per_rank: int) -> tuple[li
     return groups, left
 
 
-def by_ringspan(lengths: list[int], world: int, tokens_per_rank: int, machine: str, layer: LayerCost) -> Schedule:
-    packed = rs.pack(lengths, world, tokens_per_rank=tokens_per_rank, hardware=machine, shape=SHAPE)
+def by_ringspan(
+    lengths: list[int],
+    world: int,
+    tokens_per_rank: int,
+    machine: str,
+    layer: LayerCost,
+    dkv_dtype: DkvDtype = AS_ACCUMULATED,
+) -> Schedule:
+    packed = rs.pack(lengths, world, tokens_per_rank=tokens_per_rank, hardware=machine, shape=SHAPE, dkv_dtype=dkv_dtype)
     return [[Group(world, [*part.lengths], part.plan)] for part in packed]
 
 
@@ -233,4 +246,5 @@ WAYS: dict[str, Callable[[list[int], int, int, str, LayerCost], Schedule]] = {
     "equal work": equal_work,
     "powers of 2": powers_of_two,
     "ringspan": by_ringspan,
+    ROUNDED: partial(by_ringspan, dkv_dtype="bfloat16"),
 }

@@ -40,15 +40,16 @@ from ringspan.planner.plan_function import plan
 from ringspan.plans.data import AS_ACCUMULATED, DkvDtype
 from ringspan.plans.shape import EXAMPLE, Shape, check_shape
 from ringspan.strategies import Exchange, Hierarchical, spec
-from ringspan.strategies.hierarchical import NODES_FOR_PIECES, PIECES
+from ringspan.strategies.hierarchical import NODES_FOR_PIECES
 
 Ints = NDArray[np.int64]
 
 # Microbatches of similar lengths may have this fraction more tokens than an equal share, 1/1000.
 SPARE = 1000
 
-# Over fewer nodes than ``NODES_FOR_PIECES``, the rows that cross between nodes are sent in this many pieces, or in one.
-FEW_PIECES = 2
+# The rows that cross between nodes are sent in one piece, or in this many: over fewer nodes than ``NODES_FOR_PIECES``,
+# and over more.
+FEW_PIECES, MORE_PIECES = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,7 @@ def _plan_over_nodes(mask: Mask, world: int, machine: Hardware, shape: Shape | N
     """Return the plan of rank 0 by the fastest of a few strategies, judged by a sample of the ranks."""
     layout, note = named_layout(str(for_nodes("balanced", world, machine.per_node)), mask, world)
     workload = workload_of(mask, layout, layout, machine, shape or EXAMPLE, SAMPLE_SIZE, dkv_dtype)
-    pieces = FEW_PIECES if world < NODES_FOR_PIECES * machine.per_node else PIECES
+    pieces = FEW_PIECES if world < NODES_FOR_PIECES * machine.per_node else MORE_PIECES
     strategies = [Exchange(stages=1), *(Hierarchical(per_node=machine.per_node, pieces=n) for n in (1, pieces))]
     choice = choose([workload], [spec(strategy) for strategy in strategies], plans_at, exact_up_to=0)
     notes = (note, *describe(choice, machine, shape))
