@@ -151,8 +151,8 @@ def _within_node(
         parts.append(each.less(int((ends[:, 1] - ends[:, 0]).sum()), int(work.sum())))
     others = _share_among(PieceRing.of(profile, start, stop), parts, resolution) if len(start) else [(start, stop)] * ranks
     both = [(np.array(spans, dtype=np.int64).reshape(-1, 2), *rest) for spans, rest in zip(held, others, strict=True)]
-    spans = sorted(_spans(np.append(first[:, 0], low), np.append(first[:, 1], high)) for first, low, high in both)
-    return [shared_first(of_rank, shared) for of_rank in spans]
+    of_ranks = sorted(_spans(np.append(first[:, 0], low), np.append(first[:, 1], high)) for first, low, high in both)
+    return [shared_first(spans, shared) for spans in of_ranks]
 
 
 def _resolution(share: int, block: int) -> Resolution:
