@@ -155,14 +155,14 @@ def _convert(given: BlockMask, lengths: tuple[int, int]) -> _ConvertedMask:
             f"{lengths[0]} × {lengths[1]}: make it with create_block_mask(…, Q_LEN={lengths[0]}, KV_LEN={lengths[1]}), "
             "and do not shard it"
         )
-    versions = _versions(given)
+    versions = versions_of(given)
     known = _converted.get(given)
     if known is None or known.versions != versions:
         known = _converted[given] = _ConvertedMask(versions, as_mask(given), {})
     return known
 
 
-def _versions(given: BlockMask) -> list[tuple[int, int]]:
+def versions_of(given: BlockMask) -> list[tuple[int, int]]:
     """Return the tensors of a BlockMask and of its mask_mod, each with the counter of its in-place changes."""
     zero = given.kv_indices.new_zeros((), dtype=given.kv_indices.dtype).long()
     blocks = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
