@@ -33,7 +33,7 @@ class FakeDevice:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     fake = FakeDevice()
-    monkeypatch.setattr(streams, "_stream_key", lambda device: streams.CAPTURING if fake.capturing else fake.stream)
+    monkeypatch.setattr(streams, "stream_key", lambda device: streams.CAPTURING if fake.capturing else fake.stream)
     ones.cache_clear()  # type: ignore[attr-defined]
     return fake
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringspan as rs
 from ringspan.engine import AttentionConfig, backward, forward
+from ringspan.engine.executor import BackwardInputs
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, accumulation_dtype, accumulators
 from ringspan.planner import Plan, memory_bytes, peak_bytes
 from ringspan.plans.data import PHASES, Phase
@@ -106,11 +107,11 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = 
     d, e = SHAPE["head_dim"], SHAPE["v_dim"]
     kv = torch.empty(t, b, g, d + e, dtype=dtype)
     q, dout, out = (torch.empty(b, h, s, width, dtype=dtype).movedim(2, 0) for width in (d, e, e))
-    lse, dlse = (torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0) for _ in range(2))
+    lse = torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0)
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
-    saved = Saved(q, dout, out, lse, dlse)
-    with MemoryCounter([kv, *saved]) as memory:  # type: ignore[list-item]
-        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, lambda: saved, kv, config))
+    given = BackwardInputs(q, out, lse, dout, None)
+    with MemoryCounter([kv, q, out, lse, dout]) as memory:
+        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, given, kv, config))
     return memory.peak + kv.nbytes
 
 

@@ -31,6 +31,7 @@ USES = {
     "torch._C._pop_torch_function_stack": Use("function_modes", "local_attention: take blocks off the stack"),
     "torch._C._len_torch_dispatch_stack": Use("dispatch_modes", "attend as an operator only under a dispatch mode"),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": Use("dispatch_modes", "recognise CommDebugMode"),
+    "torch.utils._python_dispatch.TorchDispatchMode": Use("dispatch_modes", "record what a pass does"),
     "torch._C._dispatch_tls_local_include_set": Use("dispatch_keys", "call a user's score_mod inside an operator"),
     "torch._C._dispatch_tls_local_exclude_set": Use("dispatch_keys", "call a user's score_mod inside an operator"),
     "torch._C._ForceDispatchKeyGuard": Use("dispatch_keys", "call a user's score_mod inside an operator"),
@@ -84,7 +85,11 @@ USES = {
     "torch.nn.attention.varlen._varlen_attn_out": Use("attention_operators", "a block refuses it"),
     "flash_attn.cute.interface._flash_attn_fwd": Use("flash_attention_4", 'backend="fa4"'),
     "flash_attn.cute.interface._flash_attn_bwd": Use("flash_attention_4", 'backend="fa4"'),
-    "flash_attn.cute.interface._flash_attn_fwd.compile_cache": Use("flash_attention_4", "repeat launches of FlashAttention-4"),
+    "flash_attn.cute.interface._flash_attn_fwd.compile_cache": Use("flash_attention_4", "record launches"),
+    "flash_attn.cute.interface._flash_attn_bwd.compile_cache": Use("flash_attention_4", "record launches"),
+    "flash_attn.cute.interface._bwd_preprocess.compile_cache": Use("flash_attention_4", "record launches"),
+    "flash_attn.cute.interface._bwd_postprocess_convert.compile_cache": Use("flash_attention_4", "record launches"),
+    "flash_attn.cute.interface._compute_tile_cumsum.compile_cache": Use("flash_attention_4", "record launches"),
 }
 
 # Names that are not in every installation, and where they are.

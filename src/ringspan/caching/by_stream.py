@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -26,7 +26,7 @@ from torch import Tensor
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import KernelError
 from ringspan.torch_private.cuda_streams import current_raw_stream
-from ringspan.torch_private.dispatch_modes import dispatch_mode_depth
+from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,17 +58,22 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
 
         @wraps(make_tensors)
         def cached(*args: Any) -> Any:
-            stream = _stream_key(args[-1])
+            stream = stream_key(args[-1])
             if stream == CAPTURING:
                 return cached_for_graph(args)
-            if dispatch_mode_depth():  # under a dispatch mode a new tensor may be a FakeTensor: do not keep it
-                return make_tensors(*args)
+            if dispatch_mode_depth() and not _are_real(dispatch_mode_stack()):
+                return make_tensors(*args)  # they may be FakeTensors: do not keep them
             key = (stream, args)
             with lock:
                 value = by_stream.get(key)
                 if value is not None:
                     by_stream.move_to_end(key)
-                    return value
+            if value is not None:
+                if dispatch_mode_depth():
+                    modes: Sequence[Any] = dispatch_mode_stack()
+                    for mode in modes:
+                        mode.record_constants(value)
+                return value
             value = make_tensors(*args)
             with lock:
                 by_stream[key] = value
@@ -113,12 +118,18 @@ def copy_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
         x = torch.tensor(array, device="cpu")
         if device.type != "cuda":
             return x.to(device)
-        if _stream_key(device) == CAPTURING:  # what is cached was made before the capture
+        if stream_key(device) == CAPTURING:  # what is cached was made before the capture
             raise KernelError(NOT_CAPTURABLE)
         return x.pin_memory().to(device, non_blocking=True)
 
 
-def _stream_key(device: torch.device) -> StreamKey:
+def _are_real(modes: Sequence[Any]) -> bool:
+    """Return whether tensors that are made under these dispatch modes are real ones. Only our own recorder says so; it
+    is told about the constants that a pass uses."""
+    return all(hasattr(mode, "record_constants") for mode in modes)
+
+
+def stream_key(device: torch.device) -> StreamKey:
     """Return the key of the current stream of a device.
 
     It has the address of the stream, because creating a stream object takes as long as a kernel launch.

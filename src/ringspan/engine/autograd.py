@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from ringspan.engine.executor import AttentionConfig, Run, backward, forward, saved_for_backward
+from ringspan.engine.executor import AttentionConfig, BackwardInputs, Run, backward, forward
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial
@@ -109,8 +108,8 @@ class Attend(torch.autograd.Function):
         with torch.no_grad():
             generators = []
             for i, plan in enumerate(ctx.plans):
-                saved = partial(saved_for_backward, queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
-                generators.append(backward(plan, saved, key_values[i], ctx.config))
+                given = BackwardInputs(queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
+                generators.append(backward(plan, given, key_values[i], ctx.config))
             for dq, dk, dv, *dlearned_of_rank in ctx.run(generators, ctx.config.backward_call):
                 for grad in (dq, dk, dv):
                     computed.append(grad.movedim(0, 2).to(queries[0].dtype))

@@ -29,8 +29,9 @@ from torch.profiler import record_function
 from ringspan.debugging.settings import settings
 from ringspan.engine.finite import check_inputs_finite, check_results_finite
 from ringspan.engine.global_indices import indexed_mods
-from ringspan.engine.messages import schedule
+from ringspan.engine.messages import StepMessages, schedule
 from ringspan.engine.packing import pack_saved, unpack_saved
+from ringspan.engine.pass_cache import run_pass
 from ringspan.engine.slots import Slots
 from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype
 from ringspan.planner import Plan
@@ -78,7 +79,10 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     Its result is out (S, B, H, E) and lse (S, B, H). Out has the kernel's dtype if the accumulator still borrows a
     tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype.
     """
-    return run_steps(plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
+    execute = partial(run_steps, plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
+    if config.mods is not None:
+        return execute()
+    return run_pass(plan, "forward", config.kernel, (config.scale, config.head_dim), (q_SBHD, kv_TBGF), execute)
 
 
 def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
@@ -118,22 +122,34 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
     return Pass(slots, compute, outputs[0].finish)
 
 
-def backward(
-    plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, config: AttentionConfig
-) -> RankGenerator[tuple[Tensor, ...]]:
-    """Return the generator of a rank's backward pass. ``saved()`` is rows first; it may allocate memory.
+class BackwardInputs(NamedTuple):
+    """What the backward pass gets of the queries, rows first. A dout or dlse of None is zero."""
+
+    q_SBHD: Tensor
+    out_SBHE: Tensor
+    lse_SBH: Tensor
+    dout_SBHE: Tensor | None
+    dlse_SBH: Tensor | None
+
+
+def backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
+    """Return the generator of a rank's backward pass.
 
     Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), with dtypes as in :func:`forward`, and this
     rank's contribution to the gradients of the captured tensors that require one (``Mods.learned``). All of them are
     computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
     """
-    return run_steps(plan, "backward", partial(_prepare_backward, plan, saved, kv_TBGF, config))
+    execute = partial(run_steps, plan, "backward", partial(_prepare_backward, plan, given, kv_TBGF, config))
+    if config.mods is not None:
+        return execute()
+    return run_pass(plan, "backward", config.kernel, (config.scale, config.head_dim), (*given, kv_TBGF), execute)
 
 
-def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
+def _prepare_backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
     program, mods, head_dim = plan.program, config.mods, config.head_dim
     value_dim = kv_TBGF.shape[-1] - head_dim
-    q, dout, out, lse, dlse = saved()
+    q, dout, out, lse, dlse = _saved(given)
+    del given
     if settings.debug:
         check_inputs_finite(plan, "backward", {"dout": dout, "dlse": dlse})
     q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
@@ -185,6 +201,13 @@ def _prepare_backward(plan: Plan, saved: Callable[[], Saved], kv_TBGF: Tensor, c
     return Pass(slots, compute, finish)
 
 
+class InFlight(NamedTuple):
+    """The messages of a step, None if it has none, and the transport's handle of their exchange."""
+
+    messages: StepMessages | None
+    pending: Any
+
+
 def run_steps(
     plan: Plan, phase: Phase, prepare: Callable[[], Pass], *, only: PayloadKind | None = None
 ) -> RankGenerator[tuple[Tensor, ...]]:
@@ -195,9 +218,7 @@ def run_steps(
     """
     slots, compute, finish = prepare()
     del prepare  # it holds tensors that may have been copied
-    # For each step whose messages are in flight: whether it has messages, and the handle of its exchange, None if none
-    # is on the wire.
-    in_flight: deque[tuple[bool, Any]] = deque()
+    in_flight: deque[InFlight] = deque()
     for step in plan.derived(schedule, phase, only):
         pending = None
         if step.messages is not None:
@@ -205,7 +226,7 @@ def run_steps(
             if step.messages.is_on_wire:
                 pending = yield exchange
             del exchange  # it holds the messages of this step
-        in_flight.append((step.messages is not None, pending))
+        in_flight.append(InFlight(step.messages, pending))
         del pending  # else the next step's messages would be packed while this step's are still held
         with record_function(f"ringspan::step {step.number} {phase}, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
             for task in step.tasks:
@@ -217,21 +238,19 @@ def run_steps(
     return finish()
 
 
-def _complete_oldest(slots: Slots, in_flight: deque[tuple[bool, Any]]) -> RankGenerator[None]:
+def _complete_oldest(slots: Slots, in_flight: deque[InFlight]) -> RankGenerator[None]:
     """Wait for the messages of the oldest step in flight, and apply them."""
-    has_messages, pending = in_flight.popleft()
-    if pending is not None:
+    messages, pending = in_flight.popleft()
+    if messages is None:
+        return
+    if messages.is_on_wire:
         yield WaitExchange(pending)
-        del pending
-    if has_messages:
-        slots.apply_arrivals()
+    del pending  # it may hold buffers
+    slots.apply_arrivals()
 
 
-def saved_for_backward(q_SBHD: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Saved:
-    """Return the queries, the results of the forward pass and their gradients, rows first, for :func:`backward`.
-
-    It is called in the backward pass. A dout of None becomes zeros.
-    """
+def _saved(given: BackwardInputs) -> Saved:
+    q_SBHD, out, lse, dout, dlse = given
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is not None:

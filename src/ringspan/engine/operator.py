@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringspan.engine.autograd import SECOND_DERIVATIVE, positive_scale, saved_tensors
-from ringspan.engine.executor import AttentionConfig, backward, forward, saved_for_backward
+from ringspan.engine.executor import AttentionConfig, BackwardInputs, backward, forward
 from ringspan.engine.handles import registry
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import KernelError
@@ -90,10 +89,10 @@ def _attend_backward(
     with handle.reporting("backward", scale), disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
-        saved = partial(saved_for_backward, q_SBHD, out, lse, dout, dlse)
+        given = BackwardInputs(q_SBHD, out, lse, dout, dlse)
         with _outside_operators(config):
             ((dq, dk, dv, *_),) = handle.group.run(
-                [backward(plan, saved, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call
+                [backward(plan, given, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call
             )
         return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])
 

@@ -7,7 +7,9 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -18,11 +20,11 @@ from torch import Tensor
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.kernels import flash_loop
-from ringspan.kernels.fa4_launch_cache import LaunchCache
 from ringspan.kernels.flash_calls import FlashCall
 from ringspan.kernels.kernel import NO_MODS, Gradients, Inputs, PartialRows, Saved
+from ringspan.kernels.launches import NotRecordable, ObservedKernels
 from ringspan.masks import Band
-from ringspan.torch_private.flash_attention_4 import backward_of, forward_of
+from ringspan.torch_private.flash_attention_4 import COMPILE_CACHE, COMPILED_FUNCTIONS, backward_of, forward_of
 
 PACKAGE = "flash-attn-4"
 DISPATCH_KEY = "CUDA"
@@ -70,6 +72,26 @@ def load() -> ModuleType:
     return interface
 
 
+@contextmanager
+def observed_launches() -> Iterator[None]:
+    """Have the package launch its compiled kernels by :func:`ringspan.kernels.launches.launch`, in all threads."""
+    functions = [f for f in vars(load()).values() if hasattr(f, COMPILE_CACHE)]
+    if missing := set(COMPILED_FUNCTIONS) - {f.__name__ for f in functions}:
+        raise NotRecordable(f"this release of {PACKAGE} keeps the kernels of {', '.join(sorted(missing))} elsewhere")
+    with _lock:
+        before = [getattr(f, COMPILE_CACHE) for f in functions]
+        for f, kernels in zip(functions, before, strict=True):
+            setattr(f, COMPILE_CACHE, ObservedKernels(kernels))
+        try:
+            yield
+        finally:
+            for f, kernels in zip(functions, before, strict=True):
+                setattr(f, COMPILE_CACHE, kernels)
+
+
+_lock = threading.Lock()  # of the attributes that observed_launches replaces
+
+
 def attend(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, bands: Sequence[Band], *, scale: float) -> Iterator[PartialRows]:
     return flash_loop.attend(forward, q_BHSD, k_BGTD, v_BGTE, bands, scale=scale)
 
@@ -84,18 +106,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Make one call and return (out, lse). ``into``, if given, is the tensor that out is written to."""
-    options = {**_options(call), "softmax_scale": scale, "return_lse": True}
-    if into is None:
-        shared = [x.cu_seqlens for x in (call.q_sequences, call.k_sequences) if x is not None]
-        return _launch_cache(forward_of(load()))(q, k, v, shared=shared, **options)
     # The number of values it returns has changed from release to release; the first two have not.
-    out, lse, *_ = forward_of(load())(q, k, v, **options, out=into)
+    out, lse, *_ = forward_of(load())(q, k, v, **_options(call), softmax_scale=scale, return_lse=True, out=into)
     return out, lse
-
-
-@cache_by_digest(1, plain=True)
-def _launch_cache(forward_function: Callable[..., Any]) -> LaunchCache:
-    return LaunchCache(forward_function)
 
 
 def backward(

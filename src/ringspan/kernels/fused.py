@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringspan.caching.registry import on_clear_caches
+from ringspan.kernels.launches import launch, note_launch
 
 BLOCK = 16
 
@@ -141,11 +142,12 @@ def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tupl
     with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which may be another one
         cached = _launches.get(key)
         if cached is not None:
-            cached.launch(*tensors, *cached.integers)
+            launch(cached.launch, *tensors, *cached.integers)
             return
         grid = (triton.cdiv(count, BLOCK), 1, 1)
         integers = (count, *rows[1:], *(n for stride in strides for n in stride[:3]), *sizes)
         program = kernel[grid](*tensors, *integers)
+        note_launch(kernel[grid] if program is None else program[grid], *tensors, *integers)
         if program is not None:  # Triton's interpreter returns None
             if len(_launches) >= MAX_CACHED:
                 _launches.clear()

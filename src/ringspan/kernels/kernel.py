@@ -6,6 +6,7 @@ Legend: B batch, H query heads, G key heads (G divides H), S queries, T keys, D 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,6 +78,10 @@ class Kernel(Protocol):
 
     def auto_skip_reason(self, inputs: Inputs) -> str | None:
         """Return why ``"auto"`` must not take it although it supports these inputs, or None. A kernel may omit this."""
+
+    def observed_launches(self) -> AbstractContextManager[None]:
+        """Return a context in which all work on the device is either an operator of PyTorch or is launched by
+        :func:`ringspan.kernels.launches.launch`. Passes of a kernel without this function are not recorded."""
 
     def attend(
         self,

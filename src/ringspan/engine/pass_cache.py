@@ -1,0 +1,127 @@
+"""Which passes are executed, recorded and replayed (:mod:`ringspan.engine.recording`).
+
+::
+
+    first call       executed      a plan that is used once, as in the first layer of a model, costs nothing more
+    second call      recorded
+    later calls      replayed
+
+Calls are the same if they have one plan, phase, kernel and scale, on one stream, with tensors of the same shapes,
+strides and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan.caching.by_stream import CAPTURING, stream_key
+from ringspan.caching.registry import on_clear_caches
+from ringspan.debugging.settings import settings
+from ringspan.engine.recorded_pass import RecordedPass, Result
+from ringspan.engine.recording import Recorder
+from ringspan.kernels import Kernel
+from ringspan.kernels.launches import NotRecordable
+from ringspan.plans.data import Phase, RankPlan
+from ringspan.torch_private.dispatch_modes import dispatch_mode_depth
+from ringspan.torch_private.profiler import profiler_enabled
+from ringspan.transports import RankGenerator
+
+# The most recordings that a plan keeps. Layers of one model rarely differ in shapes or kernels.
+MAX_RECORDINGS = 16
+# Kernels require aligned addresses, and PyTorch and Triton choose others for tensors that are not aligned.
+ALIGNMENT = 16
+# Devices on which passes are recorded. The host of a CPU computes: it has no time to save.
+DEVICES = {"cuda"}
+
+SEEN = "seen once"
+NEVER = "cannot be recorded"
+
+
+class PassCache:
+    """The recordings of a plan, by the properties of the call."""
+
+    def __init__(self, plan: RankPlan) -> None:
+        self.passes: OrderedDict[Hashable, RecordedPass | str] = OrderedDict()
+        self.generation = _generation[0]
+
+    def put(self, key: Hashable, value: RecordedPass | str) -> None:
+        self.passes[key] = value
+        if len(self.passes) > MAX_RECORDINGS:
+            self.passes.popitem(last=False)
+
+
+# How often ringspan.clear_caches() was called. Recordings hold tensors of the caches that it empties.
+_generation = [0]
+
+
+def _next_generation() -> None:
+    _generation[0] += 1
+
+
+on_clear_caches(_next_generation)
+
+
+def run_pass(
+    plan: RankPlan,
+    phase: Phase,
+    kernel: Kernel,
+    settings_of_call: tuple[Hashable, ...],
+    inputs: Sequence[Tensor | None],
+    execute: Callable[[], RankGenerator[Result]],
+) -> RankGenerator[Result]:
+    """Return the generator of a pass: a replay if there is a recording, else ``execute()``.
+
+    ``inputs`` are all tensors that the pass reads and that differ between calls.
+    """
+    observed_launches = getattr(kernel, "observed_launches", None)
+    device = next(x.device for x in inputs if x is not None)
+    if observed_launches is None or device.type not in DEVICES or settings.debug or profiler_enabled() or dispatch_mode_depth():
+        return execute()
+    stream = stream_key(device)
+    if stream == CAPTURING or (stream is not None and torch.cuda.current_device() != stream[0]):
+        return execute()
+    cache = plan.derived(PassCache)
+    if cache.generation != _generation[0]:
+        cache.passes.clear()
+        cache.generation = _generation[0]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (phase, kernel, settings_of_call, stream, deterministic, *map(_description, inputs))
+    found = cache.passes.get(key)
+    if isinstance(found, RecordedPass):
+        return found.replay(inputs)
+    if found is None:
+        cache.put(key, SEEN)
+    elif found == SEEN:
+        return _record(execute, inputs, observed_launches, partial(_keep, cache, key))
+    return execute()
+
+
+def _record(
+    execute: Callable[[], RankGenerator[Result]],
+    inputs: Sequence[Tensor | None],
+    observed_launches: Callable[[], Any],
+    finish: Callable[[RecordedPass | None], None],
+) -> RankGenerator[Result]:
+    try:
+        with observed_launches():
+            pass
+    except NotRecordable:
+        finish(None)
+        return execute()
+    return Recorder(inputs).run(execute(), observed_launches, finish)
+
+
+def _keep(cache: PassCache, key: Hashable, recorded: RecordedPass | None) -> None:
+    cache.put(key, NEVER if recorded is None else recorded)
+
+
+def _description(x: Tensor | None) -> Hashable:
+    if x is None:
+        return None
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT

@@ -1,0 +1,242 @@
+"""Recorded passes: the second time that a rank runs a pass of a plan on tensors of the same shapes, it is recorded.
+From the third time on it is replayed.
+
+A pass takes the host many small calls: views of rows, states of accumulators, the Python code of a kernel. All of them
+depend on the plan and on the shapes alone. What reaches the device is a flat list of allocations, operators, kernel
+launches and exchanges. The recorder notes this list, and which tensors each entry reads::
+
+    executed                                         recorded
+    q = x[:, :, 0:512].transpose(1, 2)
+    out = torch.empty(…)                             r2 = empty((1, 512, 32, 128))
+    … 300 lines of Python …
+    kernel(q, k, v, out, lse, 0.088, None)           r3 = view of r0;  kernel(r3, r4, r5, r2, r6, 0.088, None)
+
+Registers are tensors: the inputs of the pass, new memory, and views of either. A view is made once, from the memory
+itself, whatever chain of views led to it. Each register is released after its last use, so a replay needs no more
+memory than the pass itself.
+
+What is noted is complete, or the pass is not recorded. The dispatcher of PyTorch shows every operator
+(:class:`Recorder` is a dispatch mode); launches that bypass it are reported by :mod:`ringspan.kernels.launches`. A tensor
+must be an input of the pass, memory that it allocated, or a constant that :mod:`ringspan.caching.by_stream` keeps. If
+the host reads a value of a tensor, the pass is not recorded: the next time it may take another path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ringspan.engine.recorded_pass import (
+    Call,
+    Empty,
+    Geometry,
+    Instruction,
+    Post,
+    RecordedPass,
+    Result,
+    View,
+    Wait,
+    registers_of,
+)
+from ringspan.kernels.launches import NotRecordable, observe_launches
+from ringspan.torch_private.dispatch_modes import TorchDispatchMode
+from ringspan.torch_private.pytree import tree_leaves
+from ringspan.transports import PostExchange, RankGenerator, WaitExchange
+
+T = TypeVar("T")
+
+# Operators that only allocate. Their results are allocated again, with the same strides.
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+# Operators whose result depends on the values of tensors in a way that only the host sees.
+READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Memory(NamedTuple):
+    """Memory that a pass uses: the register that holds all of it, where that starts, and its dtype."""
+
+    register: int
+    offset: int
+    dtype: torch.dtype
+    is_input: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a pass does. It is a dispatch mode while the pass runs on this thread, not while messages travel.
+
+    ``failure`` is the reason why the pass cannot be recorded. The pass itself goes on.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.failure: str | None = None
+        self._instructions: list[Instruction] = []
+        self._registers = len(inputs)
+        self._views: dict[tuple[int, Geometry], int] = {}  # by the register of the memory, and the place in it
+        self._memory: dict[int, Memory] = {}  # by the address of the storage object
+        self._storages: list[StorageWeakRef] = []  # while these live, no other storage object has the same address
+        self._constants: list[tuple[int, Tensor]] = []
+        self._written = set(range(len(inputs)))  # registers of memory that has contents
+        self._waited = 0
+        for number, x in enumerate(inputs):
+            if x is not None:
+                if self._find_memory(x) is not None:
+                    self.failure = "two inputs are in one memory"  # the next time they may be in two
+                self._add_memory(number, x, is_input=True)
+
+    def run(
+        self,
+        generator: RankGenerator[Result],
+        observed_launches: Callable[[], AbstractContextManager[None]],
+        finish: Callable[[RecordedPass | None], None],
+    ) -> RankGenerator[Result]:
+        """Run a pass. At its end, call ``finish`` with its recording, or with None if it cannot be recorded."""
+        answer: Any = None
+        while True:
+            try:
+                with observed_launches(), observe_launches(self), self:
+                    request = generator.send(answer)
+            except StopIteration as end:
+                result: Result = end.value
+                finish(self._recorded(result))
+                return result
+            self._note(self._add_request, request)
+            answer = yield request
+            del request  # it holds the messages of a step
+
+    def _recorded(self, result: Result) -> RecordedPass | None:
+        results = self._note(lambda: tuple([self._register(x) for x in result]))
+        if results is None or self.failure is not None:
+            return None
+        used_later = set(results)
+        released: list[tuple[int, ...]] = []
+        for instruction in reversed(self._instructions):
+            used = set(registers_of(instruction))
+            released.append(tuple(sorted(used - used_later)))
+            used_later |= used
+        instructions = tuple(zip(self._instructions, reversed(released), strict=True))
+        return RecordedPass(instructions, self._registers, tuple(self._constants), results)
+
+    def _note(self, note: Callable[..., T], *args: Any) -> T | None:
+        """Call one of the functions below, unless the recording has failed already."""
+        if self.failure is None:
+            try:
+                return note(*args)
+            except NotRecordable as error:
+                self.failure = str(error)
+        return None
+
+    # -- what the pass does --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self._note(self._add_operator, function, args, kwargs or {}, found)
+        return found
+
+    def record_launch(self, kernel: Callable[..., Any], arguments: tuple[Any, ...], keyword_arguments: dict[str, Any]) -> None:
+        """Note a launch that PyTorch's dispatcher does not see."""
+        self._note(self._add_call, kernel, arguments, keyword_arguments, None)
+
+    def record_constants(self, value: Any) -> None:
+        """Note tensors that are the same objects in every pass."""
+        for x in tree_leaves(value):
+            if isinstance(x, Tensor) and self._find_memory(x) is None:
+                number = self._new_register(x)
+                self._constants.append((number, x))
+                self._written.add(number)
+
+    def _add_operator(self, function: Any, args: Any, kwargs: dict[str, Any], found: Any) -> None:
+        if any(tag in function.tags for tag in READ_BY_HOST):
+            raise NotRecordable(f"the host reads the result of {function}")
+        if function in ALLOCATIONS:
+            self._instructions.append(Empty(self._new_register(found), _geometry(found), found.device))
+        elif not function.is_view:
+            self._add_call(function, args, kwargs, found)
+
+    def _add_request(self, request: PostExchange | WaitExchange) -> None:
+        if isinstance(request, WaitExchange):  # exchanges are waited for in the order in which they were posted
+            self._instructions.append(Wait(self._waited))
+            self._waited += 1
+            return
+        sends = tuple([(peer, self._register(x)) for peer, x in request.sends])
+        recvs = tuple([(peer, self._register(x, is_written=True)) for peer, x in request.recvs])
+        self._instructions.append(Post(request.label, sends, recvs))
+
+    def _add_call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], found: Any) -> None:
+        if _has_tensor(kwargs.values()):
+            raise NotRecordable(f"{function} has a tensor as a keyword argument")
+        fixed, registers, lists = list(args), [], []
+        for index, argument in enumerate(args):
+            if isinstance(argument, Tensor):
+                registers.append((index, self._register(argument, is_written=True)))
+                fixed[index] = None  # else the recording would keep the tensor alive
+            elif isinstance(argument, list | tuple) and any(isinstance(x, Tensor) for x in argument):
+                lists.append((index, self._list_of_registers(argument)))
+                fixed[index] = None
+            elif _has_tensor([argument]):
+                raise NotRecordable(f"{function} has tensors in a nested argument")
+        results: list[tuple[int | None, int]] = []
+        for place, x in enumerate(found) if isinstance(found, list | tuple) else ((None, found),):
+            if isinstance(x, Tensor) and self._find_memory(x) is None:
+                results.append((place, self._new_register(x)))
+                self._written.add(results[-1][1])
+        self._instructions.append(Call(function, tuple(fixed), kwargs, tuple(registers), tuple(lists), tuple(results)))
+
+    def _list_of_registers(self, tensors: Sequence[Any]) -> tuple[int | None, ...]:
+        if not all(x is None or isinstance(x, Tensor) for x in tensors):
+            raise NotRecordable("a list has tensors and other values")
+        return tuple([None if x is None else self._register(x, is_written=True) for x in tensors])
+
+    # -- registers -----------------------------------------------------------------------------------------------------
+
+    def _new_register(self, x: Tensor) -> int:
+        self._registers += 1
+        self._add_memory(self._registers - 1, x, is_input=False)
+        return self._registers - 1
+
+    def _add_memory(self, number: int, x: Tensor, *, is_input: bool) -> None:
+        reference = StorageWeakRef(x.untyped_storage())
+        self._storages.append(reference)
+        self._memory[reference.cdata] = Memory(number, int(x.storage_offset()), x.dtype, is_input)
+        self._views[number, _geometry(x, int(x.storage_offset()))] = number
+
+    def _find_memory(self, x: Tensor) -> Memory | None:
+        return self._memory.get(StorageWeakRef(x.untyped_storage()).cdata)
+
+    def _register(self, x: Tensor, *, is_written: bool = False) -> int:
+        """Return the register of a tensor. Its view is made before the instruction that is added next."""
+        memory = self._find_memory(x)
+        if memory is None:
+            raise NotRecordable("a tensor is neither an input, nor allocated in the pass, nor a cached constant")
+        if is_written:
+            self._written.add(memory.register)
+        elif memory.register not in self._written:
+            raise NotRecordable("a result or a message is in memory that nothing has written to")
+        geometry = _geometry(x, memory.offset)
+        number = self._views.get((memory.register, geometry))
+        if number is None:
+            if geometry.dtype != memory.dtype and memory.is_input:
+                raise NotRecordable("an input is viewed in another dtype")
+            number = self._registers
+            self._registers += 1
+            self._views[memory.register, geometry] = number
+            self._instructions.append(View(number, memory.register, geometry))
+        return number
+
+
+def _geometry(x: Tensor, start: int = 0) -> Geometry:
+    return Geometry(tuple(x.shape), x.stride(), int(x.storage_offset()) - start, x.dtype)
+
+
+def _has_tensor(values: Iterable[Any]) -> bool:
+    return any(isinstance(x, Tensor) for value in values for x in tree_leaves(value))

@@ -1,0 +1,221 @@
+"""Passes that are recorded and replayed compute the same bits as passes that are executed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.caching.by_stream import cache_by_stream
+from ringspan.engine import pass_cache
+from ringspan.engine.recorded_pass import Call, Empty, RecordedPass
+from ringspan.engine.recording import Recorder
+from ringspan.kernels import launches, reference
+from ringspan.masks import Band
+from ringspan.masks import table as tables
+from ringspan.transports import PostExchange, RankGenerator, WaitExchange
+from tests.engine.test_memory import MemoryCounter
+
+STRATEGIES = ["ring", "gather", "ulysses", "exchange(stages=2)", "pass_q", "hybrid(per_node=2)", "hierarchical(per_node=2)"]
+MASKS = {
+    "causal": rs.causal(60),
+    "documents and window": rs.documents([17, 31, 12]) & rs.window(left=9),
+    "rows without keys": rs.Mask.from_bands([(0, 25, 5, 30, -20, 0), (40, 60, 40, 60, -9, 9)], 60),
+}
+
+
+@cache_by_stream(256)
+def rectangle(bands: tuple[Band, ...], device: torch.device) -> list[tuple[slice, slice, Tensor]]:
+    """Return all bands as one rectangle and its visible pairs, a constant. The kernel's own parts are not recordable."""
+    if not bands:
+        return []
+    q0, q1, k0, k1, *_ = zip(*bands, strict=True)
+    (q, k), (rows, keys) = (min(q0), min(k0)), (slice(min(q0), max(q1)), slice(min(k0), max(k1)))
+    seen = tables.dense(tables.table(*(band.shifted(-q, -k) for band in bands)), rows.stop - q, keys.stop - k)
+    return [(rows, keys, torch.tensor(seen))]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[RecordedPass]:
+    """Record passes of the kernel ``reference`` on CPUs. Returns a list of the passes that were replayed."""
+    replayed: list[RecordedPass] = []
+    replay = RecordedPass.replay
+    rs.clear_caches()  # other tests may have used the same plans
+
+    def noting(self: RecordedPass, inputs: Any) -> RankGenerator[Any]:
+        replayed.append(self)
+        return replay(self, inputs)
+
+    monkeypatch.setattr(reference, "_parts", rectangle)
+    monkeypatch.setattr(pass_cache, "DEVICES", {"cpu"})
+    monkeypatch.setattr(reference, "observed_launches", nullcontext, raising=False)
+    monkeypatch.setattr(RecordedPass, "replay", noting)
+    return replayed
+
+
+def attend(mask: rs.Mask, strategy: str, seed: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> list[Tensor]:
+    """Return out, lse and gradients for random inputs. The loss uses lse, too."""
+    generator = torch.Generator().manual_seed(seed)
+    qkv = [torch.randn(2, h, mask.lengths[0], 8, generator=generator, dtype=dtype, requires_grad=True) for h in (4, 2, 2)]
+    out, lse = WORLD.attention(*qkv, mask=mask, strategy=strategy, backend="reference", return_lse=True, **options)
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)).sum() + lse.nan_to_num(neginf=0.0).sum()
+    return [out, lse, *torch.autograd.grad(loss, qkv)]
+
+
+WORLD = rs.LocalWorld(4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_replay_computes_the_same_bits(
+    replays: list[RecordedPass], monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, dtype: torch.dtype
+) -> None:
+    found = [attend(MASKS[name], strategy, seed, dtype=dtype) for seed in range(4)]
+    assert len(replays) == 2 * 2 * 4, "the third and the fourth call, both passes, on four ranks"
+    monkeypatch.setattr(pass_cache, "DEVICES", set())
+    for seed, results in enumerate(found):
+        for x, y in zip(results, attend(MASKS[name], strategy, seed, dtype=dtype), strict=True):
+            assert torch.equal(x.nan_to_num(nan=-1.0), y.nan_to_num(nan=-1.0))
+            assert not x.isnan().any()
+
+
+def test_other_shapes_strides_and_scales_are_other_recordings(replays: list[RecordedPass]) -> None:
+    for n in range(3):
+        attend(MASKS["causal"], "ring", n)
+    assert len(replays) == 8
+    for options in ({"scale": 0.3}, {"dtype": torch.float32}):
+        attend(MASKS["causal"], "ring", 0, **options)
+        assert len(replays) == 8
+
+
+def test_clear_caches_discards_recordings(replays: list[RecordedPass]) -> None:
+    for n in range(3):
+        attend(MASKS["causal"], "gather", n)
+    assert len(replays) == 8
+    rs.clear_caches()
+    attend(MASKS["causal"], "gather", 3)
+    assert len(replays) == 8
+
+
+def test_a_replay_needs_no_more_memory(replays: list[RecordedPass], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_cache, "dispatch_mode_depth", lambda: 0)  # the memory counter is a dispatch mode, too
+    peaks = []
+    mask = rs.causal(512)
+    qkv = [torch.randn(1, 4, 512, 16) for _ in range(3)]
+    for _ in range(3):
+        with MemoryCounter(qkv) as memory:
+            WORLD.attention(*qkv, mask=mask, strategy="ring", backend="reference")
+        peaks.append(memory.peak)
+    assert replays
+    assert peaks[2] <= peaks[0]
+
+
+# -- what cannot be recorded -------------------------------------------------------------------------------------------
+
+
+def record(step: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[RecordedPass | None, str | None]:
+    """Record a pass without exchanges. Returns the recording, and the reason if there is none."""
+    recorder, finished = Recorder([x]), []
+
+    def generate() -> RankGenerator[Any]:
+        return step(x)
+        yield
+
+    with pytest.raises(StopIteration):
+        recorder.run(generate(), nullcontext, finished.append).send(None)
+    return finished[0], recorder.failure
+
+
+def replayed(recorded: RecordedPass | None, x: Tensor) -> tuple[Tensor, ...]:
+    assert recorded is not None
+    with pytest.raises(StopIteration) as end:
+        recorded.replay([x]).send(None)
+    return end.value.value  # type: ignore[no-any-return]
+
+
+def test_views_are_collapsed_and_new_memory_is_allocated_again() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        doubled = torch.empty_like(x)
+        doubled.copy_(x.transpose(0, 1)[1:].transpose(0, 1).transpose(0, 1).new_zeros(()) + 2 * x)
+        return doubled[:, 1:].transpose(0, 1), doubled
+
+    recorded, _ = record(step, torch.randn(3, 5))
+    x = torch.randn(3, 5)
+    first, second = replayed(recorded, x)
+    assert torch.equal(second, 2 * x)
+    assert torch.equal(first, 2 * x[:, 1:].T)
+    assert first.data_ptr() == second[:, 1:].data_ptr()
+    assert recorded is not None
+    kinds = [type(instruction) for instruction, _ in recorded.instructions]
+    assert kinds.count(Empty) == 1
+    assert kinds.count(Call) == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (lambda x: (x * float(x.sum()),), "the host reads"),
+        (lambda x: (x[x > 0],), "the host reads"),
+        (lambda x: (x + GLOBAL,), "neither an input"),
+        (lambda x: (torch.empty_like(x),), "nothing has written"),
+    ],
+    ids=["item", "nonzero", "global tensor", "unknown kernel"],
+)
+def test_a_pass_that_may_differ_next_time_is_not_recorded(step: Callable[[Tensor], tuple[Tensor, ...]], reason: str) -> None:
+    recorded, failure = record(step, torch.randn(7))
+    assert recorded is None
+    assert failure is not None
+    assert reason in failure
+
+
+GLOBAL = torch.ones(7)
+
+
+def test_inputs_in_one_memory_are_not_recorded() -> None:
+    both = torch.randn(2, 7)
+    assert Recorder([both[0], both[1]]).failure == "two inputs are in one memory"
+
+
+def test_launches_that_the_dispatcher_does_not_see_are_recorded() -> None:
+    def kernel(x: Tensor, out: Tensor, factor: float) -> None:
+        out.numpy()[:] = x.numpy() * factor  # no operator of PyTorch
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty_like(x)
+        launches.launch(kernel, x, out, 3.0)
+        return (out,)
+
+    recorded, _ = record(step, torch.ones(4))
+    assert torch.equal(replayed(recorded, torch.arange(4.0))[0], torch.arange(4.0) * 3)
+
+
+def test_exchanges_are_replayed() -> None:
+    def generate(x: Tensor) -> RankGenerator[Any]:
+        buffer = torch.empty_like(x)
+        handle = yield PostExchange("step 0", ((1, x),), ((1, buffer),))
+        doubled = 2 * x
+        yield WaitExchange(handle)
+        return (doubled + buffer,)
+
+    def drive(generator: RankGenerator[Any]) -> Tensor:
+        post = generator.send(None)
+        assert isinstance(post, PostExchange)
+        assert post.label == "step 0"
+        post.recvs[0][1].copy_(10 * post.sends[0][1])
+        wait = generator.send("handle")
+        assert isinstance(wait, WaitExchange)
+        assert wait.pending == "handle"
+        with pytest.raises(StopIteration) as end:
+            generator.send(None)
+        return end.value.value[0]  # type: ignore[no-any-return]
+
+    x, finished = torch.ones(3), []
+    assert torch.equal(drive(Recorder([x]).run(generate(x), nullcontext, finished.append)), 12 * x)
+    y = torch.arange(3.0)
+    assert torch.equal(drive(finished[0].replay([y])), 12 * y)
