@@ -157,7 +157,7 @@ def test_views_are_collapsed_and_new_memory_is_allocated_again() -> None:
     assert torch.equal(first, 2 * x[:, 1:].T)
     assert first.data_ptr() == second[:, 1:].data_ptr()
     assert recorded is not None
-    kinds = [type(instruction) for instruction, _ in recorded.instructions]
+    kinds = [type(instruction) for instruction in recorded.instructions]
     assert kinds.count(Empty) == 1
     assert kinds.count(Call) == 4
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.engine.recorded_pass import RecordedPass
-from ringspan.testing import assert_close
+from ringspan.testing.assertions import assert_close
 from tests.kernels.test_gpu import skip_if_unavailable
 
 pytestmark = pytest.mark.gpu

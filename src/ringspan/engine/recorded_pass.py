@@ -1,10 +1,20 @@
-"""A recorded pass: a flat list of allocations, views, calls and exchanges, and its replay.
+"""A recorded pass: a flat list of allocations, views, calls and exchanges, which is replayed as a Python function.
 
-:mod:`ringspan.engine.recording` makes it.
+:mod:`ringspan.engine.recording` makes the list. Its instructions become lines of Python, because a loop over them would
+take as long as many of the calls::
+
+    def replay(r0, r1):
+        o0 = r0.storage_offset()
+        r2 = empty((1, 512, 32, 128), (2097152, 4096, 128, 1), dtype=a0, device=a1)
+        r3 = r0.as_strided((1, 512, 32, 128), (4096, 4096, 128, 1), o0 + 0)
+        a2(r3, r1, r2, 0.088, None)
+        del r3
+        return (r2,)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +27,7 @@ Result = tuple[Tensor, ...]
 
 
 class Geometry(NamedTuple):
-    """The place of a tensor in its memory."""
+    """The place of a tensor in its memory. The offset counts from the tensor that stands for all of the memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,30 +44,32 @@ class Empty(NamedTuple):
 
 
 class View(NamedTuple):
-    """Make a view of the memory of another register. Its offset counts from the start of that register."""
+    """Make a view of the memory of another register."""
 
     to: int
     source: int
     geometry: Geometry
+    source_dtype: torch.dtype
 
 
 class Call(NamedTuple):
-    """Call an operator, or launch a kernel. ``results`` are (index of the result, register)."""
+    """Call an operator, or launch a kernel."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keyword_arguments: dict[str, Any]
-    registers: tuple[tuple[int, int], ...]
-    """Which arguments are registers: (index of the argument, register)."""
-    lists: tuple[tuple[int, tuple[int | None, ...]], ...]
+    registers: dict[int, int]
+    """Which arguments are registers: index of the argument -> register."""
+    lists: dict[int, tuple[int | None, ...]]
     """Which arguments are lists of registers. Some operators take None for a tensor in a list."""
     results: tuple[tuple[int | None, int], ...]
     """Which results are new registers: (index of the result, register). None is the only result."""
 
 
 class Post(NamedTuple):
-    """Start an exchange."""
+    """Start an exchange. Messages are pairs of (peer, register)."""
 
+    number: int
     label: str
     sends: tuple[tuple[int, int], ...]
     recvs: tuple[tuple[int, int], ...]
@@ -66,83 +78,114 @@ class Post(NamedTuple):
 class Wait(NamedTuple):
     """Wait for the exchange of this number."""
 
-    exchange: int
+    number: int
 
 
 Instruction = Empty | View | Call | Post | Wait
 
 
-class RecordedPass(NamedTuple):
-    """The instructions of a pass, each with the registers that are released after it, and the registers of its
-    result."""
+class RecordedPass:
+    """The instructions of a pass as a function. ``source`` is its text.
 
-    instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]
-    registers: int
-    constants: tuple[tuple[int, Tensor], ...]
-    results: tuple[int, ...]
+    Register 5 is the variable ``r5``, and exchange 0 is ``p0``. Objects without a literal are ``a0``, ``a1``, ….
+    """
+
+    def __init__(
+        self, inputs: int, constants: Sequence[tuple[int, Tensor]], instructions: Sequence[Instruction], results: Sequence[int]
+    ) -> None:
+        self.instructions = tuple(instructions)
+        self._names: dict[str, Any] = {
+            "PostExchange": PostExchange,
+            "WaitExchange": WaitExchange,
+            "empty": torch.empty_strided,
+            **{f"r{number}": constant for number, constant in constants},
+        }
+        self._name_of: dict[int, str] = {}  # by the id of an object in _names
+        kept = {*results, *(number for number, _ in constants)}
+        lines = []
+        with_offset: set[int] = set()  # registers o5 of which is the start of r5 in its memory
+        for instruction, released in zip(self.instructions, _last_uses(self.instructions, kept), strict=True):
+            if isinstance(instruction, View) and instruction.source not in with_offset:
+                with_offset.add(instruction.source)
+                lines.append(f"o{instruction.source} = r{instruction.source}.storage_offset()")
+            lines += self._lines(instruction)
+            if released:
+                lines.append(f"del {', '.join(f'r{n}' for n in released)}")
+        lines.append(f"return {_tuple([f'r{n}' for n in results])}")
+        lines.append("yield")  # never reached: it makes a pass without exchanges a generator, too
+        head = f"def replay({', '.join(f'r{n}' for n in range(inputs))}):"
+        self.source = "\n    ".join([head, *lines]) + "\n"
+        exec(compile(self.source, "<recorded pass>", "exec"), self._names)  # numbers and names that are made here
 
     def replay(self, inputs: Sequence[Tensor | None]) -> RankGenerator[Result]:
         """Run the instructions on other inputs of the same shapes, strides and dtypes."""
-        tensors: list[Any] = [*inputs, *[None] * (self.registers - len(inputs))]
-        del inputs
-        for number, constant in self.constants:
-            tensors[number] = constant
-        pending: list[Any] = []
-        for instruction, released in self.instructions:
-            if isinstance(instruction, View):
-                tensors[instruction.to] = _view(tensors[instruction.source], instruction.geometry)
-            elif isinstance(instruction, Empty):
-                to, (shape, stride, _, dtype), device = instruction
-                tensors[to] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            elif isinstance(instruction, Call):
-                _call(instruction, tensors)
-            elif isinstance(instruction, Post):
-                label, sends, recvs = instruction
-                pending.append(
-                    (
-                        yield PostExchange(
-                            label,
-                            tuple([(peer, tensors[n]) for peer, n in sends]),
-                            tuple([(peer, tensors[n]) for peer, n in recvs]),
-                        )
-                    )
-                )
-            else:
-                yield WaitExchange(pending[instruction.exchange])
-                pending[instruction.exchange] = None
-            for number in released:
-                tensors[number] = None
-        return tuple([tensors[n] for n in self.results])
+        generator: RankGenerator[Result] = self._names["replay"](*inputs)
+        return generator
+
+    def _lines(self, instruction: Instruction) -> list[str]:
+        if isinstance(instruction, Empty):
+            to, (shape, stride, _, dtype), device = instruction
+            return [f"r{to} = empty({shape}, {stride}, dtype={self._text(dtype)}, device={self._text(device)})"]
+        if isinstance(instruction, View):
+            to, source, (shape, stride, offset, dtype), source_dtype = instruction
+            if dtype == source_dtype:
+                return [f"r{to} = r{source}.as_strided({shape}, {stride}, o{source} + {offset})"]
+            new = f"r{source}.new_empty(0, dtype={self._text(dtype)})"
+            return [f"r{to} = {new}.set_(r{source}.untyped_storage(), {offset}, {shape}, {stride})"]
+        if isinstance(instruction, Call):
+            return self._call(instruction)
+        if isinstance(instruction, Post):
+            number, label, *messages = instruction
+            sends, recvs = (_tuple([f"({peer}, r{n})" for peer, n in side]) for side in messages)
+            return [f"p{number} = yield PostExchange({label!r}, {sends}, {recvs})"]
+        return [f"yield WaitExchange(p{instruction.number})", f"del p{instruction.number}"]
+
+    def _call(self, call: Call) -> list[str]:
+        texts = [self._text(x) for x in call.arguments]
+        for index, number in call.registers.items():
+            texts[index] = f"r{number}"
+        for index, numbers in call.lists.items():
+            texts[index] = f"[{', '.join('None' if n is None else f'r{n}' for n in numbers)}]"
+        texts += [f"{name}={self._text(x)}" for name, x in call.keyword_arguments.items()]
+        line = f"{self._text(call.function)}({', '.join(texts)})"
+        if not call.results:
+            return [line]
+        if call.results[0][0] is None:
+            return [f"r{call.results[0][1]} = {line}"]
+        return [f"found = {line}", *[f"r{number} = found[{place}]" for place, number in call.results], "del found"]
+
+    def _text(self, x: Any) -> str:
+        """Return a literal, or the name of an object."""
+        if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
+            return repr(x)
+        name = self._name_of.setdefault(id(x), f"a{len(self._name_of)}")
+        self._names[name] = x
+        return name
 
 
-def _view(source: Tensor, geometry: Geometry) -> Tensor:
-    shape, stride, offset, dtype = geometry
-    if dtype == source.dtype:
-        return source.as_strided(shape, stride, source.storage_offset() + offset)
-    return source.new_empty(0, dtype=dtype).set_(source.untyped_storage(), offset, shape, stride)
+def _tuple(texts: Sequence[str]) -> str:
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
 
-def _call(call: Call, tensors: list[Any]) -> None:
-    function, fixed, keyword_arguments, registers, lists, results = call
-    arguments = [*fixed]
-    for index, number in registers:
-        arguments[index] = tensors[number]
-    for index, numbers in lists:
-        arguments[index] = [None if n is None else tensors[n] for n in numbers]
-    found = function(*arguments, **keyword_arguments)
-    for place, number in results:
-        tensors[number] = found if place is None else found[place]
+def _last_uses(instructions: Sequence[Instruction], kept: set[int]) -> list[tuple[int, ...]]:
+    """Return the registers that no later instruction uses, for each instruction. Those of ``kept`` are in none."""
+    used_later, last = set(kept), []
+    for instruction in reversed(instructions):
+        used = set(_registers_of(instruction))
+        last.append(tuple(sorted(used - used_later)))
+        used_later |= used
+    return last[::-1]
 
 
-def registers_of(instruction: Instruction) -> Iterable[int]:
+def _registers_of(instruction: Instruction) -> Iterable[int]:
     """Return the registers that an instruction reads or makes."""
     if isinstance(instruction, Empty):
         return (instruction.to,)
     if isinstance(instruction, View):
         return (instruction.to, instruction.source)
     if isinstance(instruction, Call):
-        lists = [number for _, numbers in instruction.lists for number in numbers if number is not None]
-        return [number for _, number in (*instruction.registers, *instruction.results)] + lists
+        lists = [number for numbers in instruction.lists.values() for number in numbers if number is not None]
+        return [*instruction.registers.values(), *(number for _, number in instruction.results), *lists]
     if isinstance(instruction, Post):
         return [number for _, number in (*instruction.sends, *instruction.recvs)]
     return ()

@@ -41,7 +41,6 @@ from ringspan.engine.recorded_pass import (
     Result,
     View,
     Wait,
-    registers_of,
 )
 from ringspan.kernels.launches import NotRecordable, observe_launches
 from ringspan.torch_private.dispatch_modes import TorchDispatchMode
@@ -81,13 +80,13 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.failure: str | None = None
         self._instructions: list[Instruction] = []
-        self._registers = len(inputs)
+        self._inputs = self._registers = len(inputs)
         self._views: dict[tuple[int, Geometry], int] = {}  # by the register of the memory, and the place in it
         self._memory: dict[int, Memory] = {}  # by the address of the storage object
         self._storages: list[StorageWeakRef] = []  # while these live, no other storage object has the same address
         self._constants: list[tuple[int, Tensor]] = []
         self._written = set(range(len(inputs)))  # registers of memory that has contents
-        self._waited = 0
+        self._posted = self._waited = 0
         for number, x in enumerate(inputs):
             if x is not None:
                 if self._find_memory(x) is not None:
@@ -118,14 +117,7 @@ class Recorder(TorchDispatchMode):
         results = self._note(lambda: tuple([self._register(x) for x in result]))
         if results is None or self.failure is not None:
             return None
-        used_later = set(results)
-        released: list[tuple[int, ...]] = []
-        for instruction in reversed(self._instructions):
-            used = set(registers_of(instruction))
-            released.append(tuple(sorted(used - used_later)))
-            used_later |= used
-        instructions = tuple(zip(self._instructions, reversed(released), strict=True))
-        return RecordedPass(instructions, self._registers, tuple(self._constants), results)
+        return RecordedPass(self._inputs, self._constants, self._instructions, results)
 
     def _note(self, note: Callable[..., T], *args: Any) -> T | None:
         """Call one of the functions below, unless the recording has failed already."""
@@ -170,18 +162,19 @@ class Recorder(TorchDispatchMode):
             return
         sends = tuple([(peer, self._register(x)) for peer, x in request.sends])
         recvs = tuple([(peer, self._register(x, is_written=True)) for peer, x in request.recvs])
-        self._instructions.append(Post(request.label, sends, recvs))
+        self._instructions.append(Post(self._posted, request.label, sends, recvs))
+        self._posted += 1
 
     def _add_call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], found: Any) -> None:
         if _has_tensor(kwargs.values()):
             raise NotRecordable(f"{function} has a tensor as a keyword argument")
-        fixed, registers, lists = list(args), [], []
+        fixed, registers, lists = list(args), {}, {}
         for index, argument in enumerate(args):
             if isinstance(argument, Tensor):
-                registers.append((index, self._register(argument, is_written=True)))
+                registers[index] = self._register(argument, is_written=True)
                 fixed[index] = None  # else the recording would keep the tensor alive
             elif isinstance(argument, list | tuple) and any(isinstance(x, Tensor) for x in argument):
-                lists.append((index, self._list_of_registers(argument)))
+                lists[index] = self._list_of_registers(argument)
                 fixed[index] = None
             elif _has_tensor([argument]):
                 raise NotRecordable(f"{function} has tensors in a nested argument")
@@ -190,7 +183,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(x, Tensor) and self._find_memory(x) is None:
                 results.append((place, self._new_register(x)))
                 self._written.add(results[-1][1])
-        self._instructions.append(Call(function, tuple(fixed), kwargs, tuple(registers), tuple(lists), tuple(results)))
+        self._instructions.append(Call(function, tuple(fixed), kwargs, registers, lists, tuple(results)))
 
     def _list_of_registers(self, tensors: Sequence[Any]) -> tuple[int | None, ...]:
         if not all(x is None or isinstance(x, Tensor) for x in tensors):
@@ -230,7 +223,7 @@ class Recorder(TorchDispatchMode):
             number = self._registers
             self._registers += 1
             self._views[memory.register, geometry] = number
-            self._instructions.append(View(number, memory.register, geometry))
+            self._instructions.append(View(number, memory.register, geometry, memory.dtype))
         return number
 
 
