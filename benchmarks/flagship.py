@@ -4,9 +4,9 @@
     python benchmarks/flagship.py --tokens 512 --width 64 --tile 64 --device cpu --dtype float32    a try without a GPU
 
 The model has the shape of Qwen3-8B. One rank of 8 is measured with real tensors: some of its layers, in one selective
-checkpoint that keeps the results of attention, and the loss. Messages are left out: the process group is torch's
-``fake`` one, whose messages return at once, so the values have no meaning. The step is what was measured × the number
-of layers, plus the time by which the cost model says that messages delay it.
+checkpoint that keeps the results of attention of one layer in two, and the loss. Messages are left out: the process
+group is torch's ``fake`` one, whose messages return at once, so the values have no meaning. The step is what was
+measured × the number of layers, plus the time by which the cost model says that messages delay it.
 
 Memory of the step, on each rank::
 
@@ -101,9 +101,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def keep_attention(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_attention = operator == torch.ops.ringspan.attend.default
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+class KeepAttention:
+    """The policy of one checkpoint: keep the results of attention of its first layers, compute the rest again."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.seen = {False: 0, True: 0}  # calls of attention in the forward pass, and while it is computed again
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator != torch.ops.ringspan.attend.default:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.seen[context.is_recompute] += 1
+        is_kept = self.seen[context.is_recompute] <= self.layers
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Measured(NamedTuple):
@@ -164,7 +174,7 @@ def measure_layers(cp: rs.ContextParallel, sizes: Sizes, options: argparse.Names
 
     def forward() -> Tensor:
         with cp:
-            contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+            contexts = partial(create_selective_checkpoint_contexts, KeepAttention(options.keep))
             result: Tensor = checkpoint(all_layers, x, use_reentrant=False, context_fn=contexts)
         return result
 
@@ -225,6 +235,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters,
         "strategy": cp.plan.strategy,
         "layers in one checkpoint": options.together,
+        "attention kept of": options.keep,
         "layer, s": round(layers.seconds / options.together, 3),
         "loss, s": round(loss.seconds, 3),
         "delay of a layer by messages, s (model)": round(delay, 4),
@@ -244,6 +255,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="the rank to measure (default %(default)s)")
     parser.add_argument("--width", type=int, default=4096, help="of the hidden states (default %(default)s)")
     parser.add_argument("--together", type=int, default=2, help="layers in one checkpoint (default %(default)s)")
+    parser.add_argument(
+        "--keep", type=int, default=1, help="layers of a checkpoint whose attention is kept (default %(default)s)"
+    )
     parser.add_argument("--tile", type=int, default=8192, help="tokens of a tile of MLP and loss (default %(default)s)")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--hardware", default="h200x8", help="for the cost model (default %(default)s)")

@@ -20,6 +20,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,20 +43,32 @@ CHUNK = 4096  # 32-bit words that a block copies at a time
 
 
 @triton.jit
-def _copy_words(source, destination, words, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    for start in range(tl.program_id(0) * CHUNK, words, tl.num_programs(0) * CHUNK):
-        offsets = start + tl.arange(0, CHUNK)
-        tl.store(destination + offsets, tl.load(source + offsets, mask=offsets < words), mask=offsets < words)
+def _copy_words(source, destination, words, times, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    for _ in range(times):
+        for start in range(tl.program_id(0) * CHUNK, words, tl.num_programs(0) * CHUNK):
+            offsets = start + tl.arange(0, CHUNK)
+            tl.store(destination + offsets, tl.load(source + offsets, mask=offsets < words), mask=offsets < words)
 
 
-def copiers(size: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield functions that copy ``size`` bytes into a buffer of the device, each with its name."""
+Copy = Callable[[int], object]
+
+
+def copiers(size: int) -> Iterator[tuple[str, Copy]]:
+    """Yield functions that copy ``size`` bytes into a buffer of the device some number of times, each with its name."""
     source, destination = (torch.empty(size // 4, dtype=torch.int32, device="cuda") for _ in range(2))
     pinned = torch.empty(size // 4, dtype=torch.int32, pin_memory=True)
-    yield "host", lambda: destination.copy_(pinned, non_blocking=True)
-    yield "memcpy", lambda: destination.copy_(source, non_blocking=True)
+
+    def copy_from(x: Tensor, times: int) -> None:
+        for _ in range(times):
+            destination.copy_(x, non_blocking=True)
+
+    def launch(blocks: int, times: int) -> None:  # one launch, as a message of NCCL is one
+        _copy_words[(blocks,)](source, destination, len(source), times, CHUNK, num_warps=16)
+
+    yield "host", partial(copy_from, pinned)
+    yield "memcpy", partial(copy_from, source)
     for blocks in BLOCK_NUMBERS:
-        yield f"SM {blocks}", lambda n=blocks: _copy_words[(n,)](source, destination, len(source), CHUNK, num_warps=16)
+        yield f"SM {blocks}", partial(launch, blocks)
 
 
 def share_of(plan: Plan) -> dict[str, Callable[[], object]]:
@@ -96,19 +109,13 @@ def seconds(first: Callable[[], object] | None, second: Callable[[], object] | N
     return statistics.median(times[1:])
 
 
-def repeat(f: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        f()
-
-
-def while_copying(attention: Callable[[], object], copy: Callable[[], object], copies: int, rounds: int) -> float:
+def while_copying(attention: Callable[[], object], copies: Callable[[], object], rounds: int) -> float:
     """Return the median seconds of attention alone while copies run during all of it."""
     other, times = torch.cuda.Stream(priority=HIGH_PRIORITY), []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()
         with torch.cuda.stream(other):
-            for _ in range(copies):
-                copy()
+            copies()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         attention()
@@ -124,11 +131,11 @@ def rows(tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
     for name, attention in share_of(plan).items():
         alone = seconds(attention, lambda: None, rounds)
         for copier, copy in copiers(received):
-            once = seconds(None, lambda copy=copy: repeat(copy, 4), rounds) / 4
-            copies = max(1, round(SHARE * alone / once))
-            copying = seconds(None, lambda copy=copy, n=copies: repeat(copy, n), rounds)
-            both = seconds(attention, lambda copy=copy, n=copies: repeat(copy, n), rounds)
-            during = while_copying(attention, copy, int(3 * alone / once) + 2, rounds)
+            once = seconds(None, partial(copy, 4), rounds) / 4
+            copies = partial(copy, max(1, round(SHARE * alone / once)))
+            copying = seconds(None, copies, rounds)
+            both = seconds(attention, copies, rounds)
+            during = while_copying(attention, partial(copy, int(3 * alone / once) + 2), rounds)
             yield {
                 "bench": "overlap",
                 "device": torch.cuda.get_device_name(),
