@@ -80,7 +80,7 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype.
     """
     execute = partial(run_steps, plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
-    if config.mods is not None:
+    if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
     return run_pass(plan, "forward", config.kernel, (config.scale, config.head_dim), (q_SBHD, kv_TBGF), execute)
 
@@ -140,7 +140,7 @@ def backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: Attenti
     computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
     """
     execute = partial(run_steps, plan, "backward", partial(_prepare_backward, plan, given, kv_TBGF, config))
-    if config.mods is not None:
+    if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
     return run_pass(plan, "backward", config.kernel, (config.scale, config.head_dim), (*given, kv_TBGF), execute)
 

@@ -79,9 +79,8 @@ def run_pass(
 
     ``inputs`` are all tensors that the pass reads and that differ between calls.
     """
-    observed_launches = getattr(kernel, "observed_launches", None)
     device = next(x.device for x in inputs if x is not None)
-    if observed_launches is None or device.type not in DEVICES or settings.debug or profiler_enabled() or dispatch_mode_depth():
+    if device.type not in DEVICES or settings.debug or profiler_enabled() or dispatch_mode_depth():
         return execute()
     stream = stream_key(device)
     if stream == CAPTURING or (stream is not None and torch.cuda.current_device() != stream[0]):
@@ -98,7 +97,7 @@ def run_pass(
     if found is None:
         cache.put(key, SEEN)
     elif found == SEEN:
-        return _record(execute, inputs, observed_launches, partial(_keep, cache, key))
+        return _record(execute, inputs, kernel.observed_launches, partial(_keep, cache, key))
     return execute()
 
 
