@@ -2,9 +2,10 @@
 
     python benchmarks/interleave.py             2 and 4 processes on this machine
     python benchmarks/interleave.py --world 2
+    python benchmarks/interleave.py --json      a line of JSON for each number of processes
 
-One JSON line for each number of processes: the median of the seconds of one attention layer, forward and backward, of
-both batches. Rounds of the two ways alternate.
+The figures are the median of the seconds of one attention layer, forward and backward, of both batches. Rounds of the
+two ways alternate.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, action="append", help="processes (default: 2, then 4)")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each number of processes")
     args = parser.parse_args()
     for world in args.world or (2, 4):
         with Pool(world) as pool:
             apart, together = (max(times) for times in zip(*pool.run(measure, args.rounds), strict=True))
         figures = {"world": world, "torch": torch.__version__, "lengths": LENGTHS, "rounds": args.rounds}
-        print(json.dumps({**figures, "one_after_the_other_s": round(apart, 5), "interleaved_s": round(together, 5)}))
+        row = {**figures, "one_after_the_other_s": round(apart, 5), "interleaved_s": round(together, 5)}
+        text = f"{world} processes: {apart:.4f} s one after the other, {together:.4f} s interleaved"
+        print(json.dumps(row) if args.json else text, flush=True)
     return 0
 
 

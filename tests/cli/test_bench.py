@@ -64,6 +64,11 @@ def test_a_table_or_lines_of_json(arguments: list[str], cases: int, capsys: pyte
             assert record["speedup"] == pytest.approx(record["one_s"] / record["many_s"], rel=0.2, abs=0.01)
 
 
+def test_an_unknown_strategy_is_named_before_processes_are_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cpu", "--strategies", "ring", "rng", "--seq-len", "64"]) == 2
+    assert capsys.readouterr().err.startswith("ringspan bench: no strategy is called 'rng' (did you mean ring?)")
+
+
 def test_what_was_measured_is_shown_if_a_later_measurement_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,8 @@ def cpu_rows(
     on_progress: OnProgress = ignore_progress,
 ) -> Iterator[Row]:
     """Yield a row for each strategy."""
+    for strategy in strategies:
+        rs.plan(rs.causal(seq_len), world=world, strategy=strategy, layout="zigzag")  # an unknown one raises here
     total = len(strategies) * (rounds + 1)
     with Pool(world, threads=1, timeout=1800) as pool:
         for n, strategy in enumerate(strategies):

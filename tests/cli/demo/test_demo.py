@@ -24,6 +24,7 @@ from ringspan.cli.demo.data import BEGIN, VOCABULARY, Document, Pack, library_do
 from ringspan.cli.demo.model import build
 from ringspan.cli.demo.report import TOLERANCE, Comparison, as_json, failure, rank_table
 from ringspan.cli.demo.training import RankReport, Training, dense_mask, token_losses, train_alone
+from ringspan.cli.main import main
 from ringspan.errors import InputError
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
@@ -205,6 +206,17 @@ def test_without_matplotlib(failed: Ran) -> None:
     assert "pip install 'ringspan[demo]'" in failed.out
     assert failed.summary["pictures"] == []
     assert len(failed.summary["losses"]["split"]) == STEPS
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.pictures, "why_not", lambda: None)
+    monkeypatch.setattr(demo, "train_all", lambda *_: pytest.fail("the training has begun"))
+    file = tmp_path / "notes.txt"
+    file.write_text("not a folder")
+    assert main(["demo", "--out", str(file)]) == 2
+    assert "cannot make this folder, it is a file" in capsys.readouterr().err
 
 
 def test_one_rank_cannot_be_sabotaged() -> None:

@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     if args.sabotage and args.world == 1:
         raise InputError("--sabotage needs a second rank to compare with: give --world 2 or more")
+    if not args.no_pictures and pictures.why_not() is None:
+        _make_folder(args.out)
     missing = hf_model.why_not() if args.hf else None
     if missing:
         raise InputError(missing)
@@ -151,7 +153,6 @@ def train_all(training: Training, world: int) -> report.Comparison:
 
 def draw(folder: Path, training: Training, comparison: report.Comparison) -> list[Path]:
     """Draw the curves, the memory, and the mask and the report of a plan that most steps have used."""
-    folder.mkdir(parents=True, exist_ok=True)
     step = most_used(comparison.ranks[0].choices)
     pack = training.packs[step]
     losses, mask, memory, html = (folder / name for name in ("losses.png", "mask.png", "memory.png", "plan.html"))
@@ -167,6 +168,15 @@ def draw(folder: Path, training: Training, comparison: report.Comparison) -> lis
     pictures.draw_memory(memory, comparison.memory)
     html.write_text(report_page(training, pack.lengths, comparison.world), encoding="utf-8")
     return [losses, mask, memory, html]
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the pictures. Before the training: an error after it would be too late."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise InputError(f"--out {folder}: cannot make this folder, {reason}. Give another one, or --no-pictures") from None
 
 
 def most_used(choices: Sequence[str]) -> int:
