@@ -28,7 +28,7 @@ SMALL = ["--heads=2", "--kv-heads=1", "--head-dim=8"]
     ("arguments", "cases"),
     [
         (["cpu", "--seq-len", "128", "--heads", "2", "--head-dim", "8", "--rounds", "1"], 3),
-        (["plan", "--documents", "20", "--seq-len", "5000", "--world", "4"], 9),
+        (["plan", "--documents", "20", "--seq-len", "5000", "--world", "4"], 13),
         (
             [
                 "rank",
