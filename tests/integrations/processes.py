@@ -15,9 +15,9 @@ def launched(*, alone: bool) -> Iterator[None]:
     process."""
     from accelerate.state import AcceleratorState, GradientState
 
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
     before = dict(os.environ)
     if not alone:
+        rank, world = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, OMP_NUM_THREADS="1")
     try:
         yield

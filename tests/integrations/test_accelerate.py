@@ -132,6 +132,19 @@ def test_metrics_get_the_predictions_of_one_process(pools: Pools, tmp_path: Path
             assert_close(found, wanted, rtol=1e-6, atol=1e-12)
 
 
+def test_a_trainer_that_exists_can_use_ringspan(tmp_path: Path) -> None:
+    """Trainer keeps the method that gathers predictions, from before."""
+    from transformers import Trainer
+
+    from ringspan.integrations.accelerate import gather_for_metrics, prepare, use_ringspan
+
+    with launched(alone=True):
+        trainer = Trainer(model=small_model("llama"), args=arguments(str(tmp_path), alone=True))
+        use_ringspan(trainer)
+        assert trainer.gather_function.func.__func__ is gather_for_metrics
+        assert trainer.accelerator._prepare_cp.__func__ is prepare
+
+
 def without_num_items(rank: int, folder: str) -> list[list[float]]:
     """A model that is not told the number of labels in the batch, and ranks with different numbers of labels."""
     from transformers import Trainer

@@ -160,7 +160,7 @@ def sharded(
     """Replace the contents of the buffers by this rank's tokens, and attend over all ranks, while the context is open.
 
     The arguments after ``models`` are those of ``maybe_context_parallel``. Buffers are restored on exit, except those
-    in ``no_restore_buffers``.
+    in ``no_restore_buffers`` while gradients are recorded.
     """
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if not given or len(given) != len(dims):
