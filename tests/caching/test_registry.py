@@ -28,6 +28,7 @@ NOT_CACHES = {
     "caching/by_stream.py: _caches": "the list of caches",
     "strategies/text.py: STRATEGIES": "the registered strategies",
     "strategies/text.py: BUILT_IN": "the names of ringspan's own strategies",
+    "frontends/rank_comparison.py: layouts_in_use": "digests of layouts with RINGSPAN_DEBUG=1: unshard refuses any other",
     "torch_private/script_calls.py: _operators": "the operators of a scripted function, as long as it lives",
     "frontends/sdpa.py: _active": "the kernels that the user has activated",
     "transports/watchdog.py: _states": "the calls of a group, as long as it lives: their numbers must agree on all ranks",
