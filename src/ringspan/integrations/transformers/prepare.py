@@ -23,7 +23,7 @@ from ringspan.integrations.transformers.attention import NAME
 from ringspan.integrations.transformers.convolutions import convolution_over_ranks
 from ringspan.integrations.transformers.doge import doge_biases
 from ringspan.integrations.transformers.inkling import inkling_attention, inkling_bias
-from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName
+from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName, refuse_model
 from ringspan.integrations.transformers.written_out import attention_over_ranks
 from ringspan.integrations.transformers.xlm import xlm_attention, xlm_model
 from ringspan.integrations.transformers.xlnet import xlnet_attention, xlnet_distances
@@ -51,7 +51,8 @@ def prepare(model: nn.Module) -> nn.Module:
 
     For most models this is ``model.set_attn_implementation("ringspan")``. In addition it replaces the ``forward`` of
     position embeddings that count tokens, and of layers that write attention out or have a convolution. Outside a block
-    these compute what they did before.
+    these compute what they did before. Raises :class:`ringspan.UnplannedAttention` for models that are known not to be
+    exact.
 
     >>> from transformers import GPTJConfig, GPTJForCausalLM
     >>> config = GPTJConfig(vocab_size=8, n_embd=8, n_head=2, n_layer=1, rotary_dim=2, n_positions=8)
@@ -59,6 +60,8 @@ def prepare(model: nn.Module) -> nn.Module:
     'ringspan'
     """
     parts: list[Any] = [x for x in model.modules() if hasattr(x, "config") and hasattr(x, "set_attn_implementation")]
+    for part in parts:
+        refuse_model(part.config.model_type)
     for part in parts:
         if part.config.model_type not in (*WRITES_OUT, "xlm", "xlnet"):  # transformers ignores the call for these
             part.set_attn_implementation(NAME)

@@ -52,6 +52,10 @@ CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
+    "blt": "it attends between bytes and patches, whose borders it computes from the bytes",
+    "cpmant": "it puts prompt tokens before the tokens of each rank, and adds biases of positions and segments to its scores",
+    "prophetnet": "its layers have several streams of queries, with biases of relative positions that each query computes",
+    "reformer": "it has hashed attention",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
 }
 
@@ -87,6 +91,11 @@ def refuse_config(config: Any) -> None:
             f"{model_type} {how}, which sees the tokens of this rank only: call "
             "ringspan.integrations.transformers.prepare(model) first"
         )
+    refuse_model(model_type)
+
+
+def refuse_model(model_type: str) -> None:
+    """Raise if models of this type are known not to be exact."""
     if model_type in REFUSED_MODELS:
         raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")
 
