@@ -1,4 +1,5 @@
-"""A lower bound of the time of a batch of causal documents on a machine, for any packing, layout and strategy."""
+"""A lower bound of the time of a batch of causal documents on a machine, for any packing and layout, and for strategies
+that send the keys, the queries or the heads of a document."""
 
 from __future__ import annotations
 
