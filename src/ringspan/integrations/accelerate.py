@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringspan.errors import InputError
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
-from ringspan.integrations.trainer import SharedLosses, Step, check_router_losses, finish_output
+from ringspan.integrations.trainer import SharedLosses, TrainerStep, check_router_losses, finish_output
 from ringspan.integrations.transformers import packed_mask
 from ringspan.integrations.transformers import prepare as prepare_model
 from ringspan.masks import causal
@@ -170,7 +170,7 @@ def sharded(
     kept = {id(x) for x in no_restore_buffers or ()}
     shards = [cp.shard(x.detach(), dim=dim) for x, dim in zip(given, dims, strict=True)]
     whole = [x.detach() for x in given]  # with the memory of the buffers, which get other memory now
-    step = Step()
+    step = TrainerStep()
     step.check()
     try:
         for buffer, shard in zip(given, shards, strict=True):
@@ -188,7 +188,7 @@ def sharded(
 
 
 @contextmanager
-def _using_ringspan(model: Any, cp: ContextParallel, step: Step, check: Any) -> Iterator[None]:
+def _using_ringspan(model: Any, cp: ContextParallel, step: TrainerStep, check: Any) -> Iterator[None]:
     """Let a model attend by ringspan, and check what goes in and comes out of it, while the context is open."""
     before, losses = model.config._attn_implementation, SharedLosses(model)
     hooks = [

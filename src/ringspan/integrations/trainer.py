@@ -85,7 +85,7 @@ class SharedLosses:
             )
 
 
-class Step:
+class TrainerStep:
     """The step of Trainer that enters a context; without a Trainer, nothing is known of it."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def check_router_losses(model: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def finish_output(cp: ContextParallel, step: Step, model: nn.Module, args: Any, output: Any) -> None:
+def finish_output(cp: ContextParallel, step: TrainerStep, model: nn.Module, args: Any, output: Any) -> None:
     """Let all ranks have the same loss in an evaluation, and the predictions of the whole sequence. A forward hook."""
     if torch.is_grad_enabled():
         return
