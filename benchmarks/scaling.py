@@ -174,7 +174,8 @@ def _strategies(world: int, machine: Hardware, study: Study) -> list[str]:
     if world > machine.per_node:
         found += [f"hierarchical(per_node={machine.per_node})", f"hybrid(per_node={machine.per_node})"]
         if study.has_documents:
-            found.append(f"hierarchical(per_node={machine.per_node}, pieces=4)")
+            pieces = 2 if world < 16 * machine.per_node else 4  # as rs.pack
+            found.append(f"hierarchical(per_node={machine.per_node}, pieces={pieces})")
     return found
 
 
