@@ -38,6 +38,7 @@ NOT_CACHES = {
     "compat/traced_style.py: _contexts": "styles by the number that compiled code passes on, held weakly",
     "compat/shardings.py: _of_groups": "the layouts of shards, as long as their process group lives",
     "engine/operator.py: _callbacks": "functions to call before each forward pass of the operator",
+    "integrations/trainer.py: _losses": "the loss function of a model, as long as it lives: torch.compile has guards on it",
     "transports/bounded.py: _threads": "threads that the interpreter waits for when it ends",
     "testing/workers.py: _parent": "the connection of a worker process",
 }
