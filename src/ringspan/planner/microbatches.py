@@ -136,16 +136,20 @@ def pack(
     made = []
     for group in groups:
         of_group = sizes[group].tolist()
-        made_mask = mask(of_group)
-        if not isinstance(made_mask, Mask):
-            raise InputError(f"mask() must make a mask from the lengths of documents, but gave {type(made_mask).__name__}")
-        if made_mask.lengths != (sum(of_group),) * 2:
-            raise InputError(f"mask() gave {made_mask.name} of lengths {made_mask.lengths} for {sum(of_group)} tokens")
+        made_mask = _check_mask(mask(of_group), sum(of_group))
         if over_nodes:
             of_ranks = _plan_over_nodes(made_mask, world, machine, shape, dkv_dtype)
         else:
             of_ranks = plan(made_mask, world=world, layout="balanced", hardware=hardware, shape=shape, dkv_dtype=dkv_dtype)
         made.append(Microbatch(documents=tuple(group), lengths=tuple(of_group), plan=of_ranks))
+    return made
+
+
+def _check_mask(made: Any, tokens: int) -> Mask:
+    if not isinstance(made, Mask):
+        raise InputError(f"mask() must make a mask from the lengths of documents, but gave {type(made).__name__}")
+    if made.lengths != (tokens, tokens):
+        raise InputError(f"mask() gave {made.name} of lengths {made.lengths} for {tokens} tokens")
     return made
 
 
