@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -180,6 +182,74 @@ def test_a_pass_that_may_differ_next_time_is_not_recorded(step: Callable[[Tensor
 
 
 GLOBAL = torch.ones(7)
+
+
+def unreported(x: Tensor) -> Tensor:
+    """Compute with a kernel that neither the dispatcher nor the observer of launches sees."""
+    out = torch.empty_like(x)
+    out.numpy()[:] = 3 * x.numpy()
+    return out
+
+
+def test_the_result_of_an_unreported_launch_is_not_read() -> None:
+    recorded, failure = record(lambda x: (unreported(x) + 1,), torch.randn(7))
+    assert recorded is None
+    assert "nothing has written" in str(failure)
+
+
+def test_a_host_that_reads_in_inference_mode_is_seen() -> None:
+    """Autograd decomposes ``bool(x)``. Without it the dispatch mode sees an operator that has no tag."""
+    with torch.inference_mode():
+        recorded, failure = record(lambda x: (x if x.sum() > 0 else -x,), torch.ones(7))
+    assert recorded is None
+    assert "the host reads" in str(failure)
+
+
+@pytest.mark.parametrize("step", [lambda x: x.T.reshape(-1), lambda x: x.T.contiguous(), lambda x: x.to(torch.float64)])
+def test_copies_in_inference_mode_are_recorded(step: Callable[[Tensor], Tensor]) -> None:
+    """In inference mode the dispatch mode sees ``reshape`` itself, which is a view by its schema, and may copy."""
+    with torch.inference_mode():
+        recorded, failure = record(lambda x: (step(x),), torch.randn(3, 5))
+    assert failure is None
+    x = torch.randn(3, 5)
+    assert torch.equal(replayed(recorded, x)[0], step(x))
+
+
+def test_a_tensor_with_a_negative_bit_is_not_recorded() -> None:
+    negated = torch.view_as_complex(torch.randn(3, 2)).conj().imag
+    assert negated.is_neg()
+    recorded, failure = record(lambda x: (x[1:] * 2,), negated)
+    assert recorded is None
+    assert "negated" in str(failure)
+
+
+@cache_by_stream(1)
+def second_half(device: torch.device) -> Tensor:
+    return torch.arange(8.0, device=device)[4:]
+
+
+def test_a_constant_inside_a_larger_memory() -> None:
+    expected = second_half(torch.device("cpu")).clone()
+    recorded, _ = record(lambda x: (x + second_half(x.device)[1:],), torch.zeros(3))
+    assert torch.equal(replayed(recorded, torch.ones(3))[0], 1 + expected[1:])
+    recorded, failure = record(lambda x: (x + second_half(x.device).view(torch.int32)[1:],), torch.zeros(3))
+    assert recorded is None
+    assert "another dtype" in str(failure)
+
+
+def test_a_recording_is_freed_without_the_garbage_collector() -> None:
+    """Training loops often disable it, and recordings hold tensors of the device."""
+    recorded, _ = record(lambda x: (x * 2,), torch.ones(3))
+    assert recorded is not None
+    alive = weakref.ref(recorded)
+    function = weakref.ref(recorded._replay)
+    gc.disable()
+    try:
+        del recorded
+        assert alive() is None
+        assert function() is None
+    finally:
+        gc.enable()
 
 
 def test_inputs_in_one_memory_are_not_recorded() -> None:

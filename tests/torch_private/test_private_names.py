@@ -43,6 +43,7 @@ USES = {
     "torch.fx.experimental._config.patch": Use("symbolic_shapes", "one compiled flex kernel for all lengths"),
     "torch._check": Use("symbolic_shapes", "tell the compiler which lengths are equal in the flex kernel"),
     "torch._ops.HigherOrderOperator": Use("higher_order", "keep the block open in the branches of torch.cond"),
+    "torch.ops.aten.add_.Tensor._schema": Use("operator_schemas", "which arguments of an operator a pass writes to"),
     # tensors and modules
     "torch.autograd.graph.Node._input_metadata": Use("autograd_nodes", "strict mode: the shapes of attention in a graph"),
     "torch.Tensor._version": Use("tensor_version", "plan again when a tensor that a mask uses was changed in place"),

@@ -116,11 +116,12 @@ class RecordedPass:
         head = f"def replay({', '.join(f'r{n}' for n in range(inputs))}):"
         self.source = "\n    ".join([head, *lines]) + "\n"
         exec(compile(self.source, "<recorded pass>", "exec"), self._names)  # numbers and names that are made here
+        # The function refers to its globals. If they referred to it, only the garbage collector would free the constants.
+        self._replay: Callable[..., RankGenerator[Result]] = self._names.pop("replay")
 
     def replay(self, inputs: Sequence[Tensor | None]) -> RankGenerator[Result]:
         """Run the instructions on other inputs of the same shapes, strides and dtypes."""
-        generator: RankGenerator[Result] = self._names["replay"](*inputs)
-        return generator
+        return self._replay(*inputs)
 
     def _lines(self, instruction: Instruction) -> list[str]:
         if isinstance(instruction, Empty):

@@ -23,7 +23,7 @@ the host reads a value of a tensor, the pass is not recorded: the next time it m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +44,7 @@ from ringspan.engine.recorded_pass import (
 )
 from ringspan.kernels.launches import NotRecordable, observe_launches
 from ringspan.torch_private.dispatch_modes import TorchDispatchMode
+from ringspan.torch_private.operator_schemas import written_arguments
 from ringspan.torch_private.pytree import tree_leaves
 from ringspan.transports import PostExchange, RankGenerator, WaitExchange
 
@@ -91,6 +92,8 @@ class Recorder(TorchDispatchMode):
             if x is not None:
                 if self._find_memory(x) is not None:
                     self.failure = "two inputs are in one memory"  # the next time they may be in two
+                if x.is_neg() or x.is_conj():
+                    self.failure = "an input is a lazily negated or conjugated view"  # geometries do not say so
                 self._add_memory(number, x, is_input=True)
 
     def run(
@@ -137,7 +140,7 @@ class Recorder(TorchDispatchMode):
 
     def record_launch(self, kernel: Callable[..., Any], arguments: tuple[Any, ...], keyword_arguments: dict[str, Any]) -> None:
         """Note a launch that PyTorch's dispatcher does not see."""
-        self._note(self._add_call, kernel, arguments, keyword_arguments, None)
+        self._note(self._add_call, kernel, arguments, keyword_arguments, None, range(len(arguments)))
 
     def record_constants(self, value: Any) -> None:
         """Note tensors that are the same objects in every pass."""
@@ -150,10 +153,21 @@ class Recorder(TorchDispatchMode):
     def _add_operator(self, function: Any, args: Any, kwargs: dict[str, Any], found: Any) -> None:
         if any(tag in function.tags for tag in READ_BY_HOST):
             raise NotRecordable(f"the host reads the result of {function}")
+        if any(isinstance(x, bool | int | float | complex) for x in _values(found)):
+            raise NotRecordable(f"the host reads the result of {function}")
         if function in ALLOCATIONS:
             self._instructions.append(Empty(self._new_register(found), _geometry(found), found.device))
-        elif not function.is_view:
-            self._add_call(function, args, kwargs, found)
+        elif not function.is_view or self._is_copy(args[0], found):
+            self._add_call(function, args, kwargs, found, written_arguments(function))
+
+    def _is_copy(self, x: Any, found: Any) -> bool:
+        """Return whether an operator that returns a view by its schema has copied x.
+
+        In inference mode and inside custom operators the dispatcher shows operators such as reshape, which do either.
+        """
+        if not isinstance(x, Tensor) or self._find_memory(x) is None:
+            return False
+        return any(self._find_memory(y) is None for y in _values(found))
 
     def _add_request(self, request: PostExchange | WaitExchange) -> None:
         if isinstance(request, WaitExchange):  # exchanges are waited for in the order in which they were posted
@@ -165,16 +179,19 @@ class Recorder(TorchDispatchMode):
         self._instructions.append(Post(self._posted, request.label, sends, recvs))
         self._posted += 1
 
-    def _add_call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], found: Any) -> None:
+    def _add_call(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], found: Any, written: Container[int]
+    ) -> None:
+        """Note a call. ``written`` are the indices of the arguments that it may write to."""
         if _has_tensor(kwargs.values()):
             raise NotRecordable(f"{function} has a tensor as a keyword argument")
         fixed, registers, lists = list(args), {}, {}
         for index, argument in enumerate(args):
             if isinstance(argument, Tensor):
-                registers[index] = self._register(argument, is_written=True)
+                registers[index] = self._register(argument, is_written=index in written)
                 fixed[index] = None  # else the recording would keep the tensor alive
             elif isinstance(argument, list | tuple) and any(isinstance(x, Tensor) for x in argument):
-                lists[index] = self._list_of_registers(argument)
+                lists[index] = self._list_of_registers(argument, is_written=index in written)
                 fixed[index] = None
             elif _has_tensor([argument]):
                 raise NotRecordable(f"{function} has tensors in a nested argument")
@@ -185,10 +202,10 @@ class Recorder(TorchDispatchMode):
                 self._written.add(results[-1][1])
         self._instructions.append(Call(function, tuple(fixed), kwargs, registers, lists, tuple(results)))
 
-    def _list_of_registers(self, tensors: Sequence[Any]) -> tuple[int | None, ...]:
+    def _list_of_registers(self, tensors: Sequence[Any], *, is_written: bool) -> tuple[int | None, ...]:
         if not all(x is None or isinstance(x, Tensor) for x in tensors):
             raise NotRecordable("a list has tensors and other values")
-        return tuple([None if x is None else self._register(x, is_written=True) for x in tensors])
+        return tuple([None if x is None else self._register(x, is_written=is_written) for x in tensors])
 
     # -- registers -----------------------------------------------------------------------------------------------------
 
@@ -213,13 +230,13 @@ class Recorder(TorchDispatchMode):
             raise NotRecordable("a tensor is neither an input, nor allocated in the pass, nor a cached constant")
         if is_written:
             self._written.add(memory.register)
-        elif memory.register not in self._written:
-            raise NotRecordable("a result or a message is in memory that nothing has written to")
+        elif memory.register not in self._written and x.numel():
+            raise NotRecordable("a tensor is read from memory that nothing has written to")
         geometry = _geometry(x, memory.offset)
         number = self._views.get((memory.register, geometry))
         if number is None:
-            if geometry.dtype != memory.dtype and memory.is_input:
-                raise NotRecordable("an input is viewed in another dtype")
+            if geometry.dtype != memory.dtype and (memory.is_input or memory.offset):
+                raise NotRecordable("an input, or a part of a memory, is viewed in another dtype")
             number = self._registers
             self._registers += 1
             self._views[memory.register, geometry] = number
@@ -229,6 +246,11 @@ class Recorder(TorchDispatchMode):
 
 def _geometry(x: Tensor, start: int = 0) -> Geometry:
     return Geometry(tuple(x.shape), x.stride(), int(x.storage_offset()) - start, x.dtype)
+
+
+def _values(found: Any) -> Sequence[Any]:
+    """Return the results of an operator as a sequence."""
+    return found if isinstance(found, list | tuple) else (found,)
 
 
 def _has_tensor(values: Iterable[Any]) -> bool:
