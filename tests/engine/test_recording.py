@@ -105,6 +105,19 @@ def test_clear_caches_discards_recordings(replays: list[RecordedPass]) -> None:
     assert len(replays) == 8
 
 
+def test_the_reason_why_a_pass_is_not_recorded_is_logged(
+    replays: list[RecordedPass], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reference, "_parts", rectangle.__wrapped__)  # not cached: another tensor in each pass
+    with caplog.at_level("INFO", logger="ringspan.engine"):
+        for n in range(4):
+            attend(MASKS["causal"], "gather", n)
+    assert not replays
+    messages = [record.getMessage() for record in caplog.records if "is not recorded" in record.getMessage()]
+    assert len(messages) == 2 * 4, "once for each pass and rank"
+    assert all("neither an input" in message for message in messages)
+
+
 class Counter(MemoryCounter):
     def record_constants(self, value: Any) -> None:
         """Do nothing. With this function, constants are cached under the mode."""
@@ -228,7 +241,7 @@ def second_half(device: torch.device) -> Tensor:
     return torch.arange(8.0, device=device)[4:]
 
 
-def test_a_constant_inside_a_larger_memory() -> None:
+def test_a_constant_inside_a_larger_storage() -> None:
     expected = second_half(torch.device("cpu")).clone()
     recorded, _ = record(lambda x: (x + second_half(x.device)[1:],), torch.zeros(3))
     assert torch.equal(replayed(recorded, torch.ones(3))[0], 1 + expected[1:])
@@ -252,9 +265,9 @@ def test_a_recording_is_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_inputs_in_one_memory_are_not_recorded() -> None:
+def test_inputs_that_share_a_storage_are_not_recorded() -> None:
     both = torch.randn(2, 7)
-    assert Recorder([both[0], both[1]]).failure == "two inputs are in one memory"
+    assert Recorder([both[0], both[1]]).failure == "two inputs share a storage"
 
 
 def test_launches_that_the_dispatcher_does_not_see_are_recorded() -> None:

@@ -7,15 +7,16 @@
     later calls      replayed
 
 Calls are the same if they have one plan, phase, kernel and scale, on one stream, with tensors of the same shapes,
-strides and dtypes.
+strides, dtypes and alignment, and if deterministic algorithms are enabled in all of them or in none. A pass that cannot
+be recorded is always executed. The logger ``ringspan.engine`` says why, at level INFO.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,18 +40,23 @@ ALIGNMENT = 16
 # Devices on which passes are recorded. The host of a CPU computes: it has no time to save.
 DEVICES = {"cuda"}
 
-SEEN = "seen once"
-NEVER = "cannot be recorded"
+log = logging.getLogger("ringspan.engine")
+
+
+class NotRecorded(NamedTuple):
+    """A pass without a recording. If there is no reason, the next call is recorded."""
+
+    reason: str | None = None
 
 
 class PassCache:
     """The recordings of a plan, by the properties of the call."""
 
     def __init__(self, plan: RankPlan) -> None:
-        self.passes: OrderedDict[Hashable, RecordedPass | str] = OrderedDict()
+        self.passes: OrderedDict[Hashable, RecordedPass | NotRecorded] = OrderedDict()
         self.generation = _generation[0]
 
-    def put(self, key: Hashable, value: RecordedPass | str) -> None:
+    def store(self, key: Hashable, value: RecordedPass | NotRecorded) -> None:
         self.passes[key] = value
         if len(self.passes) > MAX_RECORDINGS:
             self.passes.popitem(last=False)
@@ -71,13 +77,13 @@ def run_pass(
     plan: RankPlan,
     phase: Phase,
     kernel: Kernel,
-    settings_of_call: tuple[Hashable, ...],
+    options: tuple[Hashable, ...],
     inputs: Sequence[Tensor | None],
     execute: Callable[[], RankGenerator[Result]],
 ) -> RankGenerator[Result]:
     """Return the generator of a pass: a replay if there is a recording, else ``execute()``.
 
-    ``inputs`` are all tensors that the pass reads and that differ between calls.
+    ``inputs`` are all tensors that the pass reads and that differ between calls. ``options`` are the numbers that do.
     """
     device = next(x.device for x in inputs if x is not None)
     if device.type not in DEVICES or settings.debug or profiler_enabled() or dispatch_mode_depth():
@@ -90,34 +96,41 @@ def run_pass(
         cache.passes.clear()
         cache.generation = _generation[0]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (phase, kernel, settings_of_call, stream, deterministic, *map(_description, inputs))
+    key = (phase, kernel, options, stream, deterministic, *map(_description, inputs))
     found = cache.passes.get(key)
     if isinstance(found, RecordedPass):
         return found.replay(inputs)
     if found is None:
-        cache.put(key, SEEN)
-    elif found == SEEN:
-        return _record(execute, inputs, kernel.observed_launches, partial(_keep, cache, key))
+        cache.store(key, NotRecorded())
+    elif found.reason is None:
+        return _record(plan, phase, kernel, inputs, execute, key)
     return execute()
 
 
 def _record(
-    execute: Callable[[], RankGenerator[Result]],
+    plan: RankPlan,
+    phase: Phase,
+    kernel: Kernel,
     inputs: Sequence[Tensor | None],
-    observed_launches: Callable[[], Any],
-    finish: Callable[[RecordedPass | None], None],
+    execute: Callable[[], RankGenerator[Result]],
+    key: Hashable,
 ) -> RankGenerator[Result]:
+    """Return the generator of a pass that is recorded, or of one that is executed if its kernel allows no recording."""
+    cache = plan.derived(PassCache)
+
+    def store(recorded: RecordedPass | None, reason: str | None) -> None:
+        if recorded is None:
+            log.info("the %s pass of plan %s, rank %d, is not recorded: %s", phase, plan.digest, plan.rank, reason)
+        cache.store(key, NotRecorded(reason) if recorded is None else recorded)
+
     try:
-        with observed_launches():
+        with kernel.observed_launches():
             pass
-    except NotRecordable:
-        finish(None)
+    except NotRecordable as error:
+        store(None, str(error))
         return execute()
-    return Recorder(inputs).run(execute(), observed_launches, finish)
-
-
-def _keep(cache: PassCache, key: Hashable, recorded: RecordedPass | None) -> None:
-    cache.put(key, NEVER if recorded is None else recorded)
+    recorder = Recorder(inputs)
+    return recorder.run(execute(), kernel.observed_launches, lambda recorded: store(recorded, recorder.failure))
 
 
 def _description(x: Tensor | None) -> Hashable:

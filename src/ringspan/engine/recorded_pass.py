@@ -116,7 +116,7 @@ class RecordedPass:
         head = f"def replay({', '.join(f'r{n}' for n in range(inputs))}):"
         self.source = "\n    ".join([head, *lines]) + "\n"
         exec(compile(self.source, "<recorded pass>", "exec"), self._names)  # numbers and names that are made here
-        # The function refers to its globals. If they referred to it, only the garbage collector would free the constants.
+        # The function refers to its globals. If they referred to it, only the garbage collector would free them.
         self._replay: Callable[..., RankGenerator[Result]] = self._names.pop("replay")
 
     def replay(self, inputs: Sequence[Tensor | None]) -> RankGenerator[Result]:

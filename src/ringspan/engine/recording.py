@@ -16,9 +16,10 @@ itself, whatever chain of views led to it. Each register is released after its l
 memory than the pass itself.
 
 What is noted is complete, or the pass is not recorded. The dispatcher of PyTorch shows every operator
-(:class:`Recorder` is a dispatch mode); launches that bypass it are reported by :mod:`ringspan.kernels.launches`. A tensor
-must be an input of the pass, memory that it allocated, or a constant that :mod:`ringspan.caching.by_stream` keeps. If
-the host reads a value of a tensor, the pass is not recorded: the next time it may take another path.
+(:class:`Recorder` is a dispatch mode); launches that bypass it are reported by :mod:`ringspan.kernels.launches`. A
+tensor must be an input of the pass, memory that it allocated, or a constant that :mod:`ringspan.caching.by_stream`
+keeps. Memory must be written before an operator reads it: otherwise a launch was not reported. If the host reads a value
+of a tensor, the pass is not recorded: the next time it may take another path.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ ALLOCATIONS = {
 READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Memory(NamedTuple):
-    """Memory that a pass uses: the register that holds all of it, where that starts, and its dtype."""
+class KnownStorage(NamedTuple):
+    """A storage that a pass uses: the register that stands for it, the offset of that tensor, and its dtype."""
 
     register: int
     offset: int
@@ -83,18 +84,18 @@ class Recorder(TorchDispatchMode):
         self._instructions: list[Instruction] = []
         self._inputs = self._registers = len(inputs)
         self._views: dict[tuple[int, Geometry], int] = {}  # by the register of the memory, and the place in it
-        self._memory: dict[int, Memory] = {}  # by the address of the storage object
-        self._storages: list[StorageWeakRef] = []  # while these live, no other storage object has the same address
+        self._storages: dict[int, KnownStorage] = {}  # by the address of the storage object
+        self._storage_references: list[StorageWeakRef] = []  # while these live, no other storage object has the same address
         self._constants: list[tuple[int, Tensor]] = []
         self._written = set(range(len(inputs)))  # registers of memory that has contents
         self._posted = self._waited = 0
         for number, x in enumerate(inputs):
             if x is not None:
-                if self._find_memory(x) is not None:
-                    self.failure = "two inputs are in one memory"  # the next time they may be in two
+                if self._find_storage(x) is not None:
+                    self.failure = "two inputs share a storage"  # the next time they may be in two
                 if x.is_neg() or x.is_conj():
                     self.failure = "an input is a lazily negated or conjugated view"  # geometries do not say so
-                self._add_memory(number, x, is_input=True)
+                self._add_storage(number, x, is_input=True)
 
     def run(
         self,
@@ -145,7 +146,7 @@ class Recorder(TorchDispatchMode):
     def record_constants(self, value: Any) -> None:
         """Note tensors that are the same objects in every pass."""
         for x in tree_leaves(value):
-            if isinstance(x, Tensor) and self._find_memory(x) is None:
+            if isinstance(x, Tensor) and self._find_storage(x) is None:
                 number = self._new_register(x)
                 self._constants.append((number, x))
                 self._written.add(number)
@@ -165,9 +166,9 @@ class Recorder(TorchDispatchMode):
 
         In inference mode and inside custom operators the dispatcher shows operators such as reshape, which do either.
         """
-        if not isinstance(x, Tensor) or self._find_memory(x) is None:
+        if not isinstance(x, Tensor) or self._find_storage(x) is None:
             return False
-        return any(self._find_memory(y) is None for y in _values(found))
+        return any(self._find_storage(y) is None for y in _values(found))
 
     def _add_request(self, request: PostExchange | WaitExchange) -> None:
         if isinstance(request, WaitExchange):  # exchanges are waited for in the order in which they were posted
@@ -197,7 +198,7 @@ class Recorder(TorchDispatchMode):
                 raise NotRecordable(f"{function} has tensors in a nested argument")
         results: list[tuple[int | None, int]] = []
         for place, x in enumerate(found) if isinstance(found, list | tuple) else ((None, found),):
-            if isinstance(x, Tensor) and self._find_memory(x) is None:
+            if isinstance(x, Tensor) and self._find_storage(x) is None:
                 results.append((place, self._new_register(x)))
                 self._written.add(results[-1][1])
         self._instructions.append(Call(function, tuple(fixed), kwargs, registers, lists, tuple(results)))
@@ -211,36 +212,36 @@ class Recorder(TorchDispatchMode):
 
     def _new_register(self, x: Tensor) -> int:
         self._registers += 1
-        self._add_memory(self._registers - 1, x, is_input=False)
+        self._add_storage(self._registers - 1, x, is_input=False)
         return self._registers - 1
 
-    def _add_memory(self, number: int, x: Tensor, *, is_input: bool) -> None:
+    def _add_storage(self, number: int, x: Tensor, *, is_input: bool) -> None:
         reference = StorageWeakRef(x.untyped_storage())
-        self._storages.append(reference)
-        self._memory[reference.cdata] = Memory(number, int(x.storage_offset()), x.dtype, is_input)
+        self._storage_references.append(reference)
+        self._storages[reference.cdata] = KnownStorage(number, int(x.storage_offset()), x.dtype, is_input)
         self._views[number, _geometry(x, int(x.storage_offset()))] = number
 
-    def _find_memory(self, x: Tensor) -> Memory | None:
-        return self._memory.get(StorageWeakRef(x.untyped_storage()).cdata)
+    def _find_storage(self, x: Tensor) -> KnownStorage | None:
+        return self._storages.get(StorageWeakRef(x.untyped_storage()).cdata)
 
     def _register(self, x: Tensor, *, is_written: bool = False) -> int:
         """Return the register of a tensor. Its view is made before the instruction that is added next."""
-        memory = self._find_memory(x)
-        if memory is None:
+        storage = self._find_storage(x)
+        if storage is None:
             raise NotRecordable("a tensor is neither an input, nor allocated in the pass, nor a cached constant")
         if is_written:
-            self._written.add(memory.register)
-        elif memory.register not in self._written and x.numel():
+            self._written.add(storage.register)
+        elif storage.register not in self._written and x.numel():
             raise NotRecordable("a tensor is read from memory that nothing has written to")
-        geometry = _geometry(x, memory.offset)
-        number = self._views.get((memory.register, geometry))
+        geometry = _geometry(x, storage.offset)
+        number = self._views.get((storage.register, geometry))
         if number is None:
-            if geometry.dtype != memory.dtype and (memory.is_input or memory.offset):
-                raise NotRecordable("an input, or a part of a memory, is viewed in another dtype")
+            if geometry.dtype != storage.dtype and (storage.is_input or storage.offset):
+                raise NotRecordable("an input, or a part of a storage, is viewed in another dtype")
             number = self._registers
             self._registers += 1
-            self._views[memory.register, geometry] = number
-            self._instructions.append(View(number, memory.register, geometry, memory.dtype))
+            self._views[storage.register, geometry] = number
+            self._instructions.append(View(number, storage.register, geometry, storage.dtype))
         return number
 
 
