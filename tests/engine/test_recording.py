@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.caching.by_stream import cache_by_stream
-from ringspan.engine import pass_cache
+from ringspan.caching import by_stream
+from ringspan.caching.by_stream import CAPTURING, cache_by_stream
+from ringspan.engine import pass_cache, slots
 from ringspan.engine.recorded_pass import Call, Empty, RecordedPass
 from ringspan.engine.recording import Recorder
 from ringspan.kernels import launches, reference
@@ -118,8 +119,23 @@ def test_the_reason_why_a_pass_is_not_recorded_is_logged(
     assert all("neither an input" in message for message in messages)
 
 
+def test_a_replay_is_a_warm_up_for_a_cuda_graph(replays: list[RecordedPass], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture takes constants from the caches, which replays do not read. Other plans may have evicted them."""
+    expected = [attend(MASKS["documents and window"], "exchange(stages=2)", 0) for _ in range(3)][-1]
+    rectangle.cache_clear()
+    slots._index.cache_clear()
+    before = len(replays)
+    attend(MASKS["documents and window"], "exchange(stages=2)", 0)
+    assert len(replays) == before + 8
+    for module in (by_stream, pass_cache):
+        monkeypatch.setattr(module, "stream_key", lambda device: CAPTURING)
+    for x, y in zip(attend(MASKS["documents and window"], "exchange(stages=2)", 0), expected, strict=True):
+        assert torch.equal(x, y)
+    assert len(replays) == before + 8
+
+
 class Counter(MemoryCounter):
-    def record_constants(self, value: Any) -> None:
+    def record_constants(self, value: Any, restore: Callable[[], None]) -> None:
         """Do nothing. With this function, constants are cached under the mode."""
 
 

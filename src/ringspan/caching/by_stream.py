@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -72,14 +72,17 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
                 if dispatch_mode_depth():
                     modes: Sequence[Any] = dispatch_mode_stack()
                     for mode in modes:
-                        mode.record_constants(value)
+                        mode.record_constants(value, partial(keep, key, value))
                 return value
             value = make_tensors(*args)
+            keep(key, value)
+            return value
+
+        def keep(key: tuple[StreamKey, tuple[Any, ...]], value: Any) -> None:
             with lock:
                 by_stream[key] = value
                 if len(by_stream) > maxsize:
                     by_stream.popitem(last=False)
-            return value
 
         def cached_for_graph(args: tuple[Any, ...]) -> Any:
             with lock:
@@ -125,7 +128,7 @@ def copy_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 def _are_real(modes: Sequence[Any]) -> bool:
     """Return whether tensors that are made under these dispatch modes are real ones. Only our own recorder says so; it
-    is told about the constants that a pass uses."""
+    is told about the constants that a pass uses, and how to cache them again."""
     return all(hasattr(mode, "record_constants") for mode in modes)
 
 

@@ -61,6 +61,12 @@ class PassCache:
         if len(self.passes) > MAX_RECORDINGS:
             self.passes.popitem(last=False)
 
+    def restore_constants(self) -> None:
+        """Put the constants of all recordings back into their caches: a CUDA graph that is captured reads them there."""
+        for found in list(self.passes.values()):
+            if isinstance(found, RecordedPass):
+                found.restore_constants()
+
 
 # How often ringspan.clear_caches() was called. Recordings hold tensors of the caches that it empties.
 _generation = [0]
@@ -89,12 +95,15 @@ def run_pass(
     if device.type not in DEVICES or settings.debug or profiler_enabled() or dispatch_mode_depth():
         return execute()
     stream = stream_key(device)
-    if stream == CAPTURING or (stream is not None and torch.cuda.current_device() != stream[0]):
-        return execute()
     cache = plan.derived(PassCache)
     if cache.generation != _generation[0]:
         cache.passes.clear()
         cache.generation = _generation[0]
+    if stream == CAPTURING:
+        cache.restore_constants()
+        return execute()
+    if stream is not None and torch.cuda.current_device() != stream[0]:
+        return execute()
     deterministic = torch.are_deterministic_algorithms_enabled()
     key = (phase, kernel, options, stream, deterministic, *map(_description, inputs))
     found = cache.passes.get(key)

@@ -91,9 +91,15 @@ class RecordedPass:
     """
 
     def __init__(
-        self, inputs: int, constants: Sequence[tuple[int, Tensor]], instructions: Sequence[Instruction], results: Sequence[int]
+        self,
+        inputs: int,
+        constants: Sequence[tuple[int, Tensor]],
+        instructions: Sequence[Instruction],
+        results: Sequence[int],
+        restore: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.instructions = tuple(instructions)
+        self._restore = restore
         self._names: dict[str, Any] = {
             "PostExchange": PostExchange,
             "WaitExchange": WaitExchange,
@@ -122,6 +128,11 @@ class RecordedPass:
     def replay(self, inputs: Sequence[Tensor | None]) -> RankGenerator[Result]:
         """Run the instructions on other inputs of the same shapes, strides and dtypes."""
         return self._replay(*inputs)
+
+    def restore_constants(self) -> None:
+        """Put the constants back into their caches, from which other passes may have evicted them."""
+        for restore in self._restore:
+            restore()
 
     def _lines(self, instruction: Instruction) -> list[str]:
         if isinstance(instruction, Empty):

@@ -87,6 +87,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, KnownStorage] = {}  # by the address of the storage object
         self._storage_references: list[StorageWeakRef] = []  # while these live, no other storage object has the same address
         self._constants: list[tuple[int, Tensor]] = []
+        self._restore: dict[int, Callable[[], None]] = {}
         self._written = set(range(len(inputs)))  # registers of memory that has contents
         self._posted = self._waited = 0
         for number, x in enumerate(inputs):
@@ -121,7 +122,7 @@ class Recorder(TorchDispatchMode):
         results = self._note(lambda: tuple([self._register(x) for x in result]))
         if results is None or self.failure is not None:
             return None
-        return RecordedPass(self._inputs, self._constants, self._instructions, results)
+        return RecordedPass(self._inputs, self._constants, self._instructions, results, tuple(self._restore.values()))
 
     def _note(self, note: Callable[..., T], *args: Any) -> T | None:
         """Call one of the functions below, unless the recording has failed already."""
@@ -143,8 +144,9 @@ class Recorder(TorchDispatchMode):
         """Note a launch that PyTorch's dispatcher does not see."""
         self._note(self._add_call, kernel, arguments, keyword_arguments, None, range(len(arguments)))
 
-    def record_constants(self, value: Any) -> None:
-        """Note tensors that are the same objects in every pass."""
+    def record_constants(self, value: Any, restore: Callable[[], None]) -> None:
+        """Note tensors that are the same objects in every pass. ``restore`` puts them back into their cache."""
+        self._restore[id(value)] = restore  # which holds the value
         for x in tree_leaves(value):
             if isinstance(x, Tensor) and self._find_storage(x) is None:
                 number = self._new_register(x)
