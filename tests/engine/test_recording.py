@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,8 +18,8 @@ import ringspan as rs
 from ringspan.caching import by_stream
 from ringspan.caching.by_stream import CAPTURING, cache_by_stream
 from ringspan.engine import pass_cache, slots
-from ringspan.engine.recorded_pass import Call, Empty, RecordedPass
-from ringspan.engine.recording import Recorder
+from ringspan.engine.recorded_pass import Empty, FunctionCall, RecordedPass
+from ringspan.engine.recording import PassRecorder
 from ringspan.kernels import launches, reference
 from ringspan.masks import Band
 from ringspan.masks import table as tables
@@ -157,7 +159,7 @@ def test_a_replay_needs_no_more_memory(replays: list[RecordedPass], monkeypatch:
 
 def record(step: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[RecordedPass | None, str | None]:
     """Record a pass without exchanges. Returns the recording, and the reason if there is none."""
-    recorder, finished = Recorder([x]), []
+    recorder, finished = PassRecorder([x]), []
 
     def generate() -> RankGenerator[Any]:
         return step(x)
@@ -190,7 +192,7 @@ def test_views_are_collapsed_and_new_memory_is_allocated_again() -> None:
     assert recorded is not None
     kinds = [type(instruction) for instruction in recorded.instructions]
     assert kinds.count(Empty) == 1
-    assert kinds.count(Call) == 4
+    assert kinds.count(FunctionCall) == 4
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_a_recording_is_freed_without_the_garbage_collector() -> None:
 
 def test_inputs_that_share_a_storage_are_not_recorded() -> None:
     both = torch.randn(2, 7)
-    assert Recorder([both[0], both[1]]).failure == "two inputs share a storage"
+    assert PassRecorder([both[0], both[1]]).failure == "two inputs share a storage"
 
 
 def test_launches_that_the_dispatcher_does_not_see_are_recorded() -> None:
@@ -320,6 +322,35 @@ def test_exchanges_are_replayed() -> None:
         return end.value.value[0]  # type: ignore[no-any-return]
 
     x, finished = torch.ones(3), []
-    assert torch.equal(drive(Recorder([x]).run(generate(x), nullcontext, finished.append)), 12 * x)
+    assert torch.equal(drive(PassRecorder([x]).run(generate(x), nullcontext, finished.append)), 12 * x)
     y = torch.arange(3.0)
     assert torch.equal(drive(finished[0].replay([y])), 12 * y)
+
+
+THREADS = """
+import sys, threading
+from contextlib import nullcontext
+import torch, ringspan as rs
+from ringspan.engine import pass_cache
+from ringspan.kernels import reference
+from tests.engine.test_recording import rectangle
+assert "torch._dynamo" not in sys.modules
+pass_cache.DEVICES, reference.observed_launches, reference._parts = {"cpu"}, nullcontext, rectangle
+failed = []
+def attend(n):
+    q = torch.randn(1, 2, 8 * n, 4)
+    try:
+        for _ in range(3):
+            rs.LocalWorld(2).attention(q, q, q, mask=rs.causal(8 * n), strategy="ring", backend="reference")
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=attend, args=(n,)) for n in range(1, 5)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert not failed, failed
+"""
+
+
+def test_several_threads_make_the_first_recordings() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ PACKAGES = ("torch", "flash_attn")
 STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_exit", "_Hash"}
 
 # Of accelerate and transformers. The tests of the integrations check that they exist.
-OTHER_PACKAGES = {"_cp_context", "_models", "_attn_implementation"}
+OTHER_PACKAGES = {"_cp_context", "_models", "_attn_implementation", "_loss_function"}
 
 # Where a private name that is given as a string may come from.
 OWNERS = (torch.Tensor, torch, torch._C, torch.ops.aten, torch.nn.functional, torch.nn.Module())

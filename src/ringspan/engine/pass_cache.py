@@ -25,11 +25,12 @@ from ringspan.caching.by_stream import CAPTURING, stream_key
 from ringspan.caching.registry import on_clear_caches
 from ringspan.debugging.settings import settings
 from ringspan.engine.recorded_pass import RecordedPass, Result
-from ringspan.engine.recording import Recorder
+from ringspan.engine.recording import PassRecorder
 from ringspan.kernels import Kernel
 from ringspan.kernels.launches import NotRecordable
 from ringspan.plans.data import Phase, RankPlan
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth
+from ringspan.torch_private.dynamo import load_dynamo
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import RankGenerator
 
@@ -138,7 +139,8 @@ def _record(
     except NotRecordable as error:
         store(None, str(error))
         return execute()
-    recorder = Recorder(inputs)
+    load_dynamo()
+    recorder = PassRecorder(inputs)
     return recorder.run(execute(), kernel.observed_launches, lambda recorded: store(recorded, recorder.failure))
 
 

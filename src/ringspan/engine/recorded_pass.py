@@ -52,7 +52,7 @@ class View(NamedTuple):
     source_dtype: torch.dtype
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """Call an operator, or launch a kernel."""
 
     function: Callable[..., Any]
@@ -81,7 +81,7 @@ class Wait(NamedTuple):
     number: int
 
 
-Instruction = Empty | View | Call | Post | Wait
+Instruction = Empty | View | FunctionCall | Post | Wait
 
 
 class RecordedPass:
@@ -144,7 +144,7 @@ class RecordedPass:
                 return [f"r{to} = r{source}.as_strided({shape}, {stride}, o{source} + {offset})"]
             new = f"r{source}.new_empty(0, dtype={self._text(dtype)})"
             return [f"r{to} = {new}.set_(r{source}.untyped_storage(), {offset}, {shape}, {stride})"]
-        if isinstance(instruction, Call):
+        if isinstance(instruction, FunctionCall):
             return self._call(instruction)
         if isinstance(instruction, Post):
             number, label, *messages = instruction
@@ -152,7 +152,7 @@ class RecordedPass:
             return [f"p{number} = yield PostExchange({label!r}, {sends}, {recvs})"]
         return [f"yield WaitExchange(p{instruction.number})", f"del p{instruction.number}"]
 
-    def _call(self, call: Call) -> list[str]:
+    def _call(self, call: FunctionCall) -> list[str]:
         texts = [self._text(x) for x in call.arguments]
         for index, number in call.registers.items():
             texts[index] = f"r{number}"
@@ -195,7 +195,7 @@ def _registers_of(instruction: Instruction) -> Iterable[int]:
         return (instruction.to,)
     if isinstance(instruction, View):
         return (instruction.to, instruction.source)
-    if isinstance(instruction, Call):
+    if isinstance(instruction, FunctionCall):
         lists = [number for numbers in instruction.lists.values() for number in numbers if number is not None]
         return [*instruction.registers.values(), *(number for _, number in instruction.results), *lists]
     if isinstance(instruction, Post):

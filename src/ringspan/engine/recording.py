@@ -16,7 +16,7 @@ itself, whatever chain of views led to it. Each register is released after its l
 memory than the pass itself.
 
 What is noted is complete, or the pass is not recorded. The dispatcher of PyTorch shows every operator
-(:class:`Recorder` is a dispatch mode); launches that bypass it are reported by :mod:`ringspan.kernels.launches`. A
+(:class:`PassRecorder` is a dispatch mode); launches that bypass it are reported by :mod:`ringspan.kernels.launches`. A
 tensor must be an input of the pass, memory that it allocated, or a constant that :mod:`ringspan.caching.by_stream`
 keeps. Memory must be written before an operator reads it: otherwise a launch was not reported. If the host reads a value
 of a tensor, the pass is not recorded: the next time it may take another path.
@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringspan.engine.recorded_pass import (
-    Call,
     Empty,
+    FunctionCall,
     Geometry,
     Instruction,
     Post,
@@ -72,7 +72,7 @@ class KnownStorage(NamedTuple):
     is_input: bool
 
 
-class Recorder(TorchDispatchMode):
+class PassRecorder(TorchDispatchMode):
     """Notes what a pass does. It is a dispatch mode while the pass runs on this thread, not while messages travel.
 
     ``failure`` is the reason why the pass cannot be recorded. The pass itself goes on.
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(x, Tensor) and self._find_storage(x) is None:
                 results.append((place, self._new_register(x)))
                 self._written.add(results[-1][1])
-        self._instructions.append(Call(function, tuple(fixed), kwargs, registers, lists, tuple(results)))
+        self._instructions.append(FunctionCall(function, tuple(fixed), kwargs, registers, lists, tuple(results)))
 
     def _list_of_registers(self, tensors: Sequence[Any], *, is_written: bool) -> tuple[int | None, ...]:
         if not all(x is None or isinstance(x, Tensor) for x in tensors):

@@ -6,9 +6,11 @@ Importing torch._dynamo takes longer than importing all of ringspan.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,8 +30,9 @@ def dynamo_disable(function: F) -> F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        compiler = sys.modules.get("torch._dynamo")  # while it is not imported, nothing is being compiled
-        return (function if compiler is None else compiler.disable(function))(*args, **kwargs)
+        # While it is not imported, or another thread is importing it, nothing is being compiled.
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        return (function if disable is None else disable(function))(*args, **kwargs)
 
     return cast(F, call)
 
@@ -38,6 +41,18 @@ def without_compilation() -> AbstractContextManager[Any]:
     """Run compiled functions eagerly while the context is open. Does not import torch._dynamo."""
     compiler = sys.modules.get("torch._dynamo")  # while it is not imported, nothing is compiled
     return nullcontext() if compiler is None else torch.compiler.set_stance("force_eager")
+
+
+def load_dynamo() -> None:
+    """Import torch._dynamo, as PyTorch does at the first operator under a dispatch mode.
+
+    Threads that meet such an operator at the same time may find half of the module.
+    """
+    with _loading:
+        import_module("torch._dynamo")
+
+
+_loading = threading.Lock()
 
 
 def dynamo_config(**options: Any) -> AbstractContextManager[Any]:

@@ -18,6 +18,8 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
 
@@ -105,6 +107,23 @@ class Call:
         return (zlib.crc32(label.encode(), self.checksum) + nbytes) % LARGEST_TAG
 
 
+class _Refusal(threading.local):
+    reason: str | None = None
+
+
+_refusal = _Refusal()
+
+
+@contextmanager
+def refuse_calls(reason: str) -> Iterator[None]:
+    """Raise an :class:`InputError` with this reason at every call that this thread makes on a group of several ranks."""
+    _refusal.reason = reason
+    try:
+        yield
+    finally:
+        _refusal.reason = None
+
+
 class GroupCalls:
     """The calls that this process makes on one group, one at a time."""
 
@@ -130,6 +149,8 @@ class GroupCalls:
 
     def begin(self, description: CallDescription) -> Call:
         """Count a call. Raises if the group has failed before, or if another thread is in a call of it."""
+        if _refusal.reason is not None:
+            raise InputError(_refusal.reason)
         thread = self._name_of_thread()
         with self._lock:
             if self.group_error is not None:

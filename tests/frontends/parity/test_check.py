@@ -180,3 +180,28 @@ def test_the_first_module_is_named_and_the_model_is_left_as_it_was(pools: Pools)
             "untouched": True,
             "methods": ("ContextParallel.attention", False),
         }
+
+
+def run_other_context(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    cp = context("zigzag")
+
+    def with_a_global_one(model: Any, batch: Any, given: rs.ContextParallel) -> torch.Tensor:
+        return broken.right(model, batch, cp)
+
+    def with_its_own(model: Any, batch: Any, given: rs.ContextParallel) -> torch.Tensor:
+        return broken.right(model, batch, context("zigzag"))
+
+    errors = []
+    for step in (with_a_global_one, with_its_own):
+        with pytest.raises(rs.InputError) as error:
+            rs.check_parity(intact(), tokens(), cp, step=step)
+        errors.append(str(error.value))
+    assert rs.check_parity(intact(), tokens(), cp, step=broken.right).ok  # the group is still usable
+    return errors
+
+
+def test_a_step_that_uses_another_context_is_refused(pools: Pools) -> None:
+    """Both runs would be those of all ranks, and equal, whatever is wrong."""
+    for errors in pools(2).run(run_other_context):
+        assert all("uses another ContextParallel than the one that it is given" in text for text in errors)

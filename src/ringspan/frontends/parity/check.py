@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from ringspan.frontends.parity.trace import NOT_INTERCEPTED, Recorder, Trace, le
 from ringspan.frontends.reporting import report_error
 from ringspan.frontends.watched_block import NO_ATTENTION
 from ringspan.torch_private.pytree import tree_map_only
+from ringspan.transports.calls import refuse_calls
 from ringspan.transports.single_rank import SingleRank
 
 Step = Callable[[Any, Any, ContextParallel], Tensor]
@@ -140,13 +141,20 @@ def _differing_ranks(job: _Job) -> Parity | None:
     return job.result([row], Diagnosis("ranks_differ", f"the first of {len(names)} is {names[0]}"))
 
 
+OTHER_CP = (
+    "the step of check_parity uses another ContextParallel than the one that it is given: a global one, or one that it makes "
+    "itself. The check also runs the step in one process, with a cp of one rank: use its argument `cp` for everything"
+)
+
+
 def _compare(job: _Job) -> Parity:
     cp, alone = job.cp, single(job.cp)
     _use_block(job.whole_model, alone)
     tokens = cp.mask.lengths
     recorder = Recorder(job.whole_model, tokens, widen=job.widen)
     try:
-        whole = _run(job, job.whole_model, alone, recorder)
+        with refuse_calls(OTHER_CP) if cp.world > 1 else nullcontext():
+            whole = _run(job, job.whole_model, alone, recorder)
     except UnplannedAttention as error:
         return _not_intercepted(job, recorder.trace, error)
     except Exception as error:
