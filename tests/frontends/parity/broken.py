@@ -144,6 +144,12 @@ def right(model: Model, tokens: Tensor, cp: rs.ContextParallel) -> Tensor:
     return finish(model, cp.mean(losses, labels >= 0), cp)
 
 
+def part_of_the_loss(model: Model, tokens: Tensor, cp: rs.ContextParallel) -> Tensor:
+    losses, _ = forward(model, tokens, cp)
+    labels = (rs.shift_labels(tokens, documents=LENGTHS) >= 0).sum()
+    return finish(model, losses.sum() / labels, cp)
+
+
 def one_document(model: Model, tokens: Tensor, cp: rs.ContextParallel) -> Tensor:
     mine, labels = cp.shard(tokens, rs.shift_labels(tokens), dim=1)
     with cp:
@@ -238,6 +244,7 @@ BROKEN: dict[str, tuple[Callable[[], Model], Callable[..., Tensor], str]] = {
     "table cut at the length of the shard": (lambda: intact(learned_positions=True), right, "positions"),
     "labels of the shard": (intact, labels_of_the_shard, "labels"),
     "mean loss of each rank": (intact, loss_of_the_rank, "loss_per_rank"),
+    "part of the loss": (intact, part_of_the_loss, "loss_part"),
     "attention by hand in one layer": (lambda: Model(Layer(Attention()), Layer(ByHand())), right, "mask"),
     "attention by hand": (lambda: Model(Layer(ByHand())), right, "mask"),
     "attention outside the block": (lambda: Model(Layer(Attention()), Layer(Outside())), right, "mask"),

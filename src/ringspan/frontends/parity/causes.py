@@ -17,6 +17,7 @@ Cause = Literal[
     "attention",
     "labels",
     "loss_per_rank",
+    "loss_part",
     "not_summed",
     "summed_again",
     "summed_per_micro_batch",
@@ -81,6 +82,11 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "loss_per_rank": (
         "the loss is averaged per rank, but ranks have different numbers of labels",
         'compute losses with reduction="none", then cp.mean(losses, labels >= 0)',
+    ),
+    "loss_part": (
+        "the step returns this rank's part of the loss; the gradients are right",
+        "return a loss that is the same on all ranks: cp.sum(losses) divided by the number of labels, or cp.mean(losses, "
+        "labels >= 0)",
     ),
     "not_summed": (
         "gradients are not summed over ranks: each rank has its part",

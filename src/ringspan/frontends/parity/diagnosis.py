@@ -190,6 +190,9 @@ def _of_loss(c: GroupFindings) -> Diagnosis | None:
     ratios = [ratio for x in outputs for ratio in x.ratios]
     factors = f"output gradients are {_ratio_text(ratios)} of those of one process, " if ratios else ""
     losses = ", ".join(f"{rank.loss:.6g}" for rank in c.ranks)
+    total = sum(rank.loss for rank in c.ranks)
+    if abs(total - c.loss) <= c.tolerance * max(abs(c.loss), 1e-12) and not c.wrong_parameters():
+        return Diagnosis("loss_part", f"{losses} are together the {c.loss:.6g} of one process")
     return Diagnosis("loss_per_rank", f"{factors}the losses of the ranks are {losses} instead of {c.loss:.6g}")
 
 
