@@ -213,7 +213,7 @@ CALLS: dict[str, tuple[Callable[[Any, list[torch.Tensor]], Any], type[Exception]
     "attn_mask": (
         lambda mesh, x: sdpa(*x, attn_mask=torch.ones(4, 4).bool()),
         rs.UnplannedAttention,
-        "attn_mask of shape.*Give the mask to ContextParallel",
+        r"attn_mask of shape.*Use `with rs.ContextParallel\(mesh, mask\):` instead of context_parallel, and call without",
     ),
     "dropout": (lambda mesh, x: sdpa(*x, dropout_p=0.1), rs.UnplannedAttention, "dropout_p=0.1"),
     "MultiheadAttention": (

@@ -110,6 +110,7 @@ def test_lengths_from_a_file(quote: str, tmp_path: Path) -> None:
         (b"3\n4.5\n", r"line 2: a length is an integer number of tokens, not '4.5'"),
         (b"-1", "not '-1'"),
         (b"# nothing", "holds no length"),
+        (b"0, 3, 5, 9", r"look like cumulative lengths \(0, 3, 5, …\): write the length of each document"),
         (b"\xff\xfe", "is not a text file"),
         (None, "cannot read the lengths in .*No such file"),
     ],

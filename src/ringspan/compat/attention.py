@@ -95,6 +95,8 @@ class MaskFromCallMode(AttentionCatcher):
             if call.has_block_mask and not self._lengths_fit(call, layouts[0], kv_layouts[0]):
                 raise FlexLengthError(str(translated)) from None
             raise translated from None
+        except UnplannedAttention as error:
+            raise in_torchs_names(error) or error from None
 
     def keep_settings(self) -> None:
         hold_settings(self._contexts.shardings)

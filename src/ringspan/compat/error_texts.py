@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from ringspan.errors import InputError, PeerMismatch
+from ringspan.errors import RingspanError
+from ringspan.frontends.attention_block import MASK_ADVICE
 from ringspan.transports.handshake import SHARD_ADVICE
 
-ADVICE = (
+_SHARD_ADVICE = (
     "shard it with _context_parallel_shard, or make it one of the buffers of context_parallel(buffers=...); attention that is "
     "not split belongs in `with rs.local_attention():`"
 )
+_MASK_ADVICE = "Use `with rs.ContextParallel(mesh, mask):` instead of context_parallel"
+_ADVICE = {SHARD_ADVICE: _SHARD_ADVICE, MASK_ADVICE: _MASK_ADVICE}
 
 
-def in_torchs_names(error: InputError | PeerMismatch) -> InputError | PeerMismatch | None:
-    """Return the error with the advice for users of torch's functions, or None if it does not advise to shard."""
+def in_torchs_names(error: RingspanError) -> RingspanError | None:
+    """Return the error with the advice for users of torch's functions, or None if it has no advice to replace."""
     text = str(error)
-    return type(error)(text.replace(SHARD_ADVICE, ADVICE)) if SHARD_ADVICE in text else None
+    for advice, in_torchs in _ADVICE.items():
+        if advice in text:
+            return type(error)(text.replace(advice, in_torchs))
+    return None

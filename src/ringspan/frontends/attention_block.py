@@ -329,7 +329,7 @@ class AttentionMode(AttentionCatcher):
             raise UnplannedAttention(
                 f"this call has an attn_mask of shape {tuple(attn_mask.shape)} that is not part of the plan "
                 f"(its mask is {self._mask_name}). "
-                "Give the mask to ContextParallel, and call without attn_mask (for a model of transformers, import "
+                f"{MASK_ADVICE}, and call without attn_mask (for a model of transformers, import "
                 f'ringspan.integrations.transformers and set_attn_implementation("ringspan")); or wrap the call in {_WRAP}'
             )
         if dropout_p:
@@ -352,6 +352,7 @@ class AttentionMode(AttentionCatcher):
         return *under_autocast(query, key, value), scale
 
 
+MASK_ADVICE = "Give the mask to ContextParallel"
 _WRAP = "`with rs.local_attention():` if this layer is not part of the split sequence"
 
 

@@ -58,8 +58,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         cp = rs.ContextParallel(mesh["cp"], rs.documents(lengths))
         tokens, labels = cp.shard(tokens, labels, dim=1)
         with cp:                                   # F.scaled_dot_product_attention is context-parallel in here
-            logits = model(tokens, positions=cp.positions())
-        loss = cp.mean(token_loss)                 # the mean over all tokens of all ranks
+            logits = model(tokens, positions=cp.positions(documents=lengths))
+        loss = cp.mean(token_loss, labels >= 0)    # the mean over all tokens of all ranks that have a label
         loss.backward()
         cp.sum_gradients(model.parameters())
 

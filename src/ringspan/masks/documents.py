@@ -60,7 +60,7 @@ def documents(
         q_lengths = _differences(cu_seqlens)
     else:
         q_lengths = as_lengths("lengths", lengths)
-        if len(q_lengths) > 2 and q_lengths[0] == 0 and (np.diff(q_lengths) > 0).all():
+        if look_cumulative(q_lengths):
             raise MaskError(
                 f"{_start_of(q_lengths)} look like cumulative lengths: pass them as cu_seqlens=. "
                 "If they are lengths, leave out the empty first document"
@@ -75,6 +75,15 @@ def documents(
     hi = k0 - q0 + np.asarray(offsets, dtype=np.int64) if causal else far
     bands = tables.tighten(np.stack([q0, q1, k0, k1, -far, hi], axis=1))
     return _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
+
+
+def look_cumulative(lengths: NDArray[np.int64]) -> bool:
+    """Return whether these are probably cumulative lengths: a 0, then numbers that grow.
+
+    >>> look_cumulative(np.array([0, 3, 5])), look_cumulative(np.array([3, 5]))
+    (True, False)
+    """
+    return len(lengths) > 2 and bool(lengths[0] == 0 and (np.diff(lengths) > 0).all())
 
 
 def _by_rows(lengths: Any, kv_lengths: Any, causal: bool, align: Align | None) -> Mask:

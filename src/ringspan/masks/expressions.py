@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ringspan.errors import MaskError, unknown_name
 from ringspan.masks import table as tables
 from ringspan.masks.causal import causal
 from ringspan.masks.chunked import chunked
-from ringspan.masks.documents import documents
+from ringspan.masks.documents import documents, look_cumulative
 from ringspan.masks.full import full
 from ringspan.masks.mask import Mask
 from ringspan.masks.prefix import prefix
@@ -101,6 +103,11 @@ def read_lengths(path: str) -> list[int]:
             found.append(int(word))
     if not found:
         raise MaskError(f"{path} holds no length: write integers, one or many a line")
+    if look_cumulative(np.array(found)):
+        raise MaskError(
+            f"the numbers in {path} look like cumulative lengths ({found[0]}, {found[1]}, {found[2]}, …): write the length of "
+            "each document. If they are lengths, leave out the empty first document"
+        )
     return found
 
 

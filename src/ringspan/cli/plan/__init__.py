@@ -37,7 +37,10 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
         "documents(file=lengths.txt), prefix(N, P), chunked(N, C), tree(LENGTHS, PARENTS), joined by & | - ~ and brackets",
     )
     what.add_argument(
-        "--seq-len", type=tokens, metavar="N", help="tokens, for masks that have no length of their own: 131072, 128K or 1M"
+        "--seq-len",
+        type=tokens,
+        metavar="N",
+        help="tokens, for masks that have no length of their own: 131072, 128K or 1M (= 1,048,576)",
     )
     what.add_argument("--heads", type=int, help="query heads (default 32)")
     what.add_argument("--kv-heads", type=int, help="key heads (default 8)")

@@ -42,7 +42,8 @@ CAUSES: dict[Cause, tuple[str, str]] = {
         "cp.shard; torch.arange(tokens of this rank) and tables cut at [:n] are positions in the shard",
     ),
     "mask": (
-        "the mask is dropped: attention was not intercepted, so each rank attends to its own keys only",
+        "the mask is dropped: the model was called outside of the block, or its attention was not intercepted, so each rank "
+        "attends to its own keys only",
         "call F.scaled_dot_product_attention, flex_attention or varlen_attn inside `with cp:` (in transformers "
         'attn_implementation="sdpa" or "ringspan", not "eager")',
     ),
@@ -112,7 +113,7 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     ),
     "unknown": (
         "none that is known",
-        "compare the first difference of the table by hand; a random operation, an in-place change or a custom backward pass "
-        "are possible",
+        "compare the first difference of the table by hand; clipping or scaling before cp.sum_gradients, a random operation, "
+        "an in-place change or a custom backward pass are possible",
     ),
 }
