@@ -129,7 +129,7 @@ def draw_memory(path: Path, memory: Mapping[int, int]) -> None:
     axes.plot(range(len(worlds)), [held[0] / n * worlds[0] for n in worlds], "o--", color=COLOURS[3], label="one rank ÷ ranks")
     for bar, mebibytes in zip(bars, held, strict=True):
         text = f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
-        axes.text(bar.get_x() + 0.3, mebibytes + 0.02 * max(held), text, ha="center", va="bottom", color=INK, fontsize=9)
+        axes.text(bar.get_x() + 0.3, 0.02 * max(held), text, ha="center", va="bottom", color="white", fontsize=9)
     axes.set_xticks(range(len(worlds)), [str(n) for n in worlds])
     axes.set(xlabel="ranks that share the sequence", ylabel="MiB on the fullest rank", ylim=(0, max(held) * 1.12))
     axes.set_title("Memory of a rank for one step: activations and buffers of attention", color=INK, fontsize=11)
