@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import ringspan as rs
-from ringspan.engine import autograd
+from ringspan.engine import executor
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
@@ -79,7 +79,7 @@ def no_memory_for_keys(layer: Layer, differs: bool) -> None:
 
 def no_memory_for_the_backward_pass(layer: Layer, differs: bool) -> None:
     out = layer.attend()
-    with mock.patch.object(autograd, "saved_for_backward", no_memory) if differs else mock.MagicMock():
+    with mock.patch.object(executor, "_saved", no_memory) if differs else mock.MagicMock():
         out.sum().backward()
 
 
