@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import ringspan as rs
-from ringspan.engine import executor
+from ringspan.engine import autograd, executor
 from ringspan.transports import ProcessGroupTransport
 from tests.conftest import Pools
 
