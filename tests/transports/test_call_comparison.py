@@ -1,4 +1,5 @@
-"""Collectives compare the calls before them on a backend that matches messages by their order alone, as NCCL does."""
+"""Attention and collectives compare the calls of all ranks on a backend that matches messages by their order alone, as
+NCCL does."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
+from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import assert_close
 from ringspan.transports import ProcessGroupTransport
-from ringspan.transports.call_comparison import apply_comparison
+from ringspan.transports.call_comparison import Comparison, apply_comparison
 from ringspan.transports.calls import Call
 from tests.conftest import Pools
 
@@ -51,6 +53,45 @@ def collectives(rank: int, differs: bool) -> list[object]:
         Call.tag = tag  # type: ignore[method-assign]
 
 
+# On the contiguous layout of two ranks, neither needs rows of the other. Their calls are compared nevertheless.
+MASKS = {"messages": rs.causal(N), "no messages": rs.documents([N // 2, N // 2])}
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, N, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def passes(rank: int, mask: rs.Mask, differs: bool) -> list[Tensor]:
+    """Return out, lse and gradients of attention, without a collective. Rank 1 may use another scale."""
+    tag, Call.tag = Call.tag, lambda self, label, nbytes: 7  # type: ignore[method-assign, assignment, return-value]
+    try:
+        plan, group = rs.plan(mask, world=2, rank=rank, layout="contiguous"), group_without_tags()
+        q, k, v = (x.detach().chunk(2, dim=2)[rank].clone().requires_grad_() for x in inputs())
+        rs.attention(q, k, v, plan=plan, group=group)  # the handshake
+        scale = 0.25 if differs and rank == 1 else 0.5
+        out, lse = rs.attention(q, k, v, plan=plan, group=group, scale=scale, return_lse=True)
+        return [x.detach() for x in (out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)))]
+    finally:
+        Call.tag = tag  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_attention_after_equal_calls_is_exact(pools: Pools, mask: rs.Mask) -> None:
+    q, k, v = inputs()
+    out, lse = dense_attention(q, k, v, torch.from_numpy(mask.dense()), scale=0.5)
+    wanted = [out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))]
+    for rank, found in enumerate(pools(2).run(passes, mask, False)):
+        for actual, whole in zip(found, wanted, strict=True):
+            assert_close(actual, whole.chunk(2, dim=2)[rank], atol=1e-12, rtol=0.0)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_attention_after_different_calls_returns_no_number(pools: Pools, mask: rs.Mask) -> None:
+    for found in pools(2).run(passes, mask, True):
+        assert all(x.isnan().all() for x in found)
+
+
 def expected() -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(1, 2, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     q = x
@@ -70,16 +111,16 @@ def test_no_number_follows_different_calls(pools: Pools) -> None:
     for mean, whole, error in pools(2).run(collectives, True):
         assert mean.isnan().all()
         assert whole.isnan().all()
-        assert "different calls before cp.sum_gradients" in error
+        assert "different calls, as cp.sum_gradients found" in error
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_results_that_cannot_be_filled_with_nan_raise(dtype: torch.dtype) -> None:
     x = torch.ones(3).to(dtype)
-    apply_comparison(torch.tensor([5, -5]), [x], "unshard")
+    apply_comparison(Comparison(torch.tensor([10]), 10, None), [x], "unshard")
     assert x.float().tolist() == [1.0] * 3
-    with pytest.raises(rs.PeerMismatch, match="different calls before unshard"):
-        apply_comparison(torch.tensor([6, -5]), [x], "unshard")
+    with pytest.raises(rs.PeerMismatch, match="different calls, as unshard found"):
+        apply_comparison(Comparison(torch.tensor([11]), 10, None), [x], "unshard")
 
 
 def test_groups_with_tags_keep_no_checksum(pools: Pools) -> None:

@@ -309,25 +309,29 @@ def test_the_handshake_finds_a_mismatch(nccl_pools: Callable[[int], Pool], how: 
         assert "rank 1 has" in message
 
 
-def other_order(rank: int, differs: bool) -> tuple[float, str]:
-    """Make two calls with equal messages, on rank 1 in the other order. Return the mean and the error."""
+def other_order(rank: int, differs: bool) -> tuple[list[bool], float, str]:
+    """Make two calls with equal messages, on rank 1 in the other order. Return which of their results and gradients are
+    NaN, the mean, and the error of sum_gradients."""
     cp = rs.ContextParallel(dist.new_group(), rs.causal(N), strategy="ring", layout="zigzag")
     q, k, v = (x.detach().requires_grad_() for x in cp.shard(*tensors(torch.bfloat16)[:3], dim=2))
     cp.attention(q, k, v)
     scales = (0.5, 0.25) if rank == 1 and differs else (0.25, 0.5)
-    mean, error = cp.mean(cp.attention(q, k, v, scale=scales[0]) + cp.attention(q, k, v, scale=scales[1])), ""
+    outs = [cp.attention(q, k, v, scale=scale) for scale in scales]
+    found = [*outs, *torch.autograd.grad(sum(outs), (q, k, v), torch.ones_like(q))]
+    mean, error = cp.mean(outs[0].detach()), ""
     try:
         cp.sum_gradients([q])
-    except rs.PeerMismatch as found:
-        error = str(found)
-    return float(mean), error
+    except rs.PeerMismatch as raised:
+        error = str(raised)
+    return [bool(x.isnan().all()) for x in found], float(mean), error
 
 
 @pytest.mark.parametrize("differs", [False, True], ids=["equal calls", "another order"])
 def test_no_number_follows_calls_in_another_order(nccl_pools: Callable[[int], Pool], differs: bool) -> None:
-    for mean, message in nccl_pools(2).run(other_order, differs):
+    for is_nan, mean, message in nccl_pools(2).run(other_order, differs):
+        assert is_nan == [differs] * 5
         assert math.isnan(mean) == differs
-        assert ("different calls before cp.sum_gradients" in message) == differs
+        assert ("different calls, as cp.sum_gradients found" in message) == differs
 
 
 def survive(rank: int, when: str, port: int) -> None:

@@ -186,9 +186,13 @@ class GroupCalls:
         all of its description."""
         call, self.current = self.current, None
         if self.checksums is not None and call is not None and call.error is None:
-            self.checksum = zlib.crc32(call.checksum.to_bytes(4, "little"), self.checksum)
+            self.checksum = self.checksum_with(call)
             if call.number % CHECKSUM_CALLS == 0:
                 self.checksums.append((call.number, self.checksum))
+
+    def checksum_with(self, call: Call) -> int:
+        """Return the checksum of all calls that have ended, and this one."""
+        return zlib.crc32(call.checksum.to_bytes(4, "little"), self.checksum)
 
     def fail(self, call: Call, error: BaseException, *, is_final: bool = False) -> None:
         """Remember an error, for the other ranks."""

@@ -26,11 +26,12 @@ from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
-from ringspan.transports.call_comparison import apply_comparison, start_comparison
+from ringspan.transports.call_comparison import Comparison, apply_comparison, start_comparison
 from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.flight_record import record_failure
+from ringspan.transports.group_argument import DESTROYED, group_and_ranks
 from ringspan.transports.pending import PendingExchange
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 from ringspan.transports.watchdog import group_state
@@ -40,8 +41,6 @@ T = TypeVar("T")
 log = logging.getLogger("ringspan.transports")
 
 DEBUG_COMPARISON_LIMIT = timedelta(minutes=30)  # for comparing calls under RINGSPAN_DEBUG=1, if timeout is None
-
-DESTROYED = "the process group was destroyed: make a ContextParallel, or a transport, for a new group"
 
 
 class ProcessGroupTransport:
@@ -53,30 +52,7 @@ class ProcessGroupTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | None = None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise InputError(
-                "torch.distributed is not initialised: start with torchrun and call dist.init_process_group(), "
-                "or use ringspan.LocalWorld(n), which needs no processes"
-            )
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                axes = " and ".join(map(repr, group.mesh_dim_names)) if group.mesh_dim_names else f"{group.ndim} axes"
-                raise InputError(f"a mesh of one axis is needed, this one has {axes}: pass mesh[axis], as in mesh['cp']")
-            self.global_ranks: list[int] = group.mesh.tolist()
-            given: Any = group.get_group()
-        else:
-            # new_group returns an integer instead of a group to processes that are not members.
-            given = dist.group.WORLD if group is None else group
-            if given is dist.GroupMember.NON_GROUP_MEMBER:
-                raise InputError(f"global rank {dist.get_rank()} is not a member of this group")
-            if not isinstance(given, dist.ProcessGroup):
-                raise InputError(
-                    f"group must be a process group, a one-axis DeviceMesh, or None for all processes; not {group!r}"
-                )
-            try:
-                self.global_ranks = dist.get_process_group_ranks(given)
-            except KeyError:
-                raise InputError(DESTROYED) from None
+        given, self.global_ranks = group_and_ranks(group)
         global_rank = own_global_rank()
         if global_rank not in self.global_ranks:
             raise InputError(f"global rank {global_rank} is not a member of the group of global ranks {self.global_ranks}")
@@ -130,16 +106,21 @@ class ProcessGroupTransport:
             if settings.debug:
                 self._compare(call)
             handle: Any = None
+            comparison: Comparison | None = None
             try:
                 while True:
                     request = generator.send(handle)
                     if isinstance(request, PostExchange):
+                        if comparison is None:  # it precedes all messages on every rank: NCCL requires one order
+                            messages = request.sends or request.recvs
+                            comparison = self._start_comparison(messages[0][1] if messages else None, call)
                         handle = self._post(request, call)
                     else:
                         self._wait(request.pending, call)
                         handle = None
                     del request  # frees the messages of this step before the next step packs its own
             except StopIteration as end:
+                self._apply_comparison(comparison, end.value, call)
                 return [end.value]
 
     def _run_without_traffic(self, generator: RankGenerator[T], description: CallDescription) -> T:
@@ -196,7 +177,7 @@ class ProcessGroupTransport:
 
     def _compare(self, call: Call) -> None:
         """Compare a call with those of all other ranks, under ``RINGSPAN_DEBUG=1``."""
-        call.peers = tuple(rank for rank in range(self.world) if rank != self.rank)
+        call.peers = tuple(self._other_ranks)
         call.waiting_since, call.label = time.monotonic(), "the comparison of calls"
         seconds = (DEBUG_COMPARISON_LIMIT if self.timeout is None else self.timeout).total_seconds()
         self._state.compare_call(call, seconds)
@@ -352,24 +333,48 @@ class ProcessGroupTransport:
 
     def _run_collective(self, start: Callable[[], Any], compared: Sequence[Tensor], description: CallDescription) -> None:
         """Run a collective of the backend. ``compared`` are results that become invalid after different calls."""
-        checksum = self._state.calls.checksum
         with self._call(description) as call:
             if settings.debug:
                 self._compare(call)
-            call.peers = peers = tuple(rank for rank in range(self.world) if rank != self.rank)
-            call.waiting_since = time.monotonic()
             try:
-                works = [start()]
-                if compared:
-                    extremes, comparison = start_comparison(checksum, compared[0].device, self.group)
-                    works.append(comparison)
-                for work in works:
-                    work.wait() if self.timeout is None else work.wait(self.timeout)
+                work = start()
             except RuntimeError as error:
-                self._raise(error, description.kind, list(peers))
-            call.waiting_since = None
-            if compared:
-                apply_comparison(extremes, compared, description.kind)
+                self._raise(error, description.kind, self._other_ranks)
+            comparison = self._start_comparison(compared[0] if compared else None, call)
+            self._wait_for_all(work, call)
+            self._apply_comparison(comparison, compared, call)
+
+    def _start_comparison(self, message: Tensor | None, call: Call) -> Comparison | None:
+        """Start to compare this call, and those before it, with the calls of all ranks. Messages with tags match no other
+        calls, so that there is nothing to compare."""
+        if message is None or self._has_tags(message.device):
+            return None
+        checksum = self._state.calls.checksum_with(call)
+        try:
+            return start_comparison(checksum, self.world, message.device, self.group)
+        except RuntimeError as error:
+            self._raise(error, call.label, self._other_ranks)
+
+    def _apply_comparison(self, comparison: Comparison | None, results: object, call: Call) -> None:
+        """End the comparison of a call with these results. A rank that had no messages starts it here."""
+        tensors = [x for x in (results if isinstance(results, tuple | list) else [results]) if isinstance(x, Tensor)]
+        comparison = comparison or self._start_comparison(tensors[0] if tensors else None, call)
+        if comparison is not None:
+            self._wait_for_all(comparison.work, call)
+            apply_comparison(comparison, tensors, call.description.kind)
+
+    @property
+    def _other_ranks(self) -> list[int]:
+        return [rank for rank in range(self.world) if rank != self.rank]
+
+    def _wait_for_all(self, work: Any, call: Call) -> None:
+        """Wait for a collective of the backend."""
+        call.peers, call.waiting_since = tuple(self._other_ranks), time.monotonic()
+        try:
+            work.wait() if self.timeout is None else work.wait(self.timeout)
+        except RuntimeError as error:
+            self._raise(error, call.label, self._other_ranks)
+        call.waiting_since = None
 
 
 def _time_limit(seconds: float | None) -> timedelta | None:
