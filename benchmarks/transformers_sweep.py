@@ -37,6 +37,7 @@ WORLD = 2
 # Models that hand position_ids on to another, and do not name them; what describes the whole sequence in others.
 HANDS_ON_POSITIONS = {"moss_transcribe_diarize"}
 WHOLE = {"gemma4_unified": "mm_token_type_ids", "git": "token_type_ids"}
+NOT_CAUSAL = {"cpmant"}  # each token sees those after it, with every config
 WORST_FIRST = ["wrong", "failed", "not made", "refused", "exact"]
 
 
@@ -80,7 +81,8 @@ def compare(model_type: str, layout: str) -> dict[str, Any]:
         wanted, wanted_grads = logits_and_gradients(model, {**inputs, **whole}, weights)
     except Exception as error:
         return {"result": "not made", "why": f"one process: {_one_line(error)}"}
-    cp = rs.ContextParallel(None, rs.causal(TOKENS), layout=layout, timeout=60)
+    mask = rs.full(TOKENS) if model_type in NOT_CAUSAL else rs.causal(TOKENS)
+    cp = rs.ContextParallel(None, mask, layout=layout, timeout=60)
     try:
         prepare(model)
         with cp:

@@ -254,6 +254,7 @@ def what_is_refused(rank: int) -> list[str]:
         lambda: rs.ContextParallel(None, rs.window(left=2)),
         lambda: rs.ContextParallel(None, None),  # type: ignore[arg-type]
         lambda: cp.with_mask(torch.ones(N, N)),  # type: ignore[arg-type]
+        lambda: cp.with_mask(rs.causal(N), layout=rs.Layout([[(0, N + 1)], *[[]] * (cp.world - 1)])),
         lambda: rs.ContextParallel(None, rs.causal(N), backend="flsh"),
         lambda: cp.attention(mine, mine, mine, scale="x"),  # type: ignore[arg-type]
         lambda: cp.attention(*[torch.zeros(1, 1, len(mine), 0)] * 3),

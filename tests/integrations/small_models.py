@@ -117,6 +117,12 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "BertLMHeadModel",
         lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),
     ),
+    "cpmant": (
+        "CpmAntForCausalLM",
+        lambda t: t.CpmAntConfig(
+            **{**FALCON, "num_hidden_layers": 2}, dim_head=8, dim_ff=48, prompt_length=3, position_bias_max_distance=16
+        ),
+    ),
     "doge": ("DogeForCausalLM", lambda t: t.DogeConfig(**{**SIZES, "num_hidden_layers": 2}, keep_window_size=32)),
     "git": (
         "GitForCausalLM",
@@ -138,6 +144,20 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
             sliding_window_size=8,
             log_scaling_n_floor=32,
             layer_types=["hybrid", "hybrid_sliding"],
+        ),
+    ),
+    "prophetnet": (
+        "ProphetNetForCausalLM",
+        lambda t: t.ProphetNetConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_decoder_layers=2,
+            num_decoder_attention_heads=4,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+            num_buckets=8,
+            relative_max_distance=16,
+            ngram=3,
         ),
     ),
     "xlm": (

@@ -362,15 +362,10 @@ REFUSED_WHEN_PREPARED = {
 
 
 def test_prepare_refuses_models_that_are_not_exact() -> None:
-    import transformers
-
     from ringspan.integrations.transformers import prepare
 
-    config = transformers.ProphetNetConfig(
-        vocab_size=8, hidden_size=8, num_decoder_layers=1, num_decoder_attention_heads=2, decoder_ffn_dim=8
-    )
-    with pytest.raises(rs.UnplannedAttention, match="prophetnet cannot run under context parallelism: its layers have several"):
-        prepare(transformers.ProphetNetForCausalLM(config))
+    with pytest.raises(rs.UnplannedAttention, match="recurrent_gemma cannot run under context parallelism: it has recurrent"):
+        prepare(small_model("recurrent_gemma"))
 
 
 def test_what_prepared_models_refuse(pools: Pools) -> None:

@@ -32,7 +32,7 @@ from ringspan.frontends.validate import check_mask
 from ringspan.frontends.varlen import VarlenCall, attend_packed
 from ringspan.frontends.watched_block import WatchedBlock
 from ringspan.kernels import ScoreMod
-from ringspan.layouts import LayoutLike
+from ringspan.layouts import Layout, LayoutLike
 from ringspan.masks import Mask
 from ringspan.planner import Plan, plan
 from ringspan.plans import Shape
@@ -133,14 +133,20 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         return self.group.world
 
     def with_mask(
-        self, mask: Mask, *, strategy: str | Strategy | None = None, sides: tuple[Side, Side] = ("q", "kv")
+        self,
+        mask: Mask,
+        *,
+        strategy: str | Strategy | None = None,
+        sides: tuple[Side, Side] = ("q", "kv"),
+        layout: Layout | None = None,
     ) -> ContextParallel:
         """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding
         window).
 
         In a cross-attention, ``sides=("q", "q")`` is the self-attention of its queries, ``("kv", "kv")`` of its keys.
+        Pass ``layout`` for layers that have other tokens, such as a prompt before those of the sequence.
         """
-        layouts = [self._layout(side) for side in sides]
+        layouts = [self._layout(side) if layout is None else layout for side in sides]
         if check_mask(mask).lengths != tuple(layout.length for layout in layouts):
             raise InputError(
                 f"with_mask keeps the layout, so the mask must have the plan's lengths: {mask.name} has {mask.lengths[0]} "

@@ -71,7 +71,7 @@ def padding_mask(padding_BN: Tensor, sequence: Sequence) -> Mask:
     mask = Mask.from_bands(bands, sequence.q_len, sequence.k_len)
     if (rows == rows[:1]).all():
         return mask
-    return mask & _by_rows("padding", lambda b, h, q, k: padding_BN[b, k], (padding_BN,), sequence)
+    return mask & by_rows("padding", lambda b, h, q, k: padding_BN[b, k], (padding_BN,), sequence)
 
 
 def either(a: Mask, b: Mask) -> Mask:
@@ -125,7 +125,7 @@ def _chunked(sequence: Sequence, closure: Closure) -> Mask:
     starts = padded_B.tolist()
     if len(set(starts)) == 1:
         return _chunks(size, starts[0], n)
-    return sequence.full & _by_rows(
+    return sequence.full & by_rows(
         "chunks", lambda b, h, q, k: (k - padded_B[b]) // size == (q - padded_B[b]) // size, (padded_B,), sequence
     )
 
@@ -152,7 +152,7 @@ def _blockwise(sequence: Sequence, closure: Closure) -> Mask:
         )
     rows = ids_BN.cpu().numpy()
     if (rows != rows[:1]).any():
-        return sequence.full & _by_rows(
+        return sequence.full & by_rows(
             "blocks", lambda b, h, q, k: (ids_BN[b, q] == ids_BN[b, k]) & (ids_BN[b, q] >= 0), (ids_BN,), sequence
         )
     runs_of: dict[int, list[tuple[int, int]]] = {}
@@ -200,7 +200,7 @@ def _custom(function: Callable[..., Any], sequence: Sequence) -> Mask:
     return mask_mod(function, sequence.q_len, sequence.k_len)
 
 
-def _by_rows(name: str, function: MaskMod, captured: tuple[Tensor, ...], sequence: Sequence) -> Mask:
+def by_rows(name: str, function: MaskMod, captured: tuple[Tensor, ...], sequence: Sequence) -> Mask:
     """Return a mask that differs between the rows of the batch, decided by a function."""
     digest = hashlib.sha256(name.encode())
     for x in captured:

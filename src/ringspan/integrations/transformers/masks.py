@@ -117,7 +117,7 @@ class LayerMask:
 
     def _made(self, of_documents: Mask) -> ContextParallel:
         mask = self._mask if self._sides != ("q", "kv") else _intersect(self._mask, of_documents)
-        return _block(self._outer, self._sides, mask)
+        return block_with_mask(self._outer, self._sides, mask)
 
     def _check_positions(self, position_ids: Tensor | None, of_documents: Mask) -> None:
         is_self_attention = self._sides == ("q", "kv") and of_documents.lengths[0] == of_documents.lengths[1]
@@ -175,7 +175,7 @@ def ringspan_mask(
     q_len, k_len = (_layout(outer, side).length for side in sides)
     sequence = Sequence(q_len, k_len, gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]))
     if attention_mask is not None:
-        sequence = sequence._replace(padding_BN=_whole(attention_mask, outer, sides[1]))
+        sequence = sequence._replace(padding_BN=of_whole_sequence(attention_mask, outer, sides[1]))
     call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function))
     if config is None or config.model_type not in COUNTS_POSITIONS:
         call = call._replace(positions=positions_of_model())
@@ -218,7 +218,8 @@ def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:
     return found[0]
 
 
-def _whole(attention_mask: Tensor, outer: ContextParallel, side: Side) -> Tensor:
+def of_whole_sequence(attention_mask: Tensor, outer: ContextParallel, side: Side) -> Tensor:
+    """Return a padding mask (B, tokens) of the whole sequence, from one of this rank's tokens or of all."""
     layout = _layout(outer, side)
     if attention_mask.shape[-1] == layout.length:
         return attention_mask
@@ -266,7 +267,7 @@ _blocks: WeakKeyDictionary[ContextParallel, dict[tuple[Sides, str], ContextParal
 on_clear_caches(_blocks.clear)
 
 
-def _block(outer: ContextParallel, sides: Sides, mask: Mask) -> ContextParallel:
+def block_with_mask(outer: ContextParallel, sides: Sides, mask: Mask) -> ContextParallel:
     """Return the user's block with the mask of a layer, on the same layout. It is made once."""
     known = _blocks.setdefault(outer, {})
     key = (sides, mask.digest)

@@ -4,7 +4,7 @@
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
-* Doge, Inkling, XLM, XLNet and ZAYA, each in a module of its own.
+* CPM-Ant, Doge, Inkling, ProphetNet, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.attention import NAME
 from ringspan.integrations.transformers.convolutions import convolution_over_ranks
+from ringspan.integrations.transformers.cpmant import cpmant_attention, cpmant_model
 from ringspan.integrations.transformers.doge import doge_biases
 from ringspan.integrations.transformers.inkling import inkling_attention, inkling_bias
+from ringspan.integrations.transformers.prophetnet import (
+    no_local_buckets,
+    no_local_masks,
+    prophetnet_attention,
+    prophetnet_decoder,
+    prophetnet_masks,
+    prophetnet_positions,
+    refuse_encoder,
+)
 from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName, refuse_model
 from ringspan.integrations.transformers.written_out import attention_over_ranks
 from ringspan.integrations.transformers.xlm import xlm_attention, xlm_model
@@ -30,20 +40,35 @@ from ringspan.integrations.transformers.xlnet import xlnet_attention, xlnet_dist
 from ringspan.integrations.transformers.zaya import zaya_projections
 from ringspan.plans.data import Side
 
-# Model type -> class of a module -> its method, and what it is replaced by.
-SPECIAL: dict[str, dict[str, tuple[str, Callable[..., Any]]]] = {
-    "doge": {"DogeAttention": ("prepare_dynamic_mask", doge_biases)},
+# Model type -> class of a module -> its methods, and what each is replaced by.
+Methods = tuple[tuple[str, Callable[..., Any]], ...]
+SPECIAL: dict[str, dict[str, Methods]] = {
+    "cpmant": {"CpmAntAttention": (("forward", cpmant_attention),), "CpmAntModel": (("forward", cpmant_model),)},
+    "doge": {"DogeAttention": (("prepare_dynamic_mask", doge_biases),)},
     "inkling_text": {
-        "InklingAttention": ("forward", inkling_attention),
-        "InklingRelativeLogits": ("forward", inkling_bias),
+        "InklingAttention": (("forward", inkling_attention),),
+        "InklingRelativeLogits": (("forward", inkling_bias),),
     },
-    "xlm": {"MultiHeadAttention": ("forward", xlm_attention), "XLMModel": ("forward", xlm_model)},
+    "prophetnet": {
+        "ProphetNetAttention": (("forward", refuse_encoder),),
+        "ProphetNetDecoder": (
+            ("forward", prophetnet_decoder),
+            ("prepare_attention_mask", prophetnet_masks),
+            ("prepare_predict_attention_mask", no_local_masks),
+            ("compute_buffered_relative_buckets", no_local_buckets),
+        ),
+        "ProphetNetNgramSelfAttention": (("forward", prophetnet_attention),),
+        "ProphetNetPositionalEmbeddings": (("forward", prophetnet_positions),),
+    },
+    "xlm": {"MultiHeadAttention": (("forward", xlm_attention),), "XLMModel": (("forward", xlm_model),)},
     "xlnet": {
-        "XLNetRelativeAttention": ("rel_attn_core", xlnet_attention),
-        "XLNetModel": ("relative_positional_encoding", xlnet_distances),
+        "XLNetRelativeAttention": (("rel_attn_core", xlnet_attention),),
+        "XLNetModel": (("relative_positional_encoding", xlnet_distances),),
     },
-    "zaya": {"ZayaCCAProjection": ("forward", zaya_projections)},
+    "zaya": {"ZayaCCAProjection": (("forward", zaya_projections),)},
 }
+# Model types without AttentionInterface, for which transformers ignores set_attn_implementation.
+WITHOUT_INTERFACE = {*WRITES_OUT, "cpmant", "prophetnet", "xlm", "xlnet"}
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -63,7 +88,7 @@ def prepare(model: nn.Module) -> nn.Module:
     for part in parts:
         refuse_model(part.config.model_type)
     for part in parts:
-        if part.config.model_type not in (*WRITES_OUT, "xlm", "xlnet"):  # transformers ignores the call for these
+        if part.config.model_type not in WITHOUT_INTERFACE:
             part.set_attn_implementation(NAME)
     for part in parts:
         for module in part.modules():
@@ -75,31 +100,34 @@ def prepare(model: nn.Module) -> nn.Module:
 def _prepare_module(module: Any, model_type: str) -> None:
     cls: Any = type(module)
     name = cls.__name__
-    method, function = SPECIAL.get(model_type, {}).get(name, ("forward", None))
+    methods = SPECIAL.get(model_type, {}).get(name, ())
     if name == WRITES_OUT.get(model_type):
-        function = attention_over_ranks
-    elif function is None and name == CONVOLVES.get(model_type):
-        function = convolution_over_ranks
+        methods = (("forward", attention_over_ranks),)
+    elif not methods and name == CONVOLVES.get(model_type):
+        methods = (("forward", convolution_over_ranks),)
     elif model_type in COUNTS_POSITIONS and name.endswith("PositionalEmbedding"):
-        function = _positions_of_shard
-    if function is not None:
-        module.__class__ = _subclass(cls, method, function)
+        methods = (("forward", _positions_of_shard),)
+    if methods:
+        module.__class__ = _subclass(cls, methods)
 
 
 @cache
-def _subclass(cls: Any, method: str, function: Callable[..., Any]) -> Any:
-    """Return a class of the same name whose method is ``function(self, cls.method, ...)``.
+def _subclass(cls: Any, methods: Methods) -> Any:
+    """Return a class of the same name, in which each of these methods is ``function(self, cls.method, ...)``.
 
     A module gets another class, and not another attribute, so that its copies work.
     """
-    if getattr(cls, "_ringspan_function", None) is function:
+    if getattr(cls, "_ringspan_methods", None) == methods:
         return cls
-    original = getattr(cls, method)
+    replaced = {name: _method(getattr(cls, name), function) for name, function in methods}
+    return type(cls.__name__, (cls,), {**replaced, "_ringspan_methods": methods})
 
+
+def _method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def method_of_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(self, original, *args, **kwargs)
 
-    return type(cls.__name__, (cls,), {method: method_of_module, "_ringspan_function": function})
+    return method_of_module
 
 
 def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: Any, *args: Any, **kwargs: Any) -> Any:

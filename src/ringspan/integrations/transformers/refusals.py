@@ -53,8 +53,6 @@ CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
     "blt": "it attends between bytes and patches, whose borders it computes from the bytes",
-    "cpmant": "it puts prompt tokens before the tokens of each rank, and adds biases of positions and segments to its scores",
-    "prophetnet": "its layers have several streams of queries, with biases of relative positions that each query computes",
     "reformer": "it has hashed attention",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
 }
