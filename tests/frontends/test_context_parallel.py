@@ -291,6 +291,8 @@ def test_bad_input_is_named(pools: Pools) -> None:
         "MaskError: window(left=2) holds at any length",
         "MaskError: the mask must be a Mask: rs.causal(n), or rs.full(n) if every query sees every key; got None",
         "MaskError: the mask must be a Mask: rs.causal(n), or rs.full(n) if every query sees every key; got Tensor",
+        f"InputError: the mask of with_mask must have the lengths of the layout: causal({N}) has {N} queries × {N} keys, the "
+        f"layout {N + 1} × {N + 1}",
         "UnknownKernel: no kernel is called 'flsh' (did you mean flash?); there are fa4,",
         "InputError: scale must be a number, or None for 1 / √(head dim); got 'x'",
         "InputError: heads must be at least 1 wide: q (1, 1,",

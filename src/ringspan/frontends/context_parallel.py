@@ -149,8 +149,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         layouts = [self._layout(side) if layout is None else layout for side in sides]
         if check_mask(mask).lengths != tuple(layout.length for layout in layouts):
             raise InputError(
-                f"with_mask keeps the layout, so the mask must have the plan's lengths: {mask.name} has {mask.lengths[0]} "
-                f"queries × {mask.lengths[1]} keys, the plan {layouts[0].length} × {layouts[1].length}"
+                f"the mask of with_mask must have the lengths of the layout: {mask.name} has {mask.lengths[0]} queries × "
+                f"{mask.lengths[1]} keys, the layout {layouts[0].length} × {layouts[1].length}"
             )
         return ContextParallel(
             self.group,
