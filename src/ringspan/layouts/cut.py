@@ -13,6 +13,7 @@ import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts.layout import Ints, Layout, Pieces
+from ringspan.layouts.work import work_profile
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
@@ -46,10 +47,22 @@ def cut(mask: Mask, queries: Pieces, keys: Pieces) -> Tiles:
 @cache_by_digest(64)
 def areas(mask: Mask, layout: Layout) -> Ints:
     """Return the visible pairs per rank, if each rank computes the rows of its own queries."""
+    if (layout.pieces.step[layout.pieces.size > 1] == 1).all():
+        return _areas_of_spans(mask, layout)
     all_keys = {"owner": 0, "start": 0, "size": mask.lengths[1], "step": 1, "at": 0}
     tiles = cut(mask, layout.pieces, Pieces(**{name: np.array([x], dtype=np.int64) for name, x in all_keys.items()}))
     total = np.zeros(layout.world, dtype=np.int64)
     np.add.at(total, tiles.q_rank, tiles.area)
+    total.setflags(write=False)
+    return total
+
+
+def _areas_of_spans(mask: Mask, layout: Layout) -> Ints:
+    """Return :func:`areas` for spans without steps, from the work before their first and after their last token."""
+    start, stop = layout.pieces.extent
+    after, before = work_profile(mask).work_before(np.concatenate([stop, start])).reshape(2, -1)
+    total = np.zeros(layout.world, dtype=np.int64)
+    np.add.at(total, layout.pieces.owner, after - before)
     total.setflags(write=False)
     return total
 

@@ -26,7 +26,7 @@ def test_every_token_once_and_even_counts(lengths: list[int], cuts: list[int], r
     edges = sorted({0, total, *(c for c in cuts if c < total)})
     pieces = [*pairwise(edges)][::2]  # every other one is on another node
     start, stop = (np.array(x, dtype=np.int64) for x in zip(*pieces, strict=True))
-    held, left_start, left_stop = deal(documents, start, stop, ranks)
+    held, left_start, left_stop, _ = deal(documents, start, stop, ranks)
     left = zip(left_start.tolist(), left_stop.tolist(), strict=True)
     spans = [*(span for of_rank in held for span in of_rank), *left]
     tokens = [t for span in spans for t in range(*span)]

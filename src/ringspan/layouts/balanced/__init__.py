@@ -25,20 +25,20 @@ separates keys that stay in the node, so few keys cross nodes::
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringspan.errors import LayoutError
-from ringspan.layouts.balanced.cuts import Goal, Resolution, best_interval, nearest_interval
-from ringspan.layouts.balanced.dealing import deal, shared_documents, shared_first
+from ringspan.layouts.balanced.cuts import Goal, Resolution, RingInterval, best_intervals, nearest_interval
+from ringspan.layouts.balanced.dealing import Spans, deal, shared_first
 from ringspan.layouts.balanced.renumber import renumber_ranks
-from ringspan.layouts.balanced.ring import PieceRing
-from ringspan.layouts.balanced.work import WorkProfile
+from ringspan.layouts.balanced.ring import PieceRings
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import areas
 from ringspan.layouts.layout import Ints, Layout, check_world
+from ringspan.layouts.work import WorkProfile, work_profile
 from ringspan.layouts.zigzag import zigzag
 from ringspan.masks import Mask
 
@@ -50,6 +50,9 @@ WITHIN_NODES = 55
 
 # Chunks of documents that are dealt among the ranks of a node are not all cut at the best token. Then 1/50 is accepted.
 AT_MOST = 50
+
+# Columns of a goal.
+TOKENS, MOST_WORK = Goal._fields.index("tokens"), Goal._fields.index("most_work")
 
 # Intervals are first tried at this many places per rank's share.
 PLACES = 8
@@ -80,19 +83,21 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
     resolution = _resolution(n // world, block)
     ring = _documents(mask, resolution.block)
     nodes = [min(per_node, world - first) for first in range(0, world, per_node)]
-    parts = [among_nodes.times(ranks) for ranks in nodes]
-    of_nodes = [*zip(nodes, _share_among(ring, parts, _resolution(n // len(nodes), block)), strict=True)]
-    name = f"balanced(per_node={per_node})" if len(nodes) > 1 else "balanced"
     if len(nodes) > 1:
+        parts = [among_nodes.times(ranks) for ranks in nodes]
+        pieces = _share_among(ring, [parts], _resolution(n // len(nodes), block))[0]
+        of_nodes = [limits.times(ranks) for ranks in nodes]
         cuts = _cuts(mask)
         # First with documents that are dealt among the ranks of a node, then without.
         for bounds, most_work in ((cuts, fair + fair // AT_MOST), (cuts[:0], limits.most_work)):
-            made = (_within_node(ring.profile, bounds, *pieces, limits.times(ranks), resolution) for ranks, pieces in of_nodes)
-            solved = Layout([spans for of_node in made for spans in of_node], length=n, name=name)
+            spans = _within_nodes(ring.profile, bounds, pieces, of_nodes, resolution)
+            solved = Layout(spans, length=n, name=f"balanced(per_node={per_node})")
             if int(areas(mask, solved).max(initial=0)) <= most_work:
                 return solved
         return solved if slack else _best(mask, solved)
-    solved = Layout(sorted(_spans(*pieces) for pieces in _share_among(ring, [limits] * world, resolution)), name=name)
+    shares = _share_among(ring, [[limits] * world], resolution)[0]
+    of_ranks = (_joined([*zip(start.tolist(), stop.tolist(), strict=True)]) for start, stop in shares)
+    solved = Layout(sorted(of_ranks), name="balanced")
     best = solved if slack else _best(mask, solved)
     has_documents = mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2
     return renumber_ranks(mask, best) if has_documents else best
@@ -116,43 +121,119 @@ class Limits(NamedTuple):
         return Limits(self.ranks, self.fewest - tokens, self.most - tokens, self.fair - work, self.most_work - work)
 
 
-def _share_among(ring: PieceRing, parts: Sequence[Limits], resolution: Resolution) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the starts and stops of the pieces of each part of the ring."""
-    left = Limits(*map(sum, zip(*parts, strict=True)))
-    for limits in parts:
-        ranks = left.ranks
-        left = Limits(*(x - y for x, y in zip(left, limits, strict=True)))
-        fewest, most = max(limits.fewest, ring.tokens - left.most), min(limits.most, ring.tokens - left.fewest)
-        work = ring.work * limits.ranks // ranks
-        goal = Goal(
-            fewest=fewest,
-            tokens=max(min(ring.tokens * limits.ranks // ranks, most), fewest),
-            most=most,
-            least_work=max(min(work, 2 * limits.fair - limits.most_work), ring.work - left.most_work),
-            work=work,
-            most_work=limits.most_work,
-        )
-        start, stop, ring = _share(ring, goal, resolution)
-        yield start, stop
+def _share_among(rings: PieceRings, parts: Sequence[Sequence[Limits]], resolution: Resolution) -> list[list[tuple[Ints, Ints]]]:
+    """Return, for each ring, the starts and stops of the pieces of each of its parts.
+
+    The first parts of all rings are cut out together, then the second parts, and so on.
+    """
+    left = [Limits(*map(sum, zip(*of_ring, strict=True))) for of_ring in parts]
+    shares: list[list[tuple[Ints, Ints]]] = [[] for _ in parts]
+    for n in range(max(map(len, parts))):
+        goals = []
+        for i, (tokens, work) in enumerate(zip(rings.tokens.tolist(), rings.work.tolist(), strict=True)):
+            if n < len(parts[i]):
+                limits, before = parts[i][n], left[i]
+                left[i] = Limits(*(x - y for x, y in zip(before, limits, strict=True)))
+                goals.append(_goal(limits, left[i], before.ranks, tokens, work))
+            else:
+                goals.append(Goal(0, 0, 0, 0, 0, 0))
+        taken, rings = _share(rings, goals, resolution)
+        for i, pieces in enumerate(taken):
+            shares[i].append(pieces)
+    return [of_ring[: len(wanted)] for of_ring, wanted in zip(shares, parts, strict=True)]
 
 
-def _within_node(
-    profile: WorkProfile, cuts: Ints, start: Ints, stop: Ints, limits: Limits, resolution: Resolution
-) -> list[list[tuple[int, int]]]:
-    """Return the spans of each rank of a node that has these pieces: first its part of the documents that other nodes
-    have, too, and then of all others. ``limits`` are those of the node."""
-    ranks, shared = limits.ranks, shared_documents(cuts, start, stop)
-    held, start, stop = deal(cuts, start, stop, ranks)
-    each = Limits(*(x // ranks for x in limits))
+def _goal(limits: Limits, left: Limits, ranks: int, tokens: int, work: int) -> Goal:
+    """Return the goal of the next part of a ring with these tokens and this work, for this many ranks.
+
+    ``left`` are the limits of the parts after it.
+    """
+    fewest, most = max(limits.fewest, tokens - left.most), min(limits.most, tokens - left.fewest)
+    fair_work = work * limits.ranks // ranks
+    return Goal(
+        fewest=fewest,
+        tokens=max(min(tokens * limits.ranks // ranks, most), fewest) if tokens else 0,
+        most=most,
+        least_work=max(min(fair_work, 2 * limits.fair - limits.most_work), work - left.most_work),
+        work=fair_work,
+        most_work=limits.most_work,
+    )
+
+
+def _share(rings: PieceRings, goals: Sequence[Goal], resolution: Resolution) -> tuple[list[tuple[Ints, Ints]], PieceRings]:
+    """Return the starts and stops of the pieces of one part of each ring, and the rings that are left."""
+    # Nothing, or all that is left, needs no search.
+    chosen = [
+        RingInterval(0, 0, 0, goal.tokens) if goal.tokens in (0, tokens) else None
+        for goal, tokens in zip(goals, rings.tokens.tolist(), strict=True)
+    ]
+    if None not in chosen:
+        return rings.take(*_places_and_sizes(chosen))
+    # The last piece of each ring that fits: it has the most work per token.
+    of_pieces = np.array(goals, dtype=np.int64)[rings.ring]
+    size, work = np.diff(rings.edge), np.diff(rings.work_at)
+    fitting = np.flatnonzero((size <= of_pieces[:, TOKENS]) & (work <= of_pieces[:, MOST_WORK]))
+    heavy = fitting[np.flatnonzero(np.diff(rings.ring[fitting], append=rings.count))]
+    both = rings.with_copies(heavy)
+    beside = [goals[rings.ring[i]].less(int(size[i]), int(work[i])) for i in heavy.tolist()]
+    intervals = best_intervals(both, [*goals, *beside], resolution)
+    variants, piece_of = list(range(rings.count)), {}
+    for i, fixed in enumerate(chosen):
+        chosen[i] = fixed or intervals[i]
+    for copy, piece in enumerate(heavy.tolist(), rings.count):
+        i, interval = int(rings.ring[piece]), intervals[copy]
+        current = chosen[i]
+        if goals[i].tokens not in (0, rings.tokens[i]) and interval is not None and (current is None or interval < current):
+            variants[i], chosen[i], piece_of[i] = copy, interval, piece
+    for i, found in enumerate(chosen):
+        chosen[i] = found or nearest_interval(rings, i, goals[i], resolution)
+    taken, rest = both.select(np.array(variants)).take(*_places_and_sizes(chosen))
+    for i, piece in piece_of.items():
+        start, stop = taken[i]
+        taken[i] = np.append(start, rings.start[piece]), np.append(stop, rings.stop[piece])
+    return taken, rest
+
+
+def _places_and_sizes(intervals: Sequence[RingInterval | None]) -> tuple[Ints, Ints]:
+    found = [(interval.place, interval.tokens) for interval in intervals if interval is not None]
+    place, tokens = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    return place, tokens
+
+
+def _within_nodes(
+    profile: WorkProfile,
+    cuts: Ints,
+    of_nodes: Sequence[tuple[Ints, Ints]],
+    limits: Sequence[Limits],
+    resolution: Resolution,
+) -> list[Spans]:
+    """Return the spans of each rank of nodes that have these pieces: first its part of the documents that other nodes
+    have, too, and then of all others. ``limits`` are those of each node."""
+    dealt = [deal(cuts, *pieces, limit.ranks) for pieces, limit in zip(of_nodes, limits, strict=True)]
     parts = []
-    for spans in held:
-        ends = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    for of_node, limit in zip(dealt, limits, strict=True):
+        each = Limits(*(x // limit.ranks for x in limit))
+        ends = np.array([span for spans in of_node.held for span in spans], dtype=np.int64).reshape(-1, 2)
+        rank = np.repeat(np.arange(limit.ranks), [len(spans) for spans in of_node.held])
         work = profile.work_before(ends[:, 1]) - profile.work_before(ends[:, 0])
-        parts.append(each.less(int((ends[:, 1] - ends[:, 0]).sum()), int(work.sum())))
-    others = _share_among(PieceRing.of(profile, start, stop), parts, resolution) if len(start) else [(start, stop)] * ranks
-    both = [(np.array(spans, dtype=np.int64).reshape(-1, 2), *rest) for spans, rest in zip(held, others, strict=True)]
-    of_ranks = sorted(_spans(np.append(first[:, 0], low), np.append(first[:, 1], high)) for first, low, high in both)
-    return [shared_first(spans, shared) for spans in of_ranks]
+        held = zip(*(_sums(rank, x, limit.ranks) for x in (ends[:, 1] - ends[:, 0], work)), strict=True)
+        parts.append([each.less(tokens, of_rank) for tokens, of_rank in held])
+    node = np.repeat(np.arange(len(dealt)), [len(of_node.start) for of_node in dealt])
+    start, stop = (np.concatenate([getattr(of_node, ends) for of_node in dealt]) for ends in ("start", "stop"))
+    others = _share_among(PieceRings.of(profile, node, start, stop, len(dealt)), parts, resolution)
+    spans = []
+    for of_node, rest in zip(dealt, others, strict=True):
+        both = zip(of_node.held, rest, strict=True)
+        of_ranks = sorted(_joined([*held, *zip(low.tolist(), high.tolist(), strict=True)]) for held, (low, high) in both)
+        spans += [shared_first(of_rank, of_node.shared) for of_rank in of_ranks]
+    return spans
+
+
+def _sums(group: Ints, values: Ints, groups: int) -> list[int]:
+    total = np.zeros(groups, dtype=np.int64)
+    np.add.at(total, group, values)
+    sums: list[int] = total.tolist()
+    return sums
 
 
 def _resolution(share: int, block: int) -> Resolution:
@@ -160,14 +241,14 @@ def _resolution(share: int, block: int) -> Resolution:
     return Resolution(block=min(block, -(-step // 2)), step=step)
 
 
-def _documents(mask: Mask, block: int) -> PieceRing:
+def _documents(mask: Mask, block: int) -> PieceRings:
     """Return the documents of the mask as a ring. Documents that begin in the same block of the sequence are one piece,
     since separating many tiny documents takes time and gains nothing."""
     cuts = _cuts(mask)
     last_in_block = np.append(cuts[1:] // block != cuts[:-1] // block, True)
     last_in_block[0] = True
     cuts = cuts[last_in_block]
-    return PieceRing.of(WorkProfile(mask), cuts[:-1], cuts[1:])
+    return PieceRings.of(work_profile(mask), np.zeros(len(cuts) - 1, dtype=np.int64), cuts[:-1], cuts[1:], 1)
 
 
 def _cuts(mask: Mask) -> Ints:
@@ -176,26 +257,10 @@ def _cuts(mask: Mask) -> Ints:
     return mask.documents() if n == keys else np.unique(np.array([0, n], dtype=np.int64))
 
 
-def _share(ring: PieceRing, goal: Goal, resolution: Resolution) -> tuple[Ints, Ints, PieceRing]:
-    """Return the starts and stops of the pieces for one rank, and the ring that is left."""
-    if goal.tokens in (0, ring.tokens):
-        return ring.take(0, goal.tokens)
-    interval = best_interval(ring, goal, resolution)
-    size, work = np.diff(ring.edge), np.diff(ring.work_at)
-    for piece in np.flatnonzero((size <= goal.tokens) & (work <= goal.most_work))[-1:].tolist():
-        others = ring.without(piece)
-        beside = best_interval(others, goal.less(int(size[piece]), int(work[piece])), resolution)
-        if beside is not None and (interval is None or beside < interval):
-            start, stop, rest = others.take(beside.place, beside.tokens)
-            return np.append(start, ring.start[piece]), np.append(stop, ring.stop[piece]), rest
-    interval = interval or nearest_interval(ring, goal, resolution)
-    return ring.take(interval.place, interval.tokens)
-
-
-def _spans(start: Ints, stop: Ints) -> list[tuple[int, int]]:
+def _joined(pieces: Spans) -> Spans:
     """Return the pieces in the order of the sequence, adjacent ones joined."""
-    spans: list[tuple[int, int]] = []
-    for low, high in sorted(zip(start.tolist(), stop.tolist(), strict=True)):
+    spans: Spans = []
+    for low, high in sorted(pieces):
         joins = bool(spans) and spans[-1][1] == low
         spans.append((spans.pop()[0] if joins else low, high))
     return spans

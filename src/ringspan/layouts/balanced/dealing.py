@@ -24,11 +24,15 @@ FEWEST_DEALT = 128
 
 
 class Dealt(NamedTuple):
-    """The spans that each rank of a node gets, and the pieces of the node that are left."""
+    """The spans that each rank of a node gets, and the pieces of the node that are left.
+
+    ``shared`` are the documents of which only a part is on the node.
+    """
 
     held: list[Spans]
     start: Ints
     stop: Ints
+    shared: Spans
 
 
 def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
@@ -45,7 +49,7 @@ def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
     held: list[Spans] = [[] for _ in range(ranks)]
     left: Spans = []
     extra = 0  # the rank that gets the next token that cannot be shared
-    shared = shared_documents(cuts, start, stop, ranks * FEWEST_DEALT)
+    shared = shared_documents(cuts, start, stop)
     for first, last in zip(start.tolist(), stop.tolist(), strict=True):
         low = first
         for part in ((max(first, a), min(last, b)) for a, b in shared):
@@ -58,7 +62,7 @@ def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
         if low < last:
             left.append((low, last))
     ends = np.array(left, dtype=np.int64).reshape(-1, 2)
-    return Dealt(held, ends[:, 0], ends[:, 1])
+    return Dealt(held, ends[:, 0], ends[:, 1], shared)
 
 
 def shared_first(spans: Spans, shared: Spans) -> Spans:
@@ -80,8 +84,8 @@ def shared_first(spans: Spans, shared: Spans) -> Spans:
     return [*inside, *((a, b) for a, b in outside if a < b)]
 
 
-def shared_documents(cuts: Ints, start: Ints, stop: Ints, fewest: int = 1) -> Spans:
-    """Return the documents of which only a part, but at least ``fewest`` tokens, is in the pieces, in order."""
+def shared_documents(cuts: Ints, start: Ints, stop: Ints) -> Spans:
+    """Return the documents of which only a part is in the pieces, in order."""
     if not len(cuts) or not len(start):
         return []
     order = np.argsort(start)
@@ -91,7 +95,7 @@ def shared_documents(cuts: Ints, start: Ints, stop: Ints, fewest: int = 1) -> Sp
     piece = np.maximum(start.searchsorted(cuts, side="right") - 1, 0)
     inside = before[piece] + np.clip(cuts - start[piece], 0, size[piece])
     held = np.diff(inside)
-    shared = np.flatnonzero((held >= fewest) & (held < np.diff(cuts)))
+    shared = np.flatnonzero((held > 0) & (held < np.diff(cuts)))
     return list(zip(cuts[shared].tolist(), cuts[shared + 1].tolist(), strict=True))
 
 

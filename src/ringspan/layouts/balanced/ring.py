@@ -1,10 +1,17 @@
-"""Pieces of the sequence arranged in a ring, and intervals of the ring.
+"""Pieces of the sequence arranged in rings, and intervals of the rings.
 
 ::
 
     . . . [--piece 0--)[-1-)[------piece 2------)[--3--) . . .      place x counts tokens from the start of piece 0
               |                      |
               x ---- an interval --- x + size                       it may cross the end and continue from the start
+
+The rings of several nodes are searched together, since arrays of a few pieces take as long as arrays of a few hundred.
+Places count through all rings, so a place also tells its ring::
+
+    ring 0                    ring 1              ring 2
+    [--piece 0--)[--piece 1--)[-----piece 2-----)[-3-)[--piece 4--)
+    base[0]                   base[1]            base[2]           base[3]
 """
 
 from __future__ import annotations
@@ -13,77 +20,114 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.layouts.balanced.work import WorkProfile
 from ringspan.layouts.layout import Ints
+from ringspan.layouts.work import WorkProfile
+from ringspan.masks.table import ranges
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRing:
-    """Pieces ``[start, stop)`` of the sequence in a ring. No piece is empty."""
+class PieceRings:
+    """Pieces ``[start, stop)`` of the sequence in rings, ring after ring. No piece is empty, but a ring may have none."""
 
     profile: WorkProfile
+    ring: Ints  # the ring of each piece
     start: Ints
     stop: Ints
+    before: Ints  # the work before each piece in the sequence
+    first: Ints  # the first piece of each ring, then the number of all pieces
     edge: Ints  # the place where each piece begins, then the number of all tokens
+    base: Ints  # the place where each ring begins, then the number of all tokens
     work_at: Ints  # the work of all pieces before each edge
-    shift: Ints  # for each piece: work before a token in the ring, minus work before that token in the sequence
-    tokens: int
-    work: int
+    tokens: Ints  # of each ring
+    work: Ints  # of each ring
 
     @staticmethod
-    def of(profile: WorkProfile, start: Ints, stop: Ints) -> PieceRing:
-        """Return the ring of pieces, in ascending order of work per token."""
-        before_stop, before_start = profile.work_before(np.concatenate([stop, start])).reshape(2, -1)
-        work = before_stop - before_start
-        order = np.lexsort((start, work // (stop - start)))
-        start, stop, work = start[order], stop[order], work[order]
-        work_at = _before(work)
-        edge, shift = _before(stop - start), work_at[:-1] - before_start[order]
-        return PieceRing(profile, start, stop, edge, work_at, shift, int(edge[-1]), int(work_at[-1]))
+    def of(profile: WorkProfile, ring: Ints, start: Ints, stop: Ints, count: int) -> PieceRings:
+        """Return ``count`` rings of these pieces, each in ascending order of work per token."""
+        before_stop, before = profile.work_before(np.concatenate([stop, start])).reshape(2, -1)
+        work = before_stop - before
+        order = np.lexsort((start, work // (stop - start), ring))
+        columns = ring[order], start[order], stop[order], before[order], work[order]
+        return PieceRings._arranged(profile, *columns, count)
+
+    @staticmethod
+    def _arranged(
+        profile: WorkProfile, ring: Ints, start: Ints, stop: Ints, before: Ints, work: Ints, count: int
+    ) -> PieceRings:
+        first = ring.searchsorted(np.arange(count + 1))
+        edge, work_at = _before(stop - start), _before(work)
+        base, work_before_ring = edge[first], work_at[first]
+        tokens, work_of_rings = base[1:] - base[:-1], work_before_ring[1:] - work_before_ring[:-1]
+        return PieceRings(profile, ring, start, stop, before, first, edge, base, work_at, tokens, work_of_rings)
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    def select(self, rings: Ints) -> PieceRings:
+        """Return these rings only, in this order. A ring may occur more than once."""
+        size = self.first[rings + 1] - self.first[rings]
+        return self._of_pieces(np.repeat(np.arange(len(rings)), size), ranges(self.first[rings], size), len(rings))
+
+    def with_copies(self, pieces: Ints) -> PieceRings:
+        """Return all rings, and then for each of these pieces a copy of its ring without that piece."""
+        rings = self.ring[pieces]
+        size = self.first[rings + 1] - self.first[rings]
+        copied, copy = ranges(self.first[rings], size), np.repeat(np.arange(len(pieces)), size)
+        kept = np.flatnonzero(copied != pieces[copy])
+        return self._of_pieces(
+            np.concatenate([self.ring, self.count + copy[kept]]),
+            np.concatenate([np.arange(len(self.ring)), copied[kept]]),
+            self.count + len(pieces),
+        )
+
+    def _of_pieces(self, ring: Ints, piece: Ints, count: int) -> PieceRings:
+        work = self.work_at[piece + 1] - self.work_at[piece]
+        return PieceRings._arranged(self.profile, ring, self.start[piece], self.stop[piece], self.before[piece], work, count)
 
     def token_at(self, place: Ints) -> tuple[Ints, Ints]:
         """Return the piece at a place before the end, and the token there."""
         piece = self.edge.searchsorted(place, side="right") - 1
         return piece, self.start[piece] + place - self.edge[piece]
 
-    def within_piece(self, place: Ints) -> Ints:
-        """Return how many tokens of its piece lie before a place."""
-        return place - self.edge[self.edge.searchsorted(place, side="right") - 1]
+    def wrapped(self, place: Ints, ring: Ints) -> Ints:
+        """Return places within these rings, for places that may be before or after them."""
+        base = self.base[ring]
+        return base + (place - base) % self.tokens[ring]
 
-    def work_of(self, place: Ints, size: Ints | int) -> Ints:
-        """Return the work of the intervals of ``size`` tokens from these places."""
+    def work_of(self, place: Ints, ring: Ints, size: Ints) -> Ints:
+        """Return the work of the intervals of ``size`` tokens from these places in these rings."""
         end = place + size
-        over = end >= self.tokens
-        at_end, at_place = self._work_before(np.concatenate([end - over * self.tokens, place])).reshape(2, -1)
-        return at_end - at_place + over * self.work
+        over = end >= self.base[ring + 1]
+        both = np.concatenate([end - over * self.tokens[ring], place])
+        piece, token = self.token_at(both)
+        at_end, at_place = (self.work_at[piece] - self.before[piece] + self.profile.work_before(token)).reshape(2, -1)
+        return at_end - at_place + over * self.work[ring]
 
-    def _work_before(self, place: Ints) -> Ints:
-        piece, token = self.token_at(place)
-        return self.shift[piece] + self.profile.work_before(token)
-
-    def grid(self, step: int) -> Ints:
-        """Return the places where pieces begin, and every ``step`` tokens after each."""
+    def grid(self, step: int) -> tuple[Ints, Ints]:
+        """Return the places where pieces begin, and every ``step`` tokens after each; and the rings of these places."""
         count = -((self.edge[:-1] - self.edge[1:]) // step)
         before = _before(count)
-        return np.repeat(self.edge[:-1] - before[:-1] * step, count) + np.arange(before[-1]) * step
+        place = np.repeat(self.edge[:-1] - before[:-1] * step, count) + np.arange(before[-1]) * step
+        return place, np.repeat(self.ring, count)
 
-    def take(self, place: int, size: int) -> tuple[Ints, Ints, PieceRing]:
-        """Return the starts and stops of the pieces in an interval, and the ring without it."""
-        ends = [place, place + size] if place + size <= self.tokens else [place, self.tokens, place + size - self.tokens]
-        edge = np.concatenate([self.edge, ends])
+    def take(self, place: Ints, size: Ints) -> tuple[list[tuple[Ints, Ints]], PieceRings]:
+        """Return the starts and stops of the pieces in an interval of each ring, and the rings without them.
+
+        ``place`` counts from the start of each ring.
+        """
+        end = place + size
+        end -= (end > self.tokens) * self.tokens
+        edge = np.concatenate([self.edge, self.base[:-1] + place, self.base[:-1] + end])
         edge.sort()
         edge = edge[np.flatnonzero(np.diff(edge, prepend=-1))]
-        _, start = self.token_at(edge[:-1])
-        stop = start + np.diff(edge)
-        inside = (edge[:-1] - place) % self.tokens < size
-        return start[inside], stop[inside], PieceRing.of(self.profile, start[~inside], stop[~inside])
-
-    def without(self, piece: int) -> PieceRing:
-        """Return the ring without a piece."""
-        kept = np.delete(np.arange(len(self.start)), piece)
-        edge, work_at = _before(np.diff(self.edge)[kept]), _before(np.diff(self.work_at)[kept])
-        shift = self.shift[kept] + work_at[:-1] - self.work_at[kept]
-        return PieceRing(self.profile, self.start[kept], self.stop[kept], edge, work_at, shift, int(edge[-1]), int(work_at[-1]))
+        piece, start = self.token_at(edge[:-1])
+        stop, ring = start + np.diff(edge), self.ring[piece]
+        inside = (edge[:-1] - self.base[ring] - place[ring]) % self.tokens[ring] < size[ring]
+        bounds = ring[inside].searchsorted(np.arange(1, self.count))
+        taken = zip(np.split(start[inside], bounds), np.split(stop[inside], bounds), strict=True)
+        left = ~inside
+        return list(taken), PieceRings.of(self.profile, ring[left], start[left], stop[left], self.count)
 
 
 def _before(values: Ints) -> Ints:

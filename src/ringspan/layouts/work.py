@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts.layout import Ints
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
@@ -74,6 +75,11 @@ class WorkProfile:
             else:
                 highest = np.where(inside, np.maximum(highest, np.minimum(k1[j], token + hi[j])), highest)
         return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
+
+
+@cache_by_digest(8)
+def work_profile(mask: Mask) -> WorkProfile:
+    return WorkProfile(mask)
 
 
 def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 
 import ringspan as rs
-from ringspan.layouts.balanced.work import WorkProfile
+from ringspan.layouts.work import WorkProfile
 from tests.dense_masks import Dense
 from tests.hypothesis_strategies import Drawn, masks
 
