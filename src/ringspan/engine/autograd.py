@@ -14,19 +14,44 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.executor import AttentionConfig, BackwardInputs, Run, backward, forward
+from ringspan.engine.kernel_choice import with_max_logits
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import InputError, KernelError, UnplannedAttention
 from ringspan.kernels import Partial
 from ringspan.planner import Plan
 
+QKV = tuple[Tensor, Tensor, Tensor]
 
-def attend_ranks(
-    plans: Sequence[Plan], qkv: Sequence[tuple[Tensor, Tensor, Tensor]], config: AttentionConfig, run: Run
-) -> list[Partial]:
+
+def attend_ranks(plans: Sequence[Plan], qkv: Sequence[QKV], config: AttentionConfig, run: Run) -> list[Partial]:
     """Return out and lse of each rank in this process.
 
     Tensors are (B, heads, rows, dim). Out and lse are differentiable in q, k and v.
     """
+    flat = _attend_ranks(plans, qkv, config, run)
+    results = []
+    for i in range(0, len(flat), 2):
+        results.append(heads_first(flat[i], flat[i + 1]))
+    return results
+
+
+def attend_ranks_with_max_logits(
+    plans: Sequence[Plan], qkv: Sequence[QKV], config: AttentionConfig, run: Run
+) -> tuple[list[Partial], Tensor]:
+    """Return out and lse of each rank in this process, and the largest logit of each head (H,), not differentiable."""
+    flat = _attend_ranks(plans, qkv, with_max_logits(config), run)
+    results = []
+    for i in range(0, len(flat), 3):
+        results.append(heads_first(flat[i], flat[i + 1]))
+    return results, flat[2]  # it is the same for all ranks
+
+
+def heads_first(out_SBHE: Tensor, lse_SBH: Tensor) -> Partial:
+    """Return views (B, H, S, E) and (B, H, S) of a result."""
+    return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+
+
+def _attend_ranks(plans: Sequence[Plan], qkv: Sequence[QKV], config: AttentionConfig, run: Run) -> tuple[Tensor, ...]:
     for plan, (q, k, _) in zip(plans, qkv, strict=True):
         heads, planned = (q.shape[1], k.shape[1]), plan.program.heads
         if planned not in (None, heads):
@@ -43,14 +68,13 @@ def attend_ranks(
     # The tensors that the user's functions learn are inputs as well. Rows become the first dim inside the function and
     # the third again outside it: a view made outside may be changed in place.
     try:
-        flat = Attend.apply(plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned))
+        flat: tuple[Tensor, ...] = Attend.apply(
+            plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned)
+        )
     except RuntimeError as error:
         refuse_transforms(error)
         raise
-    results = []
-    for i in range(0, len(flat), 2):
-        results.append(Partial(flat[i].movedim(0, 2), flat[i + 1].movedim(0, 2)))
-    return results
+    return flat
 
 
 def refuse_transforms(error: Exception) -> None:
@@ -73,7 +97,8 @@ def positive_scale(scale: float) -> tuple[float, float]:
 class Attend(torch.autograd.Function):
     """Attention of the ranks in this process: of each rank out (S, B, H, E) and lse (S, B, H).
 
-    Inputs are q, k and v of each rank, (B, heads, rows, dim), and the tensors that the user's functions learn.
+    Inputs are q, k and v of each rank, (B, heads, rows, dim), and the tensors that the user's functions learn. With
+    ``config.max_logits`` out and lse of each rank are followed by the largest logit of each head, (H,).
     """
 
     @staticmethod
@@ -86,20 +111,26 @@ class Attend(torch.autograd.Function):
             key_values.append(kv_TBGF)
             generators.append(forward(plan, q_SBHD, kv_TBGF, config))
         outputs: list[Tensor] = []
-        for out, lse in run(generators, config.forward_call):
+        results: list[Tensor] = []
+        for out, lse, *largest in run(generators, config.forward_call):
             # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.
             outputs += [out.to(inputs[0].dtype).detach(), lse.detach()]
+            results += [*outputs[-2:], *largest]
+        if config.max_logits:
+            ctx.mark_non_differentiable(*results[2::3])
         ctx.set_materialize_grads(False)
         ctx.plans, ctx.config, ctx.run = plans, config, run
         # The functions hold the tensors that they have captured. Saving these makes autograd check that they are not
         # changed.
         captured = () if config.mods is None else config.mods.captured
         ctx.save_for_backward(*queries, *key_values, *outputs, *captured)
-        return tuple(outputs)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = len(ctx.plans)
+        if ctx.config.max_logits:
+            grads = tuple(grad for i, grad in enumerate(grads) if i % 3 < 2)
         tensors = saved_tensors(ctx)
         queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 4 * n]
         mods = ctx.config.mods

@@ -16,9 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import Attend, positive_scale, refuse_transforms
+from ringspan.engine.autograd import Attend, heads_first, positive_scale, refuse_transforms
 from ringspan.engine.handles import PlanHandle
+from ringspan.engine.kernel_choice import with_max_logits
 from ringspan.engine.operator import attend_by_id
+from ringspan.errors import InputError
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
 from ringspan.torch_private.dynamo import dynamo_constant
@@ -45,15 +47,49 @@ def attend(
         plan_id = handle.constant_id() if is_exporting() else handle.id
         if plan_id is not None:
             return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
+    return heads_first(*_attend_eagerly(handle, q_BHSD, k_BGTD, v_BGTE, scale, score_mod))
+
+
+def attend_with_max_logits(
+    handle: PlanHandle,
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    scale: float,
+    score_mod: ScoreMod | None = None,
+) -> tuple[Partial, Tensor]:
+    """Return what :func:`attend` does, and the largest logit of each head over all ranks: (H,), not differentiable."""
+    if is_traced():
+        raise InputError(
+            "return_max_logits=True is not available under torch.compile, torch.export and dispatch modes: call attention "
+            "outside of them, for example in a function with torch.compiler.disable"
+        )
+    out, lse, largest_H = _attend_eagerly(handle, q_BHSD, k_BGTD, v_BGTE, scale, score_mod, max_logits=True)
+    return heads_first(out, lse), largest_H
+
+
+def _attend_eagerly(
+    handle: PlanHandle,
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    *,
+    max_logits: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return out (S, B, H, E) and lse (S, B, H), and with ``max_logits`` the largest logit of each head (H,)."""
     try:
         with disable_torch_function():  # a `with cp:` context around this call must not intercept the kernels' own calls
             plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
+            if max_logits:
+                config = with_max_logits(config)
             if scale <= 0:
                 positive, sign = positive_scale(scale)
                 q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
             learned = () if config.mods is None else config.mods.learned
-            out_SBHE, lse_SBH = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
-            return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+            found: tuple[Tensor, ...] = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
+            return found
     except Exception as error:  # out of memory, most likely, before or after the exchanges of the call
         handle.refuse("forward", error, scale)
         refuse_transforms(error)

@@ -33,12 +33,13 @@ from ringspan.engine.messages import StepMessages, schedule
 from ringspan.engine.packing import pack_saved, unpack_saved
 from ringspan.engine.pass_cache import run_pass
 from ringspan.engine.slots import Slots
-from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype
+from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype, max_logits
 from ringspan.planner import Plan
 from ringspan.plans import Slot, Task
 from ringspan.plans.data import DkvDtype, PayloadKind, Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import CallDescription, RankGenerator, WaitExchange
+from ringspan.transports.collectives import all_gather_by_messages
 
 # Drives the generators of the ranks of this process to their results: ``transport.run``. The second argument is what
 # must be equal on all ranks.
@@ -68,6 +69,8 @@ class AttentionConfig:
     scale: float
     head_dim: int
     mods: Mods | None = None
+    max_logits: bool = False
+    """Whether the forward pass also returns the largest logit of each head, over all ranks."""
     forward_call: CallDescription | None = None
     """What must be equal on all ranks; None if they are not in different processes."""
     backward_call: CallDescription | None = None
@@ -77,12 +80,28 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
     """Return the generator of a rank's forward pass.
 
     Its result is out (S, B, H, E) and lse (S, B, H). Out has the kernel's dtype if the accumulator still borrows a
-    tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype.
+    tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype. With ``config.max_logits``
+    the largest logit of each head (H,) is added to them.
     """
     execute = partial(run_steps, plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
+    if config.max_logits:
+        execute = partial(_largest_of_ranks, plan, execute)
     if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
-    return run_pass(plan, "forward", config.kernel, (config.scale, config.head_dim), (q_SBHD, kv_TBGF), execute)
+    options = (config.scale, config.head_dim, config.max_logits)
+    return run_pass(plan, "forward", config.kernel, options, (q_SBHD, kv_TBGF), execute)
+
+
+def _largest_of_ranks(
+    plan: Plan, execute: Callable[[], RankGenerator[tuple[Tensor, ...]]]
+) -> RankGenerator[tuple[Tensor, ...]]:
+    """Run a forward pass, and replace the largest logits of this rank's tasks by those of all ranks."""
+    out, lse, largest_H = yield from execute()
+    if plan.world > 1:
+        counts = [len(largest_H)] * plan.world
+        of_ranks = yield from all_gather_by_messages(largest_H, counts, plan.rank, "max logits")
+        largest_H = torch.stack(of_ranks).amax(0)
+    return out, lse, largest_H
 
 
 def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
@@ -106,11 +125,16 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
     options: dict[str, Any] = {"scale": config.scale}
+    largest: tuple[Tensor, ...] = (like.new_full(q_SBHD.shape[2:3], -torch.inf),) if config.max_logits else ()
 
     def compute(task: Task, step: int) -> None:
         if config.mods is not None:
             options["mods"] = indexed_mods(config.mods, plan, task, like.device)
         k_BGTD, v_BGTE = keys[task.kv_slot]
+        for largest_H in largest:
+            of_task = max_logits(config.kernel, queries[task.q_slot], k_BGTD, task.bands, **options)
+            so_far = largest_H.narrow(0, plan.task_tokens(task, "q").first_head, len(of_task))
+            so_far.copy_(torch.maximum(so_far, of_task))
         for start, stop, (out, lse) in config.kernel.attend(queries[task.q_slot], k_BGTD, v_BGTE, task.bands, **options):
             if settings.debug:
                 found = {"out": (start, out.movedim(2, 0)), "lse": (start, lse.movedim(2, 0))}
@@ -119,7 +143,7 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
             del out, lse  # else they would be held while the next are computed
 
     slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
-    return Pass(slots, compute, outputs[0].finish)
+    return Pass(slots, compute, lambda: (*outputs[0].finish(), *largest))
 
 
 class BackwardInputs(NamedTuple):

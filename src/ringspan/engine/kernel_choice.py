@@ -77,6 +77,13 @@ def with_values(config: AttentionConfig) -> AttentionConfig:
     return replace(config, forward_call=call, backward_call=call._replace(kind="backward"))
 
 
+def with_max_logits(config: AttentionConfig) -> AttentionConfig:
+    """Ask for the largest logits as well. All ranks must, so it is part of what they compare."""
+    call = config.forward_call
+    assert call is not None
+    return replace(config, max_logits=True, forward_call=call._replace(kind="forward with max logits"))
+
+
 def _mask_mod(mask: Mask, q_BHSD: Tensor) -> MaskMod | None:
     """Return the function that decides the undecided pairs of the mask, if it has one.
 

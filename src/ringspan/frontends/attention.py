@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
-from ringspan.engine import PlanHandle, attend, is_traced, registry
+from ringspan.engine import PlanHandle, attend, attend_with_max_logits, is_traced, registry
+from ringspan.errors import InputError
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.groups import Group
 from ringspan.frontends.reporting import report_error
@@ -33,6 +34,7 @@ def attention(
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
 @overload
@@ -46,8 +48,37 @@ def attention(
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
     backend: str = "auto",
 ) -> Partial: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    group: Group = None,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    group: Group = None,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -58,14 +89,21 @@ def attention(
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str = "auto",
-) -> Tensor | Partial:
+) -> Tensor | Partial | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Compute exact attention of a sequence that is split over the ranks of a group.
 
     ``q`` (B, H, S, D), ``k`` (B, G, T, D) and ``v`` (B, G, T, E) are this rank's tokens, in the order of
     ``plan.q_layout`` and ``plan.kv_layout``; H is a multiple of G. The result (B, H, S, E) is that of this rank's
     queries over all keys of all ranks, in the dtype of ``q``, differentiable in q, k and v. ``return_lse=True`` gives
     ``(out, lse)``, both differentiable.
+
+    ``return_max_logits=True`` adds the largest logit of each query head to the result: ``(out, max_logits)`` or
+    ``(out, lse, max_logits)``. A logit is the score of a visible pair after ``scale`` and ``score_mod``, before the
+    softmax. ``max_logits`` (H,) is the maximum over the batch and all queries and keys of all ranks, the same on every
+    rank, in the dtype of lse, without gradient; -inf for a head that sees nothing. It needs the products of queries
+    and keys once more; out, lse and gradients are the same bits with and without it.
 
     ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. Its indices are
     global.
@@ -90,6 +128,9 @@ def attention(
     except Exception as error:
         report_error(group, "forward", error)
         raise
+    if return_max_logits:
+        result, max_logits_H = _attend_with_max_logits(handle, q, k, v, scale, score_mod)
+        return (*result, max_logits_H) if return_lse else (result.out, max_logits_H)
     result = attend_tensors(handle, q, k, v, scale, score_mod)
     return result if return_lse else result.out
 
@@ -108,6 +149,21 @@ def attend_tensors(
             return attend(handle, q, k, v, factor, score_mod)
 
         return attend_shards(attend_local, q, k, v, tuple(handle.group.global_ranks))
+    except Exception as error:
+        report_error(handle.group, "forward", error, plan=handle.plan.digest)
+        raise
+
+
+def _attend_with_max_logits(
+    handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, scale: float | None, score_mod: ScoreMod | None
+) -> tuple[Partial, Tensor]:
+    try:
+        if any_dtensor(q, k, v):
+            raise InputError(
+                "return_max_logits=True takes plain tensors: call it with q.to_local(), k.to_local() and v.to_local(). The "
+                "result is then that of the local heads and batch rows"
+            )
+        return attend_with_max_logits(handle, q, k, v, check_scale(scale, q.shape[-1]), score_mod)
     except Exception as error:
         report_error(handle.group, "forward", error, plan=handle.plan.digest)
         raise

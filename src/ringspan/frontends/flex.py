@@ -91,7 +91,10 @@ def check_arguments(
     if return_lse and return_aux is not None:
         raise InputError("return_lse=True and return_aux= exclude each other: pass return_aux=AuxRequest(lse=True)")
     if return_aux is not None and return_aux.max_scores:
-        raise InputError("max_scores is not available, because keys are computed in parts: use AuxRequest(lse=True)")
+        raise InputError(
+            "max_scores is not available, because keys are computed in parts: use AuxRequest(lse=True). "
+            "rs.attention(..., return_max_logits=True) gives the largest score of each head"
+        )
     return OutputRequest(return_lse, return_aux)
 
 

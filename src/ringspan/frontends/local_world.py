@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
-from ringspan.engine import RowWindow, attend_ranks, config_for, shape_of, window_plan, windows_of_ranks
+from ringspan.engine import (
+    RowWindow,
+    attend_ranks,
+    attend_ranks_with_max_logits,
+    config_for,
+    shape_of,
+    window_plan,
+    windows_of_ranks,
+)
 from ringspan.errors import InputError
 from ringspan.frontends.batch_rows import attend_rows, rows_of
 from ringspan.frontends.flex import FlexResult, check_arguments, mask_of
@@ -67,6 +75,7 @@ class LocalWorld:
         score_mod: ScoreMod | None = None,
         dkv_dtype: DkvDtype = "float32",
         return_lse: Literal[False] = False,
+        return_max_logits: Literal[False] = False,
         backend: str = "auto",
     ) -> Tensor: ...
     @overload
@@ -84,8 +93,45 @@ class LocalWorld:
         score_mod: ScoreMod | None = None,
         dkv_dtype: DkvDtype = "float32",
         return_lse: Literal[True],
+        return_max_logits: Literal[False] = False,
         backend: str = "auto",
     ) -> Partial: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        scale: float | None = None,
+        score_mod: ScoreMod | None = None,
+        dkv_dtype: DkvDtype = "float32",
+        return_lse: Literal[False] = False,
+        return_max_logits: Literal[True],
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        strategy: str | Strategy = "auto",
+        layout: LayoutLike = "auto",
+        kv_layout: LayoutLike | None = None,
+        scale: float | None = None,
+        score_mod: ScoreMod | None = None,
+        dkv_dtype: DkvDtype = "float32",
+        return_lse: Literal[True],
+        return_max_logits: Literal[True],
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
     @dynamo_disable
     def attention(
         self,
@@ -101,17 +147,21 @@ class LocalWorld:
         score_mod: ScoreMod | None = None,
         dkv_dtype: DkvDtype = "float32",
         return_lse: bool = False,
+        return_max_logits: bool = False,
         backend: str = "auto",
-    ) -> Tensor | Partial:
+    ) -> Tensor | Partial | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
         """Compute attention of whole sequences: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E). Returns the whole
         result.
 
         The sequence is split over the ranks, and every rank executes its own plan. Differentiable.
         ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. ``dkv_dtype`` is as in
-        :func:`ringspan.plan`.
+        :func:`ringspan.plan`, ``return_lse`` and ``return_max_logits`` are as in :func:`ringspan.attention`.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout, dkv_dtype=dkv_dtype)
-        result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod)
+        found: list[Tensor] | None = [] if return_max_logits else None
+        result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod, max_logits=found)
+        if found is not None:
+            return (*result, found[0]) if return_lse else (result.out, found[0])
         return result if return_lse else result.out
 
     @dynamo_disable
@@ -238,11 +288,13 @@ class LocalWorld:
         scale: float | None = None,
         backend: str = "auto",
         score_mod: ScoreMod | None = None,
+        max_logits: list[Tensor] | None = None,
     ) -> Partial:
         """Compute attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H,
         S).
 
-        For a mask that differs between the rows of a batch, B is the number of its rows.
+        For a mask that differs between the rows of a batch, B is the number of its rows. If a list is given as
+        ``max_logits``, the largest logit of each head (H,) is appended to it.
         """
         rows = rows_of(plans[0].mask)
         if rows is not None and score_mod is not None:
@@ -250,7 +302,7 @@ class LocalWorld:
                 "a score_mod does not support masks that differ between the rows of a batch: give one mask_mod(b, h, q, k) of "
                 "the whole batch"
             )
-        attend = partial(self._run_sequence, plans, scale=scale, backend=backend, score_mod=score_mod)
+        attend = partial(self._run_sequence, plans, scale=scale, backend=backend, score_mod=score_mod, max_logits=max_logits)
         return attend(q, k, v) if rows is None else attend_rows(attend, q, k, v, rows)
 
     def _run_sequence(
@@ -263,6 +315,7 @@ class LocalWorld:
         scale: float | None,
         backend: str,
         score_mod: ScoreMod | None,
+        max_logits: list[Tensor] | None,
     ) -> Partial:
         """Compute attention of the one sequence that the plans know: rows of a batch are laid end to end."""
         shape = shape_of(q, k, v)
@@ -279,7 +332,12 @@ class LocalWorld:
         transport.traffic = self.traffic
         config = config_for(plans[0], q, v, check_scale(scale, shape.head_dim), backend, score_mod)
         with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
-            parts = attend_ranks(plans, list(zip(queries, keys, values, strict=True)), config, transport.run)
+            split = list(zip(queries, keys, values, strict=True))
+            if max_logits is None:
+                parts = attend_ranks(plans, split, config, transport.run)
+            else:
+                parts, largest_H = attend_ranks_with_max_logits(plans, split, config, transport.run)
+                max_logits.append(largest_H)
         inverse = _inverse_order(q_layout, q.device)
         out = torch.cat([part.out for part in parts], dim=2).index_select(2, inverse)
         lse = torch.cat([part.lse for part in parts], dim=2).index_select(2, inverse)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ringspan.kernels.accumulators import GradientAccumulator, OutputAccumulator
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, PartialRows, Saved, accumulation_dtype, kernel_name
+from ringspan.kernels.max_logits import max_logits
 from ringspan.kernels.mods import IndexedMods, MaskMod, Mods, ScoreMod, mods_of
 from ringspan.kernels.partial import Partial, merge
 from ringspan.kernels.registry import KERNELS, availability, check_backend, missing_packages, select_kernel
@@ -31,6 +32,7 @@ __all__ = [
     "availability",
     "check_backend",
     "kernel_name",
+    "max_logits",
     "merge",
     "missing_packages",
     "mods_of",

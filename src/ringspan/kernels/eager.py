@@ -90,6 +90,23 @@ def attend_backward(
             yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
+def max_logits(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: IndexedMods | None = None,
+) -> Tensor:
+    """Return the largest score of each head, (H,), as :func:`ringspan.kernels.max_logits.max_logits` does."""
+    largest_H = q_BHSD.new_full(q_BHSD.shape[1:2], EMPTY_LSE, dtype=accumulation_dtype(q_BHSD.dtype))
+    for block in _blocks(bands, q_BHSD, k_BGTD):
+        q, k = q_BHSD[:, :, block.rows], k_BGTD[:, :, block.keys]
+        score_BHST = _scores(q, k, block=block, bands=block.bands, scale=scale, mods=mods)
+        largest_H = torch.maximum(largest_H, score_BHST.amax((0, 2, 3)))
+    return largest_H
+
+
 class RowBlock(NamedTuple):
     """Some rows, the range of keys that they see, and the bands within this rectangle."""
 
@@ -148,8 +165,22 @@ def _attend(
 
     ``learned`` replaces the tensors of ``Mods.learned``.
     """
+    score_BHST = _scores(q_BHSD, k_BGTD, *learned, block=block, bands=bands, scale=scale, mods=mods)
+    return _softmax(score_BHST, v_BGTE.to(score_BHST.dtype))
+
+
+def _scores(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    *learned: Tensor,
+    block: RowBlock,
+    bands: Sequence[Band],
+    scale: float,
+    mods: IndexedMods | None,
+) -> Tensor:
+    """Return the scores of some bands of a block, after the user's functions. Hidden pairs have -inf."""
     dtype = accumulation_dtype(k_BGTD.dtype)
-    q, k, v = q_BHSD.to(dtype), k_BGTD.to(dtype), v_BGTE.to(dtype)
+    q, k = q_BHSD.to(dtype), k_BGTD.to(dtype)
     score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
     seen = _seen(block, bands, q.device)
     if mods is not None:
@@ -159,7 +190,7 @@ def _attend(
             score_BHST = mods.apply_score_mod(score_BHST)
         shown = mods.apply_mask_mod(*score_BHST.shape[:2])
         seen = seen if shown is None else seen & shown
-    return _softmax(score_BHST.to(q.dtype).masked_fill(~seen, EMPTY_LSE), v)
+    return score_BHST.to(dtype).masked_fill(~seen, EMPTY_LSE)
 
 
 def _seen(block: RowBlock, bands: Sequence[Band], device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from ringspan.kernels.blocks import BLOCK, MIN_LENGTH, block_tables
 from ringspan.kernels.intervals import IntervalLayer, interval_layers
 from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved
 from ringspan.kernels.mods import IndexedMods, MaskMod, ScoreMod
-from ringspan.kernels.partial import Partial
+from ringspan.kernels.partial import EMPTY_LSE, Partial
 from ringspan.kernels.recompute import gradients
 from ringspan.masks import Band
 from ringspan.torch_private.dynamo import dynamo_config
@@ -46,6 +46,11 @@ PACKAGE = "triton"
 
 # The back ends of FlexAttention. For the second one see :mod:`ringspan.kernels.flex_flash`.
 FlexBackend = Literal["TRITON", "FLASH"]
+
+# What FlexAttention returns beside out.
+Auxiliary = Literal["lse", "max_scores"]
+
+MIN_DIM, MAX_DIM = 16, 256  # 16 is the smallest tile of tensor cores. Above 256 a block may not fit into shared memory.
 
 # The dtype of token indices. FLASH cannot index a tensor by int64.
 INDEX_DTYPES: dict[FlexBackend, torch.dtype] = {"TRITON": torch.int64, "FLASH": torch.int32}
@@ -77,9 +82,8 @@ def unsupported_reason(inputs: Inputs) -> str | None:
     if inputs.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"computes in float16, bfloat16 and float32, not {inputs.dtype}"
     for what, dim in (("head dim", inputs.head_dim), ("value dim", inputs.v_dim)):
-        # 16 is the smallest tile of tensor cores. Above 256 a block may not fit into shared memory.
-        if not 16 <= dim <= 256:
-            return f"takes a {what} from 16 to 256, not {dim}"
+        if not MIN_DIM <= dim <= MAX_DIM:
+            return f"takes a {what} from {MIN_DIM} to {MAX_DIM}, not {dim}"
     return None
 
 
@@ -134,6 +138,31 @@ def attend_backward(
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
+def max_logits(
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    bands: Sequence[Band],
+    *,
+    scale: float,
+    mods: IndexedMods | None = None,
+) -> Tensor:
+    """Return the largest score of each head, (H,), as :func:`ringspan.kernels.max_logits.max_logits` does.
+
+    FlexAttention returns the largest score of each query, but ignores scores that are NaN. They make its output NaN,
+    which is computed of zeros as values, of the smallest width that it takes.
+    """
+    largest_H = q_BHSD.new_full(q_BHSD.shape[1:2], EMPTY_LSE, dtype=torch.float32)
+    for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), "TRITON", q_BHSD.device):
+        rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
+        q, k = _as_base_tensor(q_BHSD[:, :, rows]), _as_base_tensor(k_BGTD[:, :, keys])
+        v = k.new_zeros((*k.shape[:3], MIN_DIM))
+        here = None if mods is None else mods.sliced(rows, keys)
+        out_BHSE, largest_BHS = _run_call(q, k, v, call=call, scale=scale, mods=here, auxiliary="max_scores")
+        largest_BHS = largest_BHS.masked_fill(out_BHSE.isnan().any(-1), torch.nan)
+        largest_H = torch.maximum(largest_H, largest_BHS.amax((0, 2)))
+    return largest_H
+
+
 def _has_mask_mod(mods: IndexedMods | None) -> bool:
     return mods is not None and mods.mods.mask_mod is not None
 
@@ -174,8 +203,12 @@ def _run_call(
     scale: float,
     mods: IndexedMods | None = None,
     flex_backend: FlexBackend = "TRITON",
+    auxiliary: Auxiliary = "lse",
 ) -> Partial:
-    """Run one call. ``learned`` replaces the captured tensors that require a gradient."""
+    """Run one call. ``learned`` replaces the captured tensors that require a gradient.
+
+    With ``auxiliary="max_scores"`` the second tensor of the result is the largest score of each query, not its lse.
+    """
     with (
         # Every size gets its own symbol, even if two are equal when the program is compiled.
         distinct_sizes(),
@@ -188,7 +221,7 @@ def _run_call(
     ):
         mod_arguments = () if mods is None else _mod_arguments(mods, learned, q_BHSD.shape[1], flex_backend)
         tensors = (q_BHSD, k_BGTD, v_BGTE, call.start_S, call.stop_S)
-        return Partial(*_compiled()(*tensors, call.lists, scale, flex_backend, *mod_arguments))
+        return Partial(*_compiled()(*tensors, call.lists, scale, flex_backend, auxiliary, *mod_arguments))
 
 
 class ModArguments(NamedTuple):
@@ -232,13 +265,15 @@ def attend_intervals(
     lists: dict[str, Any],
     scale: float,
     flex_backend: FlexBackend = "TRITON",
+    auxiliary: Auxiliary = "lse",
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     heads: Tensor | int = 0,
     q_tokens_S: Tensor | None = None,
     k_tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of attention in which query i sees the keys ``start_S[i] <= j < stop_S[i]``. Compiled.
+    """Return out and lse, or the largest scores, of attention in which query i sees the keys ``start_S[i] <= j <
+    stop_S[i]``. Compiled.
 
     ``score_mod`` and ``mask_mod`` are called with ``q_tokens_S[i]`` and ``k_tokens_T[j]`` in place of rows i and j.
     ``heads`` is the global index of each head, or that of the first one.
@@ -277,8 +312,10 @@ def attend_intervals(
         block_mask=BlockMask((S, T), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees),
         scale=scale,
         enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(**{auxiliary: True}),
         kernel_options=options,
     )
+    if auxiliary == "max_scores":
+        return out, cast(Tensor, aux.max_scores)
     lse = cast(Tensor, aux.lse)
     return out, lse if flex_backend == "TRITON" else lse.detach()  # FLASH does not compile if lse has a gradient

@@ -85,6 +85,10 @@ def attend_backward(
     return flex.attend_backward(saved, k_BGTD, v_BGTE, bands, scale=scale, flex_backend="FLASH", compute_gradients=_gradients)
 
 
+# The FLASH back end returns no largest scores; Triton computes them.
+max_logits = flex.max_logits
+
+
 def _unsupported_backward_reason(saved: Saved, mods: IndexedMods | None) -> str | None:
     if mods is not None:
         return "those of the FLASH back end through a score_mod or mask_mod are not always correct"

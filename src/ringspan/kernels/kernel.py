@@ -110,6 +110,11 @@ class Kernel(Protocol):
     ) -> Iterator[Gradients]:
         """Yield the gradients through these bands. A query or key may be in several of them, or in none."""
 
+    def max_logits(
+        self, q_BHSD: Tensor, k_BGTD: Tensor, bands: Sequence[Band], *, scale: float, mods: IndexedMods | None = None
+    ) -> Tensor:
+        """Return the largest score of each head (:mod:`ringspan.kernels.max_logits`). A kernel may omit this."""
+
 
 def kernel_name(kernel: Kernel) -> str:
     """Return the name of the kernel's module, as in ``backend=``."""
