@@ -13,9 +13,9 @@ same round. *cpu s* is the processor time of the process with the most, all its 
 load of the machine, and has no waiting in it. The error is the largest difference of out, dq, dk and dv from dense
 attention in float64, relative to the largest value of each.
 
-What runs: ringspan as ``rs.ContextParallel`` chooses it; ``ulysses_attn_func`` of para-attn; ``DistributedAttention`` of
-deepspeed around SDPA; the ring template of torch on the flash operator for CPUs, with its load balancing and each of its
-two ways of rotating keys.
+What runs: ringspan as ``rs.ContextParallel`` chooses it for this shape and ``hardware="cpu"``; ``ulysses_attn_func`` of
+para-attn; ``DistributedAttention`` of deepspeed around SDPA; the ring template of torch on the flash operator for CPUs,
+with its load balancing and each of its two ways of rotating keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def with_ringspan(n: int) -> tuple[rs.Layout, Attention, str]:
-    cp = rs.ContextParallel(None, rs.causal(n))
+    shape = rs.Shape(heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    cp = rs.ContextParallel(None, rs.causal(n), hardware="cpu", shape=shape)
     return cp.plan.q_layout, cp.attention, cp.plan.strategy
 
 

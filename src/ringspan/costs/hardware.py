@@ -162,11 +162,26 @@ HARDWARE: dict[str, Hardware] = {
         source="kernels as measured with FlashAttention-4 (docs/benchmarks.md), links and memory from the datasheet",
     ),
     "b200": _gpu("b200", tflops=2250 * 0.7, nvlink_gb_s=900, memory_gb=180, source=_DATASHEET),
+    # One rank for each core. Processors differ: `ringspan bench calibrate` measures yours.
+    "cpu": Hardware(
+        name="cpu",
+        per_node=8,
+        within=Link(latency_s=230e-6, bytes_per_s=2e9),
+        between=Link(latency_s=230e-6, bytes_per_s=1e9),
+        forward=Speed(full=72e9, causal=72e9, window=32e9),
+        backward=Speed(full=71e9, causal=71e9, window=45e9),
+        launch_s=590e-6,
+        tile=512,
+        memory=int(12e9),
+        source="measured on 2 cores of x86_64: float32, gloo, one thread for each rank (docs/benchmarks.md)",
+        overlap=0.39,
+        copy_bytes_per_s=4.6e9,
+    ),
 }
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """Return a machine by name, with the number of GPUs of a node (8 by default), or from a hardware file.
+    """Return a machine by name, with the number of ranks of a node (8 by default), or from a hardware file.
 
     >>> hardware("h200x4").per_node
     4
@@ -186,7 +201,7 @@ def hardware(name: str | Hardware) -> Hardware:
     if not match or match[1] not in HARDWARE or int(match[2] or 8) == 0:
         known = ", ".join(HARDWARE)
         raise PlanError(
-            f"no hardware is called {name!r}; there are {known}, each with a number of GPUs in a node as in h200x8, "
+            f"no hardware is called {name!r}; there are {known}, each with a number of ranks in a node as in h200x8, "
             "and files that `ringspan bench calibrate` writes"
         )
     machine = HARDWARE[match[1]]
