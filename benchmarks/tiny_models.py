@@ -71,6 +71,7 @@ INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "
 # What a model or a part of one needs besides, or instead. None for a part that is left out.
 SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
+    "blt": {"patching_threshold": 4.15},  # with random weights, by default every byte would be a patch
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in MASKED}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},

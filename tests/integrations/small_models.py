@@ -40,6 +40,15 @@ NEO: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers"
 FALCON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+BYTES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -116,6 +125,20 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bert": (
         "BertLMHeadModel",
         lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),
+    ),
+    "blt": (
+        "BltForCausalLM",
+        lambda t: t.BltConfig(
+            vocab_size=VOCABULARY,
+            patching_threshold=3.78,  # between the entropies of bytes
+            max_patch_length=6,
+            encoder_hash_byte_group_size=[3, 5],
+            encoder_hash_byte_group_vocab=32,
+            patcher_config=BYTES,
+            encoder_config={**BYTES, "hidden_size_global": 32, "num_hidden_layers": 2, "cross_attn_all_layers": True},
+            decoder_config={**BYTES, "hidden_size_global": 32, "num_hidden_layers": 2},
+            global_config={x: y for x, y in BYTES.items() if x != "vocab_size"},
+        ),
     ),
     "cpmant": (
         "CpmAntForCausalLM",

@@ -139,14 +139,16 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         strategy: str | Strategy | None = None,
         sides: tuple[Side, Side] = ("q", "kv"),
         layout: Layout | None = None,
+        kv_layout: Layout | None = None,
     ) -> ContextParallel:
         """Return a ContextParallel with the same layout and another mask, for layers that differ (full and sliding
         window).
 
         In a cross-attention, ``sides=("q", "q")`` is the self-attention of its queries, ``("kv", "kv")`` of its keys.
-        Pass ``layout`` for layers that have other tokens, such as a prompt before those of the sequence.
+        Pass ``layout``, and ``kv_layout`` if it differs, for layers that have other tokens, such as a prompt before
+        those of the sequence.
         """
-        layouts = [self._layout(side) if layout is None else layout for side in sides]
+        layouts = [self._layout(side) for side in sides] if layout is None else [layout, kv_layout or layout]
         if check_mask(mask).lengths != tuple(layout.length for layout in layouts):
             raise InputError(
                 f"the mask of with_mask must have the lengths of the layout: {mask.name} has {mask.lengths[0]} queries × "

@@ -53,7 +53,7 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
         "--hardware",
         default="h200x8",
         metavar="NAME",
-        help="a100, h100, h200, b200 or cpu, with the ranks of a node behind an x, or a .json file of your own (default h200x8)",
+        help="a100, h100, h200, b200 or cpu, with the ranks of a node after an x, or a .json file of your own (default h200x8)",
     )
     where.add_argument("--layout", default="auto", help="which rank owns which tokens (default: the fastest)")
     where.add_argument("--strategy", default="auto", help="what is communicated, and when (default: the fastest)")

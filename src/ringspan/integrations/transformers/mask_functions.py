@@ -66,7 +66,7 @@ def is_from_masking_utils(function: Any) -> bool:
 def padding_mask(padding_BN: Tensor, sequence: Sequence) -> Mask:
     """Return the mask in which every query sees the keys that are no padding."""
     rows = padding_BN.cpu().numpy().astype(bool)
-    anywhere = _runs(np.array(rows.any(axis=0), dtype=np.int64, ndmin=1))
+    anywhere = runs(np.array(rows.any(axis=0), dtype=np.int64, ndmin=1))
     bands = [(0, sequence.q_len, start, stop, -sequence.q_len, sequence.k_len) for start, stop, seen in anywhere if seen]
     mask = Mask.from_bands(bands, sequence.q_len, sequence.k_len)
     if (rows == rows[:1]).all():
@@ -156,10 +156,10 @@ def _blockwise(sequence: Sequence, closure: Closure) -> Mask:
             "blocks", lambda b, h, q, k: (ids_BN[b, q] == ids_BN[b, k]) & (ids_BN[b, q] >= 0), (ids_BN,), sequence
         )
     runs_of: dict[int, list[tuple[int, int]]] = {}
-    for start, stop, block in _runs(rows[0]):
+    for start, stop, block in runs(rows[0]):
         if block >= 0:
             runs_of.setdefault(block, []).append((start, stop))
-    bands = [(*q, *k, -n, n) for runs in runs_of.values() for q in runs for k in runs]
+    bands = [(*q, *k, -n, n) for same in runs_of.values() for q in same for k in same]
     return Mask.from_bands(bands, sequence.q_len, n)
 
 
@@ -228,10 +228,10 @@ def _as_function(mask: Mask) -> MaskMod:
     return contains
 
 
-def _runs(values: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+def runs(values: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """Return the runs of equal values, as (start, stop, value).
 
-    >>> _runs(np.array([5, 5, -1]))
+    >>> runs(np.array([5, 5, -1]))
     [(0, 2, 5), (2, 3, -1)]
     """
     if not len(values):

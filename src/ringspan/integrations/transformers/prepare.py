@@ -4,7 +4,7 @@
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
-* CPM-Ant, Doge, Inkling, ProphetNet, XLM, XLNet and ZAYA, each in a module of its own.
+* BLT, CPM-Ant, Doge, Inkling, ProphetNet, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ringspan.errors import InputError
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.attention import NAME
+from ringspan.integrations.transformers.blt import blt_model, blt_patch_states
 from ringspan.integrations.transformers.convolutions import convolution_over_ranks
 from ringspan.integrations.transformers.cpmant import cpmant_attention, cpmant_model
 from ringspan.integrations.transformers.doge import doge_biases
@@ -43,6 +44,7 @@ from ringspan.plans.data import Side
 # Model type -> class of a module -> its methods, and what each is replaced by.
 Methods = tuple[tuple[str, Callable[..., Any]], ...]
 SPECIAL: dict[str, dict[str, Methods]] = {
+    "blt": {"BltLocalEncoder": (("patch_reduce", blt_patch_states),), "BltModel": (("forward", blt_model),)},
     "cpmant": {"CpmAntAttention": (("forward", cpmant_attention),), "CpmAntModel": (("forward", cpmant_model),)},
     "doge": {"DogeAttention": (("prepare_dynamic_mask", doge_biases),)},
     "inkling_text": {

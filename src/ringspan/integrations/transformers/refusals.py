@@ -52,7 +52,6 @@ CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
-    "blt": "it attends between bytes and patches, whose borders it computes from the bytes",
     "reformer": "it has hashed attention",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
 }
@@ -106,7 +105,7 @@ def _why_prepare(model_type: str) -> str:
         return "writes attention out in its layers"
     if model_type in CONVOLVES:
         return "has convolutions over its tokens"
-    return "computes with its attention mask" if model_type == "doge" else ""
+    return {"blt": "attends between bytes and patches", "doge": "computes with its attention mask"}.get(model_type, "")
 
 
 # Tensors that an attention layer can pass to the attention function without changing what it computes there.

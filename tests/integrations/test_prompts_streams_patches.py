@@ -1,5 +1,5 @@
-"""CPM-Ant, which has a prompt before the sequence, and ProphetNet, which has several streams of queries: on two
-processes against one, in float64."""
+"""CPM-Ant, which has a prompt before the sequence, ProphetNet, which has several streams of queries, and BLT, which has
+patches of bytes: on two processes against one, in float64."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ if find_spec("transformers") is None:
 
 N, B = 29, 2
 TOLERANCE = 1e-10
-# The tokens that are no padding. CPM-Ant has padding on the left, whose ids are 0; ProphetNet has an attention mask.
+# The tokens that are no padding. CPM-Ant has padding on the left, whose ids are 0; the others have an attention mask.
 KEPT = {
+    "blt": torch.arange(N) < torch.tensor([[24], [N]]),
     "cpmant": torch.arange(N) >= torch.tensor([[5], [0]]),
     "prophetnet": torch.arange(N) < torch.tensor([[22], [N]]),
 }
@@ -59,8 +60,10 @@ def compare(rank: int, name: str, padded: bool) -> dict[str, float]:
     cp = rs.ContextParallel(None, rs.full(N) if name == "cpmant" else rs.causal(N), layout="zigzag")
     ids, kept = tokens(), KEPT[name] if padded else torch.ones(B, N, dtype=torch.bool)
     whole = {"input_ids": ids * kept}
-    if padded and name == "prophetnet":
-        whole["attention_mask"] = kept.double()  # in one process a mask of integers gives NaN in float64
+    if padded and name != "cpmant":  # in one process, ProphetNet makes NaN of a mask of integers in float64
+        whole["attention_mask"] = kept.double() if name == "prophetnet" else kept
+    if name == "blt":
+        whole["position_ids"] = torch.arange(N).expand(B, -1)
     streams = 3 if name == "prophetnet" else 1
     weights = (
         torch.randn(B, N, streams, VOCABULARY, generator=torch.Generator().manual_seed(2)).double() * kept[..., None, None]
@@ -79,7 +82,7 @@ def compare(rank: int, name: str, padded: bool) -> dict[str, float]:
     return found | {x: difference(grads[x], wanted_grads[x]) for x in grads}
 
 
-@pytest.mark.parametrize("name", ["cpmant", "prophetnet"])
+@pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_and_gradients_are_those_of_one_process(name: str, padded: bool, pools: Pools) -> None:
     for found in pools(2).run(compare, name, padded):
@@ -116,6 +119,34 @@ def test_hidden_states_are_those_of_one_process(pools: Pools) -> None:
     pools(2).run(hidden_states)
 
 
+def given_patches(rank: int) -> None:
+    """Patches that the user gives: the same in all rows, which makes bands; and one without bytes."""
+    from ringspan.integrations.transformers import prepare
+
+    cp, ids = rs.ContextParallel(None, rs.causal(N), layout=rs.Layout([[(4, 7)], [(0, 4), (7, N)]])), tokens()
+    weights = torch.randn(B, N, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
+    for lengths in ([1, 1, 3, 8, 5, 11], [1, 1, 3, 8, 0, 5, 11]):
+        model: Any = small_model("blt")
+        model.set_attn_implementation("eager")
+        given = {"patch_lengths": torch.tensor([lengths]).expand(B, -1), "use_cache": False}
+        with Float64():
+            whole = model(ids, position_ids=torch.arange(N)[None], **given).logits
+            wanted = gradients(model, whole, weights)
+            prepare(model)
+            with cp:
+                mine = model(cp.shard(ids, dim=1), position_ids=cp.positions()[None], **given).logits
+            found = gradients(model, mine, cp.shard(weights, dim=1))
+        cp.sum_gradients(model.parameters())
+        assert found.keys() == wanted.keys()
+        assert_close(mine, cp.shard(whole, dim=1), atol=TOLERANCE)
+        for name, x in wanted.items():
+            assert_close(found[name], x, atol=TOLERANCE * max(1.0, x.abs().max().item()), what=name)
+
+
+def test_patches_of_the_user_are_those_of_one_process(pools: Pools) -> None:
+    pools(2).run(given_patches)
+
+
 def message(name: str, cp: rs.ContextParallel, *, training: bool = False, **inputs: Any) -> str:
     from ringspan.integrations.transformers import prepare
 
@@ -137,6 +168,10 @@ def refused(rank: int) -> dict[str, str]:
     cache = DynamicCache()
     cache.update(torch.zeros(B, 4, 1, 8).double(), torch.zeros(B, 4, 1, 8).double(), 0)
     return {
+        "blt, documents": message("blt", documents, position_ids=documents.positions()[None]),
+        "blt, positions": message("blt", cp),
+        "blt, patches": message("blt", cp, position_ids=cp.positions()[None], patch_lengths=torch.tensor([[N]] * B)),
+        "blt, states": message("blt", cp, position_ids=cp.positions()[None], output_hidden_states=True),
         "cpmant, causal": message("cpmant", cp),
         "cpmant, weights": message("cpmant", whole, output_attentions=True),
         "cpmant, cache": message("cpmant", whole, past_key_values=cache),
@@ -149,6 +184,10 @@ def refused(rank: int) -> dict[str, str]:
 
 
 REFUSED = {
+    "blt, documents": "give rs.causal(length)",
+    "blt, positions": "position_ids=cp.positions()[None]",
+    "blt, patches": "the sequence has 1 patches, fewer than the 2 ranks",
+    "blt, states": "output_hidden_states",
     "cpmant, causal": "give ContextParallel rs.full(length)",
     "cpmant, weights": "output_attentions=False",
     "cpmant, cache": "continues a KV cache",
