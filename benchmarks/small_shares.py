@@ -1,4 +1,5 @@
-"""Small shares on a GPU: forward and backward of one rank of 8, executed step by step and replayed from a recording.
+"""Small shares on a GPU: forward and backward of one rank of 8, executed step by step, replayed from a recording, and
+replayed from CUDA graphs (``cuda_graphs=True``).
 
     python benchmarks/small_shares.py
     python benchmarks/small_shares.py --json
@@ -6,7 +7,11 @@
 
 Rank 3, 32 query and 8 key heads of 128, bfloat16, without messages. *Kernels* is the time of all kernels on the device.
 *Host* is the time until the host has launched both passes, with nothing to wait for; *clock* is the time of a step when
-steps follow each other. Where the host takes longer than the kernels, the clock shows the host.
+steps follow each other. Where the host takes longer than the kernels, the clock shows the host. *Graph memory* is that
+of both captured passes.
+
+Before a case is timed, the results of the three ways are compared, with messages that are all the same number. The
+forward pass must agree in each bit. Kernels add to gradients in any order; these must agree to 2% of their maximum.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +31,14 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.bench.timing import device_profile, step_seconds
 from ringspan.engine import attend_ranks, config_for, pass_cache
+from ringspan.engine.graph_replay import GraphedPass
 from ringspan.planner import Plan
+from ringspan.transports import PostExchange, RankGenerator
 from ringspan.transports.null import NullTransport
 
 WORLD, RANK, HEADS, KV_HEADS, HEAD_DIM = 8, 3, 32, 8, 128
 ROUNDS = 30
+WAYS = ("executed", "replayed", "graphs")
 
 
 def documents(number: int, tokens: int) -> rs.Mask:
@@ -51,44 +60,119 @@ CASES: dict[str, tuple[Callable[[], rs.Mask], str]] = {
 }
 
 
-def step_of(plan: Plan) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
-    """Return the forward and the backward pass of a rank, without messages."""
-    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-    qkv = tuple(torch.randn(1, h, plan.q_rows, HEAD_DIM, **made) for h in (HEADS, KV_HEADS, KV_HEADS))
-    config = config_for(plan, qkv[0], qkv[2], HEAD_DIM**-0.5, "auto")
-    grad = torch.randn_like(qkv[0])
-    return (
-        lambda: attend_ranks([plan], [qkv], config, NullTransport().run)[0].out,
-        lambda out: torch.autograd.grad(out, qkv, grad),
-    )
+class ConstantMessages:
+    """A transport that fills each receive buffer with the same number, so that results can be compared."""
+
+    def run(self, generators: Sequence[RankGenerator[Any]], description: object = None) -> list[Any]:
+        """Run each generator to its end and return their results."""
+        return NullTransport().run([self._filled(generator) for generator in generators])
+
+    def _filled(self, generator: RankGenerator[Any]) -> RankGenerator[Any]:
+        while True:
+            try:
+                request = generator.send(None)
+            except StopIteration as end:
+                return end.value
+            for _, buffer in request.recvs if isinstance(request, PostExchange) else ():
+                buffer.fill_(0.125)
+            yield request
 
 
-def host_seconds(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
+class Steps:
+    """The passes of a rank, in one of the ways."""
+
+    def __init__(self, plan: Plan, way: str, transport: Any = NullTransport, seed: int = 0) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+        self.plan, self.way, self.transport = plan, way, transport
+        self.qkv = tuple(torch.randn(1, h, plan.q_rows, HEAD_DIM, **made) for h in (HEADS, KV_HEADS, KV_HEADS))
+        self.grad = torch.randn(self.qkv[0].shape, **made)
+        for x in self.qkv:
+            x.requires_grad_()
+        options = {"cuda_graphs": way == "graphs"}
+        self.config = config_for(plan, self.qkv[0], self.qkv[2], HEAD_DIM**-0.5, "auto", **options)
+        pass_cache.DEVICES = set() if way == "executed" else {"cuda"}
+
+    def forward(self) -> Tensor:
+        return attend_ranks([self.plan], [self.qkv], self.config, self.transport().run)[0].out  # type: ignore[list-item]
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.qkv, self.grad)
+
+    def both(self) -> list[Tensor]:
+        out = self.forward()
+        return [out.detach(), *self.backward(out)]
+
+
+def compare(plan: Plan) -> bool:
+    """Compare the ways, and return whether the gradients have equal bits, too. Raise if a result is wrong."""
+    expected = [Steps(plan, "executed", ConstantMessages, seed).both() for seed in range(2)]
+    equal = True
+    for way in WAYS[1:]:
+        steps = [Steps(plan, way, ConstantMessages, seed) for seed in range(2)]
+        for call in range(8):
+            found = steps[call % 2].both()
+            for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected[call % 2], strict=True):
+                difference = (x.float() - y.float()).abs().max().item()
+                if not difference <= (0.02 * y.abs().max().item() if name != "out" else 0.0):
+                    raise AssertionError(f"{way}, call {call}: {name} differs by {difference}")
+                equal &= torch.equal(x, y)
+        if way == "graphs":
+            check_captured(plan)
+    return equal
+
+
+def check_captured(plan: Plan) -> None:
+    """Raise unless both passes were captured, with the reason why not."""
+    found = [x for x in plan.derived(pass_cache.PassCache).passes.values() if isinstance(x, GraphedPass)]
+    failures = [x.failure for x in found if x.captured is None]
+    if len(found) != 2 or failures:
+        raise AssertionError(f"{len(found)} passes of 2 were recorded for CUDA graphs; not captured: {failures}")
+
+
+def host_seconds(steps: Steps) -> float:
     times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        backward(forward())
+        steps.both()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def row_of(name: str) -> dict[str, Any]:
+    make_mask, strategy = CASES[name]
+    plan = rs.plan(make_mask(), world=WORLD, strategy=strategy).for_heads(HEADS, KV_HEADS).at(RANK)
+    row: dict[str, Any] = {"bench": "small_shares", "device": torch.cuda.get_device_name(), "case": name}
+    row |= {"strategy": plan.strategy, "layout": plan.q_layout.name}
+    try:
+        row["equal_bits"] = compare(plan)
+    except AssertionError as error:  # of a pass that is too large for graphs, too
+        row["compared"] = str(error)
+    for way in WAYS:
+        rs.clear_caches()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        steps = Steps(plan, way)
+        for _ in range(6):
+            steps.both()
+        row[f"clock_ms, {way}"] = round(step_seconds(steps.both, rounds=5, on_gpu=True) * 1e3, 2)
+        row[f"host_us, {way}"] = round(host_seconds(steps) * 1e6)
+        torch.cuda.empty_cache()
+        row[f"held_mib, {way}"] = (torch.cuda.memory_reserved() - before) >> 20
+    row["graph_mib"] = row["held_mib, graphs"] - row["held_mib, replayed"]
+    steps = Steps(plan, "executed")
+    row["kernels_ms"] = round(sum(device_profile(steps.both).values()) / 1e3, 2)
+    return row
 
 
 def rows(only: list[str]) -> Iterator[dict[str, Any]]:
     devices = pass_cache.DEVICES
     for name in only:
-        make_mask, strategy = CASES[name]
-        plan = rs.plan(make_mask(), world=WORLD, strategy=strategy).for_heads(HEADS, KV_HEADS).at(RANK)
-        row: dict[str, Any] = {"bench": "small_shares", "device": torch.cuda.get_device_name(), "case": name}
-        row |= {"strategy": plan.strategy, "layout": plan.q_layout.name}
-        for way in ("executed", "replayed"):
-            pass_cache.DEVICES = devices if way == "replayed" else set()
-            forward, backward = step_of(plan)
-            for _ in range(5):
-                backward(forward())
-            row[f"clock_ms, {way}"] = round(step_seconds(lambda: backward(forward()), rounds=5, on_gpu=True) * 1e3, 2)  # noqa: B023
-            row[f"host_us, {way}"] = round(host_seconds(forward, backward) * 1e6)
-        row["kernels_ms"] = round(sum(device_profile(lambda: backward(forward())).values()) / 1e3, 2)  # noqa: B023
-        yield row
+        try:
+            yield row_of(name)
+        except Exception:
+            traceback.print_exc()
     pass_cache.DEVICES = devices
 
 
@@ -97,14 +181,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases only")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each row as well")
     args = parser.parse_args()
-    columns = f"{'case':13}  {'strategy':18}  {'layout':8}  kernels, ms"
-    print(f"{columns}  host executed, µs  host replayed, µs  clock executed, ms  clock replayed, ms")
+    hosts, clocks = ([f"{what} {way}, {unit}" for way in WAYS] for what, unit in (("host", "µs"), ("clock", "ms")))
+    print(f"{'case':13}  {'strategy':18}  {'layout':8}  kernels, ms  {'  '.join([*hosts, *clocks])}  graph memory, MiB")
     for row in rows(args.only):
-        hosts = "".join(f"  {row[f'host_us, {way}']:17}" for way in ("executed", "replayed"))
-        clocks = "".join(f"  {row[f'clock_ms, {way}']:18.2f}" for way in ("executed", "replayed"))
-        print(
-            f"{row['case']:13}  {row['strategy']:18}  {row['layout']:8}  {row['kernels_ms']:11.2f}{hosts}{clocks}", flush=True
-        )
+        line = f"{row['case']:13}  {row['strategy']:18}  {row['layout']:8}  {row['kernels_ms']:11.2f}"
+        for way, title in zip(WAYS, hosts, strict=True):
+            line += f"  {row[f'host_us, {way}']:{len(title)}}"
+        for way, title in zip(WAYS, clocks, strict=True):
+            line += f"  {row[f'clock_ms, {way}']:{len(title)}.2f}"
+        print(f"{line}  {row['graph_mib']:17}", flush=True)
+        if "compared" in row:
+            print(f"  {row['compared']}", flush=True)
         if args.json:
             print(json.dumps(row), flush=True)
     return 0

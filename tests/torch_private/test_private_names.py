@@ -62,6 +62,8 @@ USES = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": Use("process_groups", "bench: PyTorch's own context_parallel"),
     "torch.distributed._local_tensor.maybe_run_for_local_tensor": Use("process_groups", "compat: simulated ranks"),
     "torch._C._cuda_getCurrentRawStream": Use("cuda_streams", "keep cached tensors of one stream from another"),
+    "torch._C._cuda_endAllocateToPool": Use("cuda_graphs", "go on after CUDA has invalidated the capture of a pass"),
+    "torch._foreach_copy_": Use("cuda_graphs", "copy the inputs of a captured pass with one launch"),
     "torch.autograd._profiler_enabled": Use("profiler", "name the steps of a plan in a profiler's trace"),
     # checkpoints
     "torch._C._autograd._top_saved_tensors_default_hooks": Use("checkpoints", "find the checkpoints around a call"),
@@ -95,6 +97,7 @@ USES = {
 
 # Names that are not in every installation, and where they are.
 ONLY_WHERE = {
+    "torch._C._cuda_endAllocateToPool": (torch.version.cuda is not None, "a build of PyTorch with CUDA"),
     "torch._C._cuda_getCurrentRawStream": (torch.version.cuda is not None, "a build of PyTorch with CUDA"),
     # ringspan does without it: ranks are then not simulated.
     "torch.distributed._local_tensor.maybe_run_for_local_tensor": (

@@ -52,6 +52,8 @@ class RankOptions:
     dtype: str = "bfloat16"
     device: str = "cuda"
     profile: bool = False
+    cuda_graphs: bool = False
+    """Whether ranks capture their passes in CUDA graphs."""
     rounds: int = 5
 
     @property
@@ -109,6 +111,7 @@ def _record(mask: rs.Mask, world: int, options: RankOptions) -> Row:
         "heads": [options.heads, options.kv_heads],
         "head_dim": options.head_dim,
         "dtype": options.dtype,
+        **({"cuda_graphs": True} if options.cuda_graphs else {}),
     }
 
 
@@ -118,7 +121,7 @@ def _share_of(first: rs.Plan, whole: float, backend: str, options: RankOptions) 
     memory: dict[str, Any] = {}
     for rank in range(first.world) if options.ranks is None else options.ranks:
         plan = first.at(rank)
-        share, qkv = _share(plan, backend), _tensors(plan.q_rows, options)
+        share, qkv = _share(plan, backend, cuda_graphs=options.cuda_graphs), _tensors(plan.q_rows, options)
         kernel: Any = config_for(plan, qkv[0], qkv[2], 1.0, backend).kernel
         times[rank] = step_seconds(_step(share, *qkv), rounds=options.rounds, on_gpu=options.on_gpu)
         host = max(host, host_seconds(share, *qkv))
@@ -201,9 +204,9 @@ def _whole(mask: rs.Mask, options: RankOptions) -> Callable[[], object]:
     return step
 
 
-def _share(plan: rs.Plan, backend: str) -> Callable[..., Tensor]:
+def _share(plan: rs.Plan, backend: str, *, cuda_graphs: bool = False) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        config = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend)
+        config = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend, cuda_graphs=cuda_graphs)
         (result,) = attend_ranks([plan], [(q, k, v)], config, NullTransport().run)
         return result.out
 

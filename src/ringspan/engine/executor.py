@@ -74,6 +74,8 @@ class AttentionConfig:
     forward_call: CallDescription | None = None
     """What must be equal on all ranks; None if they are not in different processes."""
     backward_call: CallDescription | None = None
+    cuda_graphs: bool = False
+    """Whether recorded passes are captured in CUDA graphs (:mod:`ringspan.engine.graph_replay`)."""
 
 
 def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
@@ -88,8 +90,8 @@ def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig
         execute = partial(_largest_of_ranks, plan, execute)
     if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
-    options = (config.scale, config.head_dim, config.max_logits)
-    return run_pass(plan, "forward", config.kernel, options, (q_SBHD, kv_TBGF), execute)
+    options, inputs = (config.scale, config.head_dim, config.max_logits), (q_SBHD, kv_TBGF)
+    return run_pass(plan, "forward", config.kernel, options, inputs, execute, cuda_graphs=config.cuda_graphs)
 
 
 def _largest_of_ranks(
@@ -166,7 +168,8 @@ def backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: Attenti
     execute = partial(run_steps, plan, "backward", partial(_prepare_backward, plan, given, kv_TBGF, config))
     if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
-    return run_pass(plan, "backward", config.kernel, (config.scale, config.head_dim), (*given, kv_TBGF), execute)
+    options, inputs = (config.scale, config.head_dim), (*given, kv_TBGF)
+    return run_pass(plan, "backward", config.kernel, options, inputs, execute, cuda_graphs=config.cuda_graphs)
 
 
 def _prepare_backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:

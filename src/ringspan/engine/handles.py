@@ -44,8 +44,8 @@ log = logging.getLogger("ringspan.engine")
 
 MAX_PREPARED = 256  # calls of one plan
 
-# The scale and back end of a call, and the shape, dtype and device of its q, k and v: all that its preparation depends
-# on.
+# The scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device of q, k and v: all that the
+# preparation of a call depends on.
 CallKey: TypeAlias = tuple[object, ...]
 
 
@@ -65,7 +65,7 @@ class PreparedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class PlanHandle:
-    """One rank's plan, the group it runs on and the kernel that was asked for.
+    """One rank's plan, the group it runs on, the kernel that was asked for, and whether passes become CUDA graphs.
 
     Without an ``id`` the handle is not in the registry: it serves eager calls only.
     """
@@ -73,6 +73,7 @@ class PlanHandle:
     plan: Plan
     group: ProcessGroupTransport
     backend: str = "auto"
+    cuda_graphs: bool = False
     id: Tensor | None = None
     _calls: dict[CallKey, PreparedCall] = field(init=False, repr=False)
     _agreed: Agreements = field(init=False, repr=False)
@@ -123,8 +124,8 @@ class PlanHandle:
         """
         # fmt: off
         key = (
-            scale, self.backend, q_BHSD.shape, k_BGTD.shape, v_BGTE.shape, q_BHSD.dtype, k_BGTD.dtype, v_BGTE.dtype,
-            q_BHSD.device, k_BGTD.device, v_BGTE.device,
+            scale, self.backend, self.cuda_graphs, q_BHSD.shape, k_BGTD.shape, v_BGTE.shape, q_BHSD.dtype, k_BGTD.dtype,
+            v_BGTE.dtype, q_BHSD.device, k_BGTD.device, v_BGTE.device,
         )
         # fmt: on
         call = self._calls.get(key)
@@ -150,7 +151,8 @@ class PlanHandle:
         """Check the call and select its kernel. Keep what later calls with this key share."""
         call = self._calls.get(key) or self._describe(q, k, v)
         plan, signature = call.fitted or self.plan, call.signature
-        config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel)
+        options = {"cuda_graphs": self.cuda_graphs}
+        config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel, **options)
         if key not in self._calls:
             name, where = kernel_name(config.kernel), str(q.device)
             log.info("rank %d: kernel %s for %s on %s of plan %s", plan.rank, name, call.inputs.dtype, where, plan.digest)

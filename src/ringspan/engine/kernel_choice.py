@@ -17,10 +17,18 @@ from ringspan.user_functions.values import values_digest
 
 
 def config_for(
-    plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor, scale: float, backend: str, score_mod: ScoreMod | None = None
+    plan: Plan,
+    q_BHSD: Tensor,
+    v_BGTE: Tensor,
+    scale: float,
+    backend: str,
+    score_mod: ScoreMod | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> AttentionConfig:
     """Return the kernel, scale and functions for these tensors."""
-    return choose_config(plan, q_BHSD, kernel_inputs(plan, q_BHSD, v_BGTE), scale, backend, score_mod)
+    inputs = kernel_inputs(plan, q_BHSD, v_BGTE)
+    return choose_config(plan, q_BHSD, inputs, scale, backend, score_mod, cuda_graphs=cuda_graphs)
 
 
 def kernel_inputs(plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor) -> Inputs:
@@ -42,6 +50,8 @@ def choose_config(
     backend: str,
     score_mod: ScoreMod | None,
     mods_kernel: Kernel | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> AttentionConfig:
     """Do the same as :func:`config_for`, given the kernel inputs and, if known, the kernel for calls with functions."""
     check_score_mod_heads(score_mod, q_BHSD.shape[1])
@@ -64,6 +74,7 @@ def choose_config(
         mods=mods,
         forward_call=call,
         backward_call=call._replace(kind="backward"),
+        cuda_graphs=cuda_graphs,
     )
 
 

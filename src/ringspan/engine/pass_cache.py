@@ -5,10 +5,11 @@
     first call       executed      a plan that is used once, as in the first layer of a model, costs nothing more
     second call      recorded
     later calls      replayed
+    the fourth call  captured in CUDA graphs, with ``cuda_graphs=True`` (:mod:`ringspan.engine.graph_replay`)
 
 Calls are the same if they have one plan, phase, kernel and scale, on one stream, with tensors of the same shapes,
-strides, dtypes and alignment, and if deterministic algorithms are enabled in all of them or in none. A pass that cannot
-be recorded is always executed. The logger ``ringspan.engine`` says why, at level INFO.
+strides, dtypes and alignment, and if deterministic algorithms are enabled in all of them or in none, and CUDA graphs. A
+pass that cannot be recorded is always executed. The logger ``ringspan.engine`` says why, at level INFO.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from ringspan.caching.by_stream import CAPTURING, stream_key
 from ringspan.caching.registry import on_clear_caches
 from ringspan.debugging.settings import settings
+from ringspan.engine.graph_replay import GraphedPass
 from ringspan.engine.recorded_pass import RecordedPass, Result
 from ringspan.engine.recording import PassRecorder
 from ringspan.kernels import Kernel
@@ -54,10 +57,10 @@ class PassCache:
     """The recordings of a plan, by the properties of the call."""
 
     def __init__(self, plan: RankPlan) -> None:
-        self.passes: OrderedDict[Hashable, RecordedPass | NotRecorded] = OrderedDict()
-        self.generation = _generation[0]
+        self.passes: OrderedDict[Hashable, RecordedPass | GraphedPass | NotRecorded] = OrderedDict()
+        _caches.add(self)
 
-    def store(self, key: Hashable, value: RecordedPass | NotRecorded) -> None:
+    def store(self, key: Hashable, value: RecordedPass | GraphedPass | NotRecorded) -> None:
         self.passes[key] = value
         if len(self.passes) > MAX_RECORDINGS:
             self.passes.popitem(last=False)
@@ -65,19 +68,20 @@ class PassCache:
     def restore_constants(self) -> None:
         """Put the constants of all recordings back into their caches: a CUDA graph that is captured reads them there."""
         for found in list(self.passes.values()):
-            if isinstance(found, RecordedPass):
+            if not isinstance(found, NotRecorded):
                 found.restore_constants()
 
 
-# How often ringspan.clear_caches() was called. Recordings hold tensors of the caches that it empties.
-_generation = [0]
+_caches: WeakSet[PassCache] = WeakSet()
 
 
-def _next_generation() -> None:
-    _generation[0] += 1
+def _discard_recordings() -> None:
+    """Discard all recordings. They hold tensors of the caches that are emptied, and memory of CUDA graphs."""
+    for cache in list(_caches):
+        cache.passes.clear()
 
 
-on_clear_caches(_next_generation)
+on_clear_caches(_discard_recordings)
 
 
 def run_pass(
@@ -87,33 +91,33 @@ def run_pass(
     options: tuple[Hashable, ...],
     inputs: Sequence[Tensor | None],
     execute: Callable[[], RankGenerator[Result]],
+    *,
+    cuda_graphs: bool = False,
 ) -> RankGenerator[Result]:
     """Return the generator of a pass: a replay if there is a recording, else ``execute()``.
 
     ``inputs`` are all tensors that the pass reads and that differ between calls. ``options`` are the numbers that do.
+    ``cuda_graphs`` is whether recordings are captured in CUDA graphs.
     """
     device = next(x.device for x in inputs if x is not None)
     if device.type not in DEVICES or settings.debug or profiler_enabled() or dispatch_mode_depth():
         return execute()
     stream = stream_key(device)
     cache = plan.derived(PassCache)
-    if cache.generation != _generation[0]:
-        cache.passes.clear()
-        cache.generation = _generation[0]
     if stream == CAPTURING:
         cache.restore_constants()
         return execute()
     if stream is not None and torch.cuda.current_device() != stream[0]:
         return execute()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (phase, kernel, options, stream, deterministic, *map(_description, inputs))
+    key = (phase, kernel, options, stream, deterministic, cuda_graphs, *map(_description, inputs))
     found = cache.passes.get(key)
-    if isinstance(found, RecordedPass):
-        return found.replay(inputs)
     if found is None:
         cache.store(key, NotRecorded())
+    elif not isinstance(found, NotRecorded):
+        return found.replay(inputs)
     elif found.reason is None:
-        return _record(plan, phase, kernel, inputs, execute, key)
+        return _record(plan, phase, kernel, inputs, execute, key, (stream, plan.rank) if cuda_graphs else None)
     return execute()
 
 
@@ -124,14 +128,20 @@ def _record(
     inputs: Sequence[Tensor | None],
     execute: Callable[[], RankGenerator[Result]],
     key: Hashable,
+    graph_pool: Hashable | None,
 ) -> RankGenerator[Result]:
-    """Return the generator of a pass that is recorded, or of one that is executed if its kernel allows no recording."""
-    cache = plan.derived(PassCache)
+    """Return the generator of a pass that is recorded, or of one that is executed if its kernel allows no recording.
+
+    ``graph_pool`` is the key of the memory pool for CUDA graphs; None if there are to be none.
+    """
+    cache, name = plan.derived(PassCache), f"the {phase} pass of plan {plan.digest}, rank {plan.rank},"
 
     def store(recorded: RecordedPass | None, reason: str | None) -> None:
         if recorded is None:
-            log.info("the %s pass of plan %s, rank %d, is not recorded: %s", phase, plan.digest, plan.rank, reason)
-        cache.store(key, NotRecorded(reason) if recorded is None else recorded)
+            log.info("%s is not recorded: %s", name, reason)
+            cache.store(key, NotRecorded(reason))
+        else:
+            cache.store(key, recorded if graph_pool is None else GraphedPass(recorded, graph_pool, name))
 
     try:
         with kernel.observed_launches():

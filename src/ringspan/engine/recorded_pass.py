@@ -109,7 +109,9 @@ class RecordedPass:
         self._name_of: dict[int, str] = {}  # by the id of an object in _names
         kept = {*results, *(number for number, _ in constants)}
         lines = []
-        with_offset: set[int] = set()  # registers o5 of which is the start of r5 in its memory
+        # Registers o5 of which is the start of r5 in its memory. New memory starts at 0.
+        self._new = {instruction.to for instruction in self.instructions if isinstance(instruction, Empty)}
+        with_offset = set(self._new)
         for instruction, released in zip(self.instructions, _last_uses(self.instructions, kept), strict=True):
             if isinstance(instruction, View) and instruction.source not in with_offset:
                 with_offset.add(instruction.source)
@@ -141,7 +143,8 @@ class RecordedPass:
         if isinstance(instruction, View):
             to, source, (shape, stride, offset, dtype), source_dtype = instruction
             if dtype == source_dtype:
-                return [f"r{to} = r{source}.as_strided({shape}, {stride}, o{source} + {offset})"]
+                start = offset if source in self._new else f"o{source} + {offset}"
+                return [f"r{to} = r{source}.as_strided({shape}, {stride}, {start})"]
             new = f"r{source}.new_empty(0, dtype={self._text(dtype)})"
             return [f"r{to} = {new}.set_(r{source}.untyped_storage(), {offset}, {shape}, {stride})"]
         if isinstance(instruction, FunctionCall):

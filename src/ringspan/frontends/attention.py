@@ -36,6 +36,7 @@ def attention(
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -50,6 +51,7 @@ def attention(
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> Partial: ...
 @overload
 def attention(
@@ -64,6 +66,7 @@ def attention(
     return_lse: Literal[False] = False,
     return_max_logits: Literal[True],
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -78,6 +81,7 @@ def attention(
     return_lse: Literal[True],
     return_max_logits: Literal[True],
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -91,6 +95,7 @@ def attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> Tensor | Partial | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Compute exact attention of a sequence that is split over the ranks of a group.
 
@@ -111,6 +116,9 @@ def attention(
     ``backend`` names the kernel: fa4, cudnn, flash, efficient, flex, flex_flash, cpu, eager or reference; ``"auto"``
     takes the first available one in this order. flex_flash and reference are used only when named.
 
+    ``cuda_graphs=True`` captures passes that are called again and again in CUDA graphs; see
+    :class:`ringspan.ContextParallel`.
+
     ``group`` is a process group (None: the default one) or a one-axis DeviceMesh; every rank of it must make the call.
     DTensors give DTensors; ``frontends/dtensor/attention.py`` says which placements are allowed.
     """
@@ -122,9 +130,10 @@ def attention(
             extents = extents_of(q)
             score_mod = None if score_mod is None else shard_score_mod(extents, score_mod)
         if is_traced() and score_mod is None:
-            handle = _traced_handle(plan, group, backend, extents)
+            handle = _traced_handle(plan, group, backend, extents, cuda_graphs)
         else:
-            handle = PlanHandle(plan=_shard_plan(extents, plan), group=as_transport(group), backend=backend)
+            plan, ranks = _shard_plan(extents, plan), as_transport(group)
+            handle = PlanHandle(plan=plan, group=ranks, backend=backend, cuda_graphs=cuda_graphs)
     except Exception as error:
         report_error(group, "forward", error)
         raise
@@ -169,17 +178,21 @@ def _attend_with_max_logits(
         raise
 
 
-def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None) -> PlanHandle:
+def _traced_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None, cuda_graphs: bool) -> PlanHandle:
     """Return a registered handle, as a constant of the compiled program: torch.compile does not trace into plans."""
     id(plan)  # makes Dynamo guard on this plan; it does not guard on the ``self`` of a method with a constant result
-    return plan.call_as_constant(registered_handle, group, backend, extents)
+    return plan.call_as_constant(registered_handle, group, backend, extents, cuda_graphs)
 
 
-def registered_handle(plan: Plan, group: Group, backend: str, extents: ShardExtents | None = None) -> PlanHandle:
+def registered_handle(
+    plan: Plan, group: Group, backend: str, extents: ShardExtents | None = None, cuda_graphs: bool = False
+) -> PlanHandle:
     """Return a handle that custom operators can find; with ``extents``, that of a shard of batch and heads."""
     plan, ranks = _shard_plan(extents, plan), as_transport(group)
     name = f"{plan.digest} rank {plan.rank} of {ranks.group.group_name} {ranks.global_ranks} by {backend}"
-    return registry.register(name, PlanHandle(plan=plan, group=ranks, backend=backend))
+    if cuda_graphs:
+        name += " in CUDA graphs"
+    return registry.register(name, PlanHandle(plan=plan, group=ranks, backend=backend, cuda_graphs=cuda_graphs))
 
 
 def _shard_plan(extents: ShardExtents | None, plan: Plan) -> Plan:

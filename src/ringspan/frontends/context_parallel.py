@@ -76,6 +76,9 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
 
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
 
+    ``cuda_graphs=True`` captures attention in CUDA graphs from its fourth call on, for ranks with few tokens. Results are
+    the same bits. It costs copies and up to 2 GiB of memory (docs/training.md).
+
     A block in which no attention was intercepted raises :class:`ringspan.UnplannedAttention` when it ends, if it was
     never used before or a softmax over this rank's keys was computed in it: the model computes attention in a way that
     the block cannot see, each rank on its own keys. ``expect_attention=False`` allows it. :func:`ringspan.strict` finds
@@ -96,11 +99,12 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         backend: str = "auto",
         timeout: float | None = None,
         expect_attention: bool = True,
+        cuda_graphs: bool = False,
     ) -> None:
         self.group: ProcessGroupTransport = as_transport(group, timeout)
         self.expects_attention = expect_attention
         self.tokens_of_ranks = TokensOfRanks()
-        self.backend = backend
+        self.backend, self.cuda_graphs = backend, cuda_graphs
         self.plan: Plan = plan(
             check_mask(mask),
             world=self.group.world,
@@ -116,7 +120,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         super().__init__(mask)
         self._strategy, self._requested_layout, self._requested_kv_layout = strategy, layout, kv_layout
         self._hardware, self._shape = hardware, shape
-        self._handle = registered_handle(self.plan, self.group, backend)
+        self._handle = registered_handle(self.plan, self.group, backend, cuda_graphs=cuda_graphs)
         self._handle_name = f"{self._handle.id}"
         self._shard_handles: dict[ShardExtents, PlanHandle] = {}
 
@@ -154,18 +158,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
                 f"the mask of with_mask must have the lengths of the layout: {mask.name} has {mask.lengths[0]} queries × "
                 f"{mask.lengths[1]} keys, the layout {layouts[0].length} × {layouts[1].length}"
             )
-        return ContextParallel(
-            self.group,
-            mask,
-            strategy=self._strategy if strategy is None else strategy,
-            layout=layouts[0],
-            kv_layout=layouts[1],
-            hardware=self._hardware,
-            shape=self._shape,
-            dkv_dtype=self.plan.program.dkv_dtype,
-            backend=self.backend,
-            expect_attention=self.expects_attention,
-        )
+        strategy = self._strategy if strategy is None else strategy
+        return self._for_mask(mask, strategy=strategy, layout=layouts[0], kv_layout=layouts[1])
 
     def prefetch(self, mask: Mask) -> Future[ContextParallel]:
         """Plan the next sequence in a background thread, while this one is computed.
@@ -183,21 +177,23 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         """
         planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringspan-plan")
         try:
-            return planner.submit(
-                ContextParallel,
-                self.group,
-                mask,
-                strategy=self._strategy,
-                layout=self._requested_layout,
-                kv_layout=self._requested_kv_layout,
-                hardware=self._hardware,
-                shape=self._shape,
-                dkv_dtype=self.plan.program.dkv_dtype,
-                backend=self.backend,
-                expect_attention=self.expects_attention,
-            )
+            layouts = {"layout": self._requested_layout, "kv_layout": self._requested_kv_layout}
+            return planner.submit(self._for_mask, mask, strategy=self._strategy, **layouts)
         finally:
             planner.shutdown(wait=False)  # the thread ends when the plan is made
+
+    def _for_mask(self, mask: Mask, **options: Any) -> ContextParallel:
+        return ContextParallel(
+            self.group,
+            mask,
+            hardware=self._hardware,
+            shape=self._shape,
+            dkv_dtype=self.plan.program.dkv_dtype,
+            backend=self.backend,
+            expect_attention=self.expects_attention,
+            cuda_graphs=self.cuda_graphs,
+            **options,
+        )
 
     # -- tokens to ranks and back --------------------------------------------------------------------------------------
 
@@ -303,7 +299,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         """Return the handle for a shard of batch and heads. ``name`` is that of this object's own handle: Dynamo guards
         on arguments but not on ``self``."""
         if extents not in self._shard_handles:
-            self._shard_handles[extents] = registered_handle(self.plan, self.group, self.backend, extents)
+            self._shard_handles[extents] = registered_handle(self.plan, self.group, self.backend, extents, self.cuda_graphs)
         return self._shard_handles[extents]
 
     @reports_errors("forward")
@@ -346,6 +342,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
             plan=made,
             group=self.group,
             backend=self.backend,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def handle_of(self, block_mask: BlockMask | None) -> PlanHandle:
@@ -353,7 +350,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
         plan."""
         if block_mask is None:
             return self._handle
-        return registered_handle(self._plan_of(block_mask), self.group, self.backend)
+        return registered_handle(self._plan_of(block_mask), self.group, self.backend, cuda_graphs=self.cuda_graphs)
 
     def _plan_of(self, block_mask: BlockMask) -> Plan:
         return plan_of(block_mask, self.plan, self._strategy, hardware=self._hardware, shape=self._shape)

@@ -48,6 +48,7 @@ def flex_attention(
     plan: Plan,
     group: Group = None,
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> FlexResult:
     """Compute ``torch.nn.attention.flex_attention.flex_attention`` of a sequence that is split over the ranks of a
     group.
@@ -63,7 +64,16 @@ def flex_attention(
     if block_mask is not None:
         plan = plan_of(block_mask, plan, plan.strategy)
     result = attention(
-        query, key, value, plan=plan, group=group, scale=scale, score_mod=score_mod, return_lse=True, backend=backend
+        query,
+        key,
+        value,
+        plan=plan,
+        group=group,
+        scale=scale,
+        score_mod=score_mod,
+        return_lse=True,
+        backend=backend,
+        cuda_graphs=cuda_graphs,
     )
     return request.select(result)
 

@@ -62,4 +62,5 @@ def interleave(*parts: ContextParallel | Plan) -> ContextParallel | Plan:
         dkv_dtype=plan.program.dkv_dtype,
         backend=first.backend,
         expect_attention=first.expects_attention,
+        cuda_graphs=all(part.cuda_graphs for part in contexts),
     )

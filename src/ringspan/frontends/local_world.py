@@ -77,6 +77,7 @@ class LocalWorld:
         return_lse: Literal[False] = False,
         return_max_logits: Literal[False] = False,
         backend: str = "auto",
+        cuda_graphs: bool = False,
     ) -> Tensor: ...
     @overload
     def attention(
@@ -95,6 +96,7 @@ class LocalWorld:
         return_lse: Literal[True],
         return_max_logits: Literal[False] = False,
         backend: str = "auto",
+        cuda_graphs: bool = False,
     ) -> Partial: ...
     @overload
     def attention(
@@ -113,6 +115,7 @@ class LocalWorld:
         return_lse: Literal[False] = False,
         return_max_logits: Literal[True],
         backend: str = "auto",
+        cuda_graphs: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def attention(
@@ -131,6 +134,7 @@ class LocalWorld:
         return_lse: Literal[True],
         return_max_logits: Literal[True],
         backend: str = "auto",
+        cuda_graphs: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
     @dynamo_disable
     def attention(
@@ -149,17 +153,19 @@ class LocalWorld:
         return_lse: bool = False,
         return_max_logits: bool = False,
         backend: str = "auto",
+        cuda_graphs: bool = False,
     ) -> Tensor | Partial | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
         """Compute attention of whole sequences: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E). Returns the whole
         result.
 
         The sequence is split over the ranks, and every rank executes its own plan. Differentiable.
         ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. ``dkv_dtype`` is as in
-        :func:`ringspan.plan`, ``return_lse`` and ``return_max_logits`` are as in :func:`ringspan.attention`.
+        :func:`ringspan.plan`, ``return_lse``, ``return_max_logits`` and ``cuda_graphs`` are as in :func:`ringspan.attention`.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout, dkv_dtype=dkv_dtype)
         found: list[Tensor] | None = [] if return_max_logits else None
-        result = self.run(plans, q, k, v, scale=scale, backend=backend, score_mod=score_mod, max_logits=found)
+        options: dict[str, Any] = {"scale": scale, "backend": backend, "score_mod": score_mod, "cuda_graphs": cuda_graphs}
+        result = self.run(plans, q, k, v, **options, max_logits=found)
         if found is not None:
             return (*result, found[0]) if return_lse else (result.out, found[0])
         return result if return_lse else result.out
@@ -289,6 +295,7 @@ class LocalWorld:
         backend: str = "auto",
         score_mod: ScoreMod | None = None,
         max_logits: list[Tensor] | None = None,
+        cuda_graphs: bool = False,
     ) -> Partial:
         """Compute attention of whole sequences with given plans, one for each rank: out (B, H, S, E) and lse (B, H,
         S).
@@ -302,7 +309,15 @@ class LocalWorld:
                 "a score_mod does not support masks that differ between the rows of a batch: give one mask_mod(b, h, q, k) of "
                 "the whole batch"
             )
-        attend = partial(self._run_sequence, plans, scale=scale, backend=backend, score_mod=score_mod, max_logits=max_logits)
+        attend = partial(
+            self._run_sequence,
+            plans,
+            scale=scale,
+            backend=backend,
+            score_mod=score_mod,
+            max_logits=max_logits,
+            cuda_graphs=cuda_graphs,
+        )
         return attend(q, k, v) if rows is None else attend_rows(attend, q, k, v, rows)
 
     def _run_sequence(
@@ -316,6 +331,7 @@ class LocalWorld:
         backend: str,
         score_mod: ScoreMod | None,
         max_logits: list[Tensor] | None,
+        cuda_graphs: bool,
     ) -> Partial:
         """Compute attention of the one sequence that the plans know: rows of a batch are laid end to end."""
         shape = shape_of(q, k, v)
@@ -330,7 +346,8 @@ class LocalWorld:
         keys, values = _split(k, kv_layout), _split(v, kv_layout)
         transport = InProcessTransport(self.world)
         transport.traffic = self.traffic
-        config = config_for(plans[0], q, v, check_scale(scale, shape.head_dim), backend, score_mod)
+        scale = check_scale(scale, shape.head_dim)
+        config = config_for(plans[0], q, v, scale, backend, score_mod, cuda_graphs=cuda_graphs)
         with disable_torch_function():  # a `with cp:` block around this call must not catch the kernels' own calls
             split = list(zip(queries, keys, values, strict=True))
             if max_logits is None:

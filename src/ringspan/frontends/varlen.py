@@ -151,7 +151,10 @@ def handle_of_documents(handle: PlanHandle, cu_seq_q: Tensor, cu_seq_k: Tensor, 
         found = known[key]
     except KeyError:
         planned = _plan_of_call(handle.plan, *key)
-        found = known[key] = None if planned is None else registered_handle(planned, handle.group, handle.backend)
+        found = None
+        if planned is not None:
+            found = registered_handle(planned, handle.group, handle.backend, cuda_graphs=handle.cuda_graphs)
+        known[key] = found
     return handle if found is None else found
 
 

@@ -103,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["float16", "bfloat16", "float32"], help=_defaults("dtype"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=default)
     add("--profile", action="store_true", help="add the time of every kernel on the device to the JSON (GPU only)")
+    add("--cuda-graphs", action="store_true", help="capture the passes of the ranks in CUDA graphs (GPU only)")
     add("--rounds", type=one, metavar="N", help=f"rounds; the median counts ({_defaults('rounds')})")
 
 
