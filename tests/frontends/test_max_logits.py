@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 
 import ringspan as rs
 from ringspan.errors import InputError, PeerMismatch
@@ -167,8 +168,19 @@ def test_compiled_calls_are_refused(world_of_one: None) -> None:
         compiled(*tensors())
 
 
-def test_flex_attention_names_the_function_that_has_it() -> None:
-    from torch.nn.attention.flex_attention import AuxRequest
+def test_flex_attention_returns_it_last(world_of_one: None) -> None:
+    q, k, v = tensors()
+    options: dict[str, Any] = {"enable_gqa": True, "return_max_logits": True}
+    want = expected(q, k, rs.causal(N), None, rs.softcap(0.5))
+    for outputs in ({}, {"return_lse": True}, {"return_aux": AuxRequest(lse=True)}):
+        local = rs.LocalWorld(2).flex_attention(q, k, v, rs.softcap(0.5), mask=rs.causal(N), **options, **outputs)
+        plan = rs.plan(rs.causal(N), world=1, rank=0)
+        alone = rs.flex_attention(q, k, v, rs.softcap(0.5), plan=plan, **options, **outputs)
+        for found in (local, alone):
+            assert len(found) == 2 + bool(outputs)
+            assert_close(found[-1], want, rtol=1e-13)  # type: ignore[arg-type]
 
-    with pytest.raises(InputError, match=r"rs\.attention\(\.\.\., return_max_logits=True\)"):
+
+def test_flex_attention_has_no_largest_score_of_each_query() -> None:
+    with pytest.raises(InputError, match=r"return_max_logits=True of rs\.flex_attention"):
         rs.LocalWorld(2).flex_attention(*tensors(), enable_gqa=True, return_aux=AuxRequest(max_scores=True))

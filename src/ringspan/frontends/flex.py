@@ -29,8 +29,12 @@ from ringspan.user_functions.captures import captured_tensors
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
 
-# What FlexAttention returns: out; out and lse; or out and the requested auxiliary outputs.
-FlexResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]"
+# What FlexAttention returns: out; out and lse; or out and the requested auxiliary outputs. Any of them may be followed
+# by the largest logit of each head.
+FlexResult: TypeAlias = (
+    "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput] | tuple[Tensor, Tensor, Tensor] | "
+    "tuple[Tensor, AuxOutput, Tensor]"
+)
 
 
 def flex_attention(
@@ -45,6 +49,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    return_max_logits: bool = False,
     plan: Plan,
     group: Group = None,
     backend: str = "auto",
@@ -58,24 +63,18 @@ def flex_attention(
     sequence and replaces the plan's mask, on the plan's layout; None keeps the plan's mask. Tensors that the functions
     capture are the same on every rank. Those that are learned get a part of their gradient on each rank: sum it with
     ``cp.sum_gradients``. ``kernel_options`` are ignored: they tune kernels that are not used here, and change no
-    result.
+    result. ``return_max_logits=True`` adds the largest logit of each head to the results, as in
+    :func:`ringspan.attention`.
     """
     request = check_arguments(query, key, enable_gqa=enable_gqa, return_lse=return_lse, return_aux=return_aux)
     if block_mask is not None:
         plan = plan_of(block_mask, plan, plan.strategy)
-    result = attention(
-        query,
-        key,
-        value,
-        plan=plan,
-        group=group,
-        scale=scale,
-        score_mod=score_mod,
-        return_lse=True,
-        backend=backend,
-        cuda_graphs=cuda_graphs,
-    )
-    return request.select(result)
+    options: dict[str, Any] = {"plan": plan, "group": group, "scale": scale, "score_mod": score_mod}
+    options |= {"backend": backend, "cuda_graphs": cuda_graphs}
+    if return_max_logits:
+        out, lse, max_logits_H = attention(query, key, value, return_lse=True, return_max_logits=True, **options)
+        return request.select(Partial(out, lse), max_logits_H)
+    return request.select(attention(query, key, value, return_lse=True, **options))
 
 
 class OutputRequest(NamedTuple):
@@ -84,11 +83,15 @@ class OutputRequest(NamedTuple):
     return_lse: bool
     return_aux: AuxRequest | None
 
-    def select(self, result: Partial) -> FlexResult:
+    def select(self, result: Partial, max_logits_H: Tensor | None = None) -> FlexResult:
+        """Return the requested outputs, followed by ``max_logits_H`` unless it is None."""
         if self.return_aux is not None:
             from torch.nn.attention.flex_attention import AuxOutput
 
-            return result.out, AuxOutput(lse=result.lse if self.return_aux.lse else None, max_scores=None)
+            aux = AuxOutput(lse=result.lse if self.return_aux.lse else None, max_scores=None)
+            return (result.out, aux) if max_logits_H is None else (result.out, aux, max_logits_H)
+        if max_logits_H is not None:
+            return (result.out, result.lse, max_logits_H) if self.return_lse else (result.out, max_logits_H)
         return (result.out, result.lse) if self.return_lse else result.out
 
 
@@ -103,7 +106,7 @@ def check_arguments(
     if return_aux is not None and return_aux.max_scores:
         raise InputError(
             "max_scores is not available, because keys are computed in parts: use AuxRequest(lse=True). "
-            "rs.attention(..., return_max_logits=True) gives the largest score of each head"
+            "return_max_logits=True of rs.flex_attention and rs.attention gives the largest score of each head"
         )
     return OutputRequest(return_lse, return_aux)
 

@@ -184,6 +184,7 @@ class LocalWorld:
         kernel_options: FlexKernelOptions | None = None,
         *,
         return_aux: AuxRequest | None = None,
+        return_max_logits: bool = False,
         mask: Mask | None = None,
         strategy: str | Strategy = "auto",
         layout: LayoutLike = "auto",
@@ -200,7 +201,9 @@ class LocalWorld:
                 raise InputError("block_mask= and mask= exclude each other: give one of the two")
             mask = mask_of(block_mask, lengths)
         plans = self.plans(full(*lengths) if mask is None else mask, strategy=strategy, layout=layout)
-        return request.select(self.run(plans, query, key, value, scale=scale, backend=backend, score_mod=score_mod))
+        found: list[Tensor] | None = [] if return_max_logits else None
+        result = self.run(plans, query, key, value, scale=scale, backend=backend, score_mod=score_mod, max_logits=found)
+        return request.select(result, None if found is None else found[0])
 
     @dynamo_disable
     def varlen_attn(
