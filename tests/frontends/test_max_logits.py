@@ -159,13 +159,21 @@ def test_ranks_that_do_not_all_ask_for_it_raise(pools: Pools) -> None:
         assert "forward with max logits of plan" in message
 
 
-def test_compiled_calls_are_refused(world_of_one: None) -> None:
+def test_compiled_calls_return_it(world_of_one: None) -> None:
     plan = rs.plan(rs.causal(N), world=1, rank=0)
-    compiled = torch.compile(
-        lambda *qkv: rs.attention(*qkv, plan=plan, return_max_logits=True)[0], fullgraph=True, backend="eager"
-    )
-    with pytest.raises(Exception, match=r"return_max_logits=True is not available under torch\.compile"):
-        compiled(*tensors())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+        return rs.attention(q, k, v, plan=plan, scale=scale, return_lse=True, return_max_logits=True)
+
+    for scale in (0.3, -0.3):
+        found = []
+        for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            qkv = tensors()
+            out, lse, largest = function(*qkv, scale)
+            assert not largest.requires_grad
+            found.append([out, lse, largest, *torch.autograd.grad(out.sum() + lse.square().sum(), qkv)])
+        assert all(map(torch.equal, *found))
+        assert_close(largest, expected(*qkv[:2], rs.causal(N), scale), rtol=1e-13)
 
 
 def test_flex_attention_returns_it_last(world_of_one: None) -> None:

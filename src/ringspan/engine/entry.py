@@ -19,8 +19,7 @@ from torch import Tensor
 from ringspan.engine.autograd import Attend, heads_first, positive_scale, refuse_transforms
 from ringspan.engine.handles import PlanHandle
 from ringspan.engine.kernel_choice import with_max_logits
-from ringspan.engine.operator import attend_by_id
-from ringspan.errors import InputError
+from ringspan.engine.operator import attend_by_id, attend_by_id_with_max_logits
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
 from ringspan.torch_private.dynamo import dynamo_constant
@@ -59,11 +58,10 @@ def attend_with_max_logits(
     score_mod: ScoreMod | None = None,
 ) -> tuple[Partial, Tensor]:
     """Return what :func:`attend` does, and the largest logit of each head over all ranks: (H,), not differentiable."""
-    if is_traced():
-        raise InputError(
-            "return_max_logits=True is not available under torch.compile, torch.export and dispatch modes: call attention "
-            "outside of them, for example in a function with torch.compiler.disable"
-        )
+    if score_mod is None and is_traced():
+        plan_id = handle.constant_id() if is_exporting() else handle.id  # as in attend
+        if plan_id is not None:
+            return attend_by_id_with_max_logits(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
     out, lse, largest_H = _attend_eagerly(handle, q_BHSD, k_BGTD, v_BGTE, scale, score_mod, max_logits=True)
     return heads_first(out, lse), largest_H
 

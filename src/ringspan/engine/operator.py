@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import SECOND_DERIVATIVE, positive_scale, saved_tensors
+from ringspan.engine.autograd import SECOND_DERIVATIVE, heads_first, positive_scale, saved_tensors
 from ringspan.engine.executor import AttentionConfig, BackwardInputs, backward, forward
 from ringspan.engine.handles import registry
+from ringspan.engine.kernel_choice import with_max_logits
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import KernelError
 from ringspan.kernels import Partial, accumulation_dtype
@@ -30,8 +31,17 @@ def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor
     """Compute attention by the custom operator, under the plan that is registered under this id."""
     scale, sign = positive_scale(scale)
     q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
-    out_SBHE, lse_SBH = torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
-    return Partial(out_SBHE.movedim(0, 2), lse_SBH.movedim(0, 2))
+    return heads_first(*torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, plan_id, scale))
+
+
+def attend_by_id_with_max_logits(
+    q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float
+) -> tuple[Partial, Tensor]:
+    """Compute attention as :func:`attend_by_id` does, and the largest logit of each head (H,)."""
+    scale, sign = positive_scale(scale)
+    q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
+    out, lse, largest_H = torch.ops.ringspan.attend_with_max_logits(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
+    return heads_first(out, lse), largest_H
 
 
 # Results are rows first and contiguous: a compiled program relies on the strides that the fake implementations promise,
@@ -43,6 +53,11 @@ def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor
 TAGS = (torch.Tag.cudagraph_unsafe,)
 torch.library.define(
     "ringspan::attend", "(Tensor q, Tensor k, Tensor v, Tensor plan_id, float scale) -> (Tensor, Tensor)", tags=TAGS
+)
+torch.library.define(
+    "ringspan::attend_with_max_logits",
+    "(Tensor q, Tensor k, Tensor v, Tensor plan_id, float scale) -> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
 )
 torch.library.define(
     "ringspan::attend_backward",
@@ -61,16 +76,29 @@ def before_operator(callback: Callable[[], None]) -> None:
 
 
 @torch.library.impl("ringspan::attend", "CompositeExplicitAutograd")
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, ...]:
+    return _run_forward(q, k, v, plan_id, scale, max_logits=False)
+
+
+@torch.library.impl("ringspan::attend_with_max_logits", "CompositeExplicitAutograd")
+def _attend_with_max_logits(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, ...]:
+    return _run_forward(q, k, v, plan_id, scale, max_logits=True)
+
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float, *, max_logits: bool) -> tuple[Tensor, ...]:
     for callback in _callbacks:
         callback()
     handle = registry.find(plan_id)
     with handle.reporting("forward", scale), disable_torch_function(), torch.no_grad():
         plan, config = handle.prepare(q, k, v, scale)
+        if max_logits:
+            config = with_max_logits(config)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         with _outside_operators(config):
-            ((out, lse),) = handle.group.run([forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)], config.forward_call)
-        return out.to(q.dtype).contiguous(), lse.contiguous()
+            ((out, lse, *largest),) = handle.group.run(
+                [forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)], config.forward_call
+            )
+        return out.to(q.dtype).contiguous(), lse.contiguous(), *largest
 
 
 @torch.library.impl("ringspan::attend_backward", "CompositeExplicitAutograd")
@@ -114,6 +142,12 @@ def fake_results(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float)
     return q.new_empty((s, b, h, v.shape[-1])), q.new_empty((s, b, h), dtype=accumulation_dtype(q.dtype))
 
 
+@torch.library.register_fake("ringspan::attend_with_max_logits")
+def _fake_results_with_max_logits(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float) -> tuple[Tensor, ...]:
+    out, lse = fake_results(q, k, v, plan_id, scale)
+    return out, lse, lse.new_empty(q.shape[1:2])
+
+
 @torch.library.register_fake("ringspan::attend_backward")
 def fake_gradients(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return tensors of the shapes, dtypes and strides of dq, dk and dv."""
@@ -127,7 +161,13 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _save_without_max_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse, largest_H = output
+    ctx.mark_non_differentiable(largest_H)
+    save_for_backward(ctx, inputs, (out, lse))
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dlargest: None = None) -> tuple[Any, ...]:
     q, k, v, plan_id, out, lse = saved_tensors(ctx)
     grads = torch.ops.ringspan.attend_backward(dout, dlse, q, k, v, out, lse, plan_id, ctx.scale)
     return *grads, None, None
@@ -139,4 +179,5 @@ def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
 
 
 torch.library.register_autograd("ringspan::attend", _differentiate, setup_context=save_for_backward)
+torch.library.register_autograd("ringspan::attend_with_max_logits", _differentiate, setup_context=_save_without_max_logits)
 torch.library.register_autograd("ringspan::attend_backward", refuse_second_derivative)
