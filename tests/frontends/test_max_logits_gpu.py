@@ -75,6 +75,15 @@ def test_a_score_mod_comes_before_it(backend: str) -> None:
     assert got.isnan().tolist() == [head == 3 for head in range(H)]
 
 
+def test_it_is_captured_by_graphs_of_recorded_passes() -> None:
+    skip_if_unavailable("fa4", torch.bfloat16, 64)
+    options = {"mask": MASKS["causal"], "strategy": "ring", "backend": "fa4", "cuda_graphs": True}
+    for seed in range(6):  # captured in the fourth call
+        qkv = tensors(torch.bfloat16, 64, seed)
+        _, got = rs.LocalWorld(4).attention(*qkv, return_max_logits=True, **options)  # type: ignore[call-overload]
+        assert_close(got.double(), expected(*qkv[:2], MASKS["causal"]), rtol=2e-6)
+
+
 def test_a_cuda_graph_has_it() -> None:
     qkv = [x.detach() for x in tensors(torch.bfloat16, 64)]
     world = rs.LocalWorld(2)
