@@ -1,16 +1,15 @@
 """Compare the calls of all ranks on a backend without tags, such as NCCL.
 
 Such a backend matches messages by their order alone. If the ranks make different calls whose messages have equal sizes,
-they receive rows of other calls without noticing. Each pass of attention and each collective therefore sums a checksum
-over all ranks, of all calls that a rank has made. It is compared on the device, so that the host does not wait::
+they receive rows of other calls without noticing. Each pass of attention and each collective therefore compares a
+checksum of all calls that a rank has made. P ranks sum them on the device, so that the host does not wait::
 
-    rank 0   checksum a ─┐                    equal to 2 a: the results are kept
-    rank 1   checksum b ─┴► all-reduce, a + b ┤
-                                              else: NaN, or PeerMismatch for integers
+    rank 0        (P - 1) × checksum ─┐                 0: the results are kept
+    other ranks         - 1 × checksum ─┴► all-reduce ─► sum ┤
+                                                        else: NaN, or PeerMismatch for integers
 
 The sum starts with the first messages of a call and is waited for at its end, so that it travels while the rank
-computes. If the checksums of P ranks differ, the rank with the largest one finds a sum that is too small. The others do,
-too, unless their checksum happens to be the mean of all.
+computes. It is 0 for different checksums only if that of rank 0 happens to be the mean of the others.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from ringspan.errors import PeerMismatch
 
 
 class Comparison(NamedTuple):
-    """A comparison that has begun."""
+    """A comparison that has begun. ``total`` is the sum of all ranks, once ``work`` has ended."""
 
     total: Tensor
-    """The sum of the checksums of all ranks, once ``work`` has ended."""
-    expected: int
-    """The sum if all checksums are equal to that of this rank."""
     work: Any
 
 
-def start_comparison(checksum: int, world: int, device: torch.device, group: dist.ProcessGroup) -> Comparison:
-    """Start the sum of the checksums of a group of ``world`` ranks."""
-    total = torch.full((), checksum, dtype=torch.int64, device=device)  # filled, not copied from the host
-    return Comparison(total, checksum * world, dist.all_reduce(total, group=group, async_op=True))
+def start_comparison(checksum: int, rank: int, world: int, device: torch.device, group: dist.ProcessGroup) -> Comparison:
+    """Start the sum of the checksums. Float64 holds it exactly: a checksum has 32 bits."""
+    own = 2 * checksum * (world - 1 if rank == 0 else -1)  # twice: the sum of different checksums is never ±1
+    total = torch.full((), own, dtype=torch.float64, device=device)  # filled, not copied from the host
+    return Comparison(total, group.allreduce([total]))
 
 
 def apply_comparison(comparison: Comparison, results: Sequence[Tensor], label: str) -> None:
-    """Replace the results of a call by NaN if the ranks have made different calls. Integers, and floats of 8 bits, which
-    torch cannot fill by a mask, raise PeerMismatch, which waits for the device."""
-    differ = comparison.total != comparison.expected
+    """Add NaN to the results of a call if the ranks have made different calls, else 0.
+
+    Integers, and floats of 8 bits, which torch cannot add, raise PeerMismatch, which waits for the device.
+    """
+    nan_or_zero = comparison.total.asin_()  # in one launch: NaN outside of [-1, 1]
     if all((x.is_floating_point() or x.is_complex()) and x.itemsize > 1 for x in results):
         for x in results:
-            x.masked_fill_(differ, torch.nan)
-    elif differ.item():
+            x.add_(nan_or_zero)
+    elif nan_or_zero.isnan().item():
         raise PeerMismatch(
             f"the ranks have made different calls, as {label} found: results since then are wrong. All ranks must make the "
             "same calls in the same order. RINGSPAN_DEBUG=1 names the first call that differs"

@@ -351,7 +351,7 @@ class ProcessGroupTransport:
             return None
         checksum = self._state.calls.checksum_with(call)
         try:
-            return start_comparison(checksum, self.world, message.device, self.group)
+            return start_comparison(checksum, self.rank, self.world, message.device, self.group)
         except RuntimeError as error:
             self._raise(error, call.label, self._other_ranks)
 
