@@ -45,22 +45,21 @@ def _largest(  # type: ignore[no-untyped-def]
     lo, hi = tl.load(at + 4), tl.load(at + 5)
     s, d = first_row + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     is_row, is_dim = s < row_end, d < D
-    q_at = q + b * q_b + h * q_h + s[:, None] * q_s + d[None, :]
+    q_at = q + b * q_b + h * q_h + s.to(tl.int64)[:, None] * q_s + d[None, :]
     q_SD = tl.load(q_at, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    first_S, last_S = tl.where(is_row, s + lo, key_end), tl.minimum(s + hi, key_end - 1)
     so_far = tl.full((ROWS, KEYS), float("-inf"), tl.float32)
     for start in range(first_key, key_end, KEYS):
         t = start + tl.arange(0, KEYS)
-        is_key = t < key_end
-        k_at = k + b * k_b + (h // group) * k_g + t[None, :] * k_t + d[:, None]
-        k_DT = tl.load(k_at, mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        score_ST = tl.dot(q_SD, k_DT, input_precision="ieee") * scale
-        diagonal = t[None, :] - s[:, None]
-        seen = is_row[:, None] & is_key[None, :] & (diagonal >= lo) & (diagonal <= hi)
-        score_ST = tl.where(seen, score_ST, float("-inf"))
-        so_far = tl.maximum(so_far, score_ST, propagate_nan=tl.PropagateNan.ALL)
+        k_at = k + b * k_b + (h // group) * k_g + t.to(tl.int64)[None, :] * k_t + d[:, None]
+        k_DT = tl.load(k_at, mask=(t < key_end)[None, :] & is_dim[:, None], other=0.0)
+        product_ST = tl.dot(q_SD, k_DT, input_precision="ieee")
+        seen = (t[None, :] >= first_S[:, None]) & (t[None, :] <= last_S[:, None])
+        product_ST = tl.where(seen, product_ST, float("-inf"))
+        so_far = tl.maximum(so_far, product_ST, propagate_nan=tl.PropagateNan.ALL)
     # A reduction ignores NaN, so it is counted.
     nans = tl.sum(tl.sum((so_far != so_far).to(tl.int32), 1), 0)
-    found = tl.max(tl.max(so_far, 1), 0)
+    found = tl.max(tl.max(so_far, 1), 0) * scale
     tl.store(largest + tile * batch * heads + tl.program_id(1), tl.where(nans > 0, float("nan"), found))
 
 
@@ -73,7 +72,10 @@ def _width(q_BHSD: Tensor) -> int:
 
 
 def max_logits(q_BHSD: Tensor, k_BGTD: Tensor, bands: Sequence[Band], *, scale: float) -> Tensor:
-    """Return the largest score of each head, (H,), as :func:`ringspan.kernels.max_logits.max_logits` does."""
+    """Return the largest score of each head, (H,), as :func:`ringspan.kernels.max_logits.max_logits` does.
+
+    The scale must be positive: the largest product is the largest score.
+    """
     (batch, heads, _, dim), kv_heads = q_BHSD.shape, k_BGTD.shape[1]
     tiles_N6 = make_tiles(tuple(bands), q_BHSD.device)
     if not len(tiles_N6) or not batch * heads:
@@ -93,7 +95,7 @@ def max_logits(q_BHSD: Tensor, k_BGTD: Tensor, bands: Sequence[Band], *, scale: 
 @cache_by_stream(1024)
 def make_tiles(bands: tuple[Band, ...], device: torch.device) -> Tensor:
     """Return the tiles of the bands on the device, (N, 6)."""
-    return copy_to_device(tile_table(tables.table(*bands), ROWS), device)
+    return copy_to_device(tile_table(tables.table(*bands), ROWS).astype(np.int32), device)
 
 
 def tile_table(t: tables.Table, rows: int) -> Ints:
