@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.reliability.experiments import Experiment, Rows, Task, main_of, parser_of
-from benchmarks.reliability.fork_exits import HANG_SECONDS, environment, free_port
+from benchmarks.reliability.fork_exits import HANG_SECONDS, OPTIONAL, environment, free_port
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 20  # trials that are forked from one process
@@ -53,13 +53,14 @@ class Exit(NamedTuple):
 
 
 def programs() -> dict[str, str]:
-    """Return the programs that can run here. One example needs the package transformers."""
+    """Return the programs that can run here. Some examples need other packages."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     readme = next(block for block in blocks if "init_process_group" in block)
     forgetful = EIGHT_LINES.replace("dist.destroy_process_group()\n", "")
     examples = {f"examples/{p.name}": p.read_text(encoding="utf-8") for p in sorted((ROOT / "examples").glob("*.py"))}
-    if importlib.util.find_spec("transformers") is None:
-        examples = {name: text for name, text in examples.items() if "transformers" not in text}
+    for package in OPTIONAL:
+        if importlib.util.find_spec(package) is None:
+            examples = {name: text for name, text in examples.items() if f"from {package} import" not in text}
     return {"README": readme, "eight lines": EIGHT_LINES, "eight lines, no destroy": forgetful, **examples}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ import time
 from pathlib import Path
 
 HANG_SECONDS = 150.0
+# Packages that some programs need.
+OPTIONAL = ("transformers", "trl")
 IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.nn.attention.flex_attention", "ringspan")
 
 
@@ -76,7 +79,9 @@ def fork_ranks(program: Path, trials: int, deadline: float, world: int = 2) -> b
 if __name__ == "__main__":
     _program = Path(sys.argv[1])
     _text = _program.read_text(encoding="utf-8")
-    for _name in (*IMPORTS, *(["transformers"] if "transformers" in _text else [])):
+    for _name in (*IMPORTS, *(name for name in OPTIONAL if f"from {name} import" in _text)):
         importlib.import_module(_name)
+    for _line in re.findall(r"^from (?:trl|transformers|datasets|ringspan\.\S+) import .*", _text, re.MULTILINE):
+        exec(_line)  # these packages import their parts at the first use
     if fork_ranks(_program, int(sys.argv[2]), float(sys.argv[3])):
         exec(compile(_text, _program, "exec"), globals())
