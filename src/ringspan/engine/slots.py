@@ -95,8 +95,10 @@ class Slots:
     def _pack(self, t: Transfer) -> Tensor:
         """Gather the rows (and heads) of the transfer into one contiguous tensor. An output is sent as [out | lse]."""
         if t.what != "out":
-            rows = self._rows_of(t)
-            return _heads(rows, t).index_select(0, _index(t.rows, rows.device))
+            rows = _heads(self._rows_of(t), t)
+            if len(t.rows) == 1:  # some of the heads of one range: a plain copy is faster
+                return rows.clone(memory_format=torch.contiguous_format)
+            return rows.index_select(0, _index(t.rows, rows.device))
         payload = self._new_buffer(t)
         at = 0
         for start, stop in t.rows:
@@ -130,8 +132,11 @@ class Slots:
 
     def _add(self, t: Transfer, message: Tensor) -> None:
         if is_packed(t):
-            rows = self._rows_of(t)
-            _heads(rows, t).index_add_(0, _index(t.rows, message.device), message.to(rows.dtype))
+            rows = _heads(self._rows_of(t), t)
+            if len(t.rows) == 1:
+                rows.add_(message)
+            else:
+                rows.index_add_(0, _index(t.rows, message.device), message.to(rows.dtype))
         elif message.dtype == self.gradients[t.what][t.slot].like.dtype:
             self.gradients[t.what][t.slot].add(*t.rows[0], message)
         else:  # a rounded message is not a kernel's result: the accumulator must not keep it as it is
@@ -139,7 +144,8 @@ class Slots:
 
     def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
         if message is not None:
-            _heads(self._rows_of(t), t).index_copy_(0, _index(t.rows, message.device), message)
+            rows = _heads(self._rows_of(t), t)
+            rows.copy_(message) if len(t.rows) == 1 else rows.index_copy_(0, _index(t.rows, message.device), message)
         for accumulator in self._row_accumulators[t.what][t.slot : t.slot + 1]:
             for start, stop in t.rows:
                 accumulator.clear(start, stop)
