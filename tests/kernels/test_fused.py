@@ -90,7 +90,7 @@ def test_a_program_is_looked_up_once_and_launched_with_the_same_integers() -> No
     kernel, buffer = FakeKernel("kernel", launches, FakeKernel("program", launches)), torch.empty(1000, device=DEVICE)
     for start, stride in ((0, 48), (64, 48), (1, 48), (5, 48), (0, 56), (128, 56)):
         x = buffer.as_strided((4, 2, 3, 8), (stride, 24, 8, 1), start)
-        fused._run(kernel, (x,), torch.Size((4, 2, 3)), (8, 16))
+        fused.launch_rows(kernel, (x,), torch.Size((4, 2, 3)), (8, 16))
     grid = (2, 1, 1)
     assert launches == [(name, grid, 24, 2, 3, s, 24, 8, 8, 16) for s in (48, 48, 56) for name in ("kernel", "program")]
     fused._launches.clear()

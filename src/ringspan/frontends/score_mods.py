@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.engine import is_traced
 from ringspan.errors import InputError
 from ringspan.kernels import Partial, ScoreMod
+from ringspan.kernels.partial import triton_kernels
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -111,9 +113,21 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
         raise InputError(
             f"the sinks are a tensor of one score for each of the {lse_BHS.shape[1]} query heads; got {_kind(sink_H)}"
         )
+    if _can_fuse(out_BHSE, lse_BHS, sink_H):
+        from ringspan.kernels.fused_sinks import AddSinks
+
+        out, lse = AddSinks.apply(out_BHSE.movedim(2, 0), lse_BHS.movedim(2, 0), sink_H.float())
+        return Partial(out.movedim(0, 2), lse.movedim(0, 2))
     sink_H1 = sink_H.to(lse_BHS.dtype)[:, None]
     share_BHS = torch.sigmoid(lse_BHS - sink_H1)
     return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
+
+
+def _can_fuse(*tensors: Tensor) -> bool:
+    """Return whether the Triton kernels of sinks can be used. A compiler fuses the operations itself."""
+    if not tensors[0].is_cuda or tensors[1].dtype != torch.float32 or is_traced():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) and triton_kernels() is not None
 
 
 def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:

@@ -71,7 +71,7 @@ def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH:
     assert out_SBHE.stride(-1) == 1, "the last dim of out must be contiguous"
     new_out_SBHE, old_SBHE = _with_contiguous_rows(new_out_SBHE, old_SBHE)
     e = out_SBHE.shape[-1]
-    _run(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, _power_of_2(e), BLOCK))
+    launch_rows(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, _power_of_2(e), BLOCK))
 
 
 @triton.jit
@@ -102,7 +102,8 @@ def write_side_by_side_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, 
     """Write both gradients side by side into one buffer, or add them to what it holds."""
     dk_TBGD, dv_TBGE = _with_contiguous_rows(dk_TBGD, dv_TBGE)
     d, e = dk_TBGD.shape[-1], dv_TBGE.shape[-1]
-    _run(_write_side_by_side, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], (d, e, _power_of_2(max(d, e)), add, BLOCK))
+    sizes = (d, e, _power_of_2(max(d, e)), add, BLOCK)
+    launch_rows(_write_side_by_side, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], sizes)
 
 
 def _with_contiguous_rows(*tensors: Tensor) -> list[Tensor]:
@@ -127,8 +128,9 @@ _launches: dict[Hashable, TritonLaunch] = {}
 on_clear_caches(_launches.clear)
 
 
-def _run(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tuple[int, ...]) -> None:
-    """Run a kernel on all rows of these three dims.
+def launch_rows(kernel: Any, tensors: tuple[Tensor, ...], rows: torch.Size, sizes: tuple[int, ...]) -> None:
+    """Run a kernel on all rows of these three dims. It takes the tensors, the number of rows, the last two dims, the
+    strides of all tensors but for their last dim, and ``sizes``.
 
     Triton needs longer to look up the compiled program than to launch it, so the program is cached here.
     """
