@@ -331,6 +331,11 @@ class ProcessGroupTransport:
         """Whether messages of the backend have tags, so that collectives are made of messages."""
         return self._backends.get(device.type) == "gloo"
 
+    def _compares_calls(self, device: torch.device) -> bool:
+        """Whether the calls of all ranks are compared. Messages with tags match equal calls only. The ranks of PyTorch's
+        fake backend exist in this process alone."""
+        return not self._has_tags(device) and self._backends.get(device.type) != "fake"
+
     def _run_collective(self, start: Callable[[], Any], compared: Sequence[Tensor], description: CallDescription) -> None:
         """Run a collective of the backend. ``compared`` are results that become invalid after different calls."""
         with self._call(description) as call:
@@ -345,9 +350,8 @@ class ProcessGroupTransport:
             self._apply_comparison(comparison, compared, call)
 
     def _start_comparison(self, message: Tensor | None, call: Call) -> Comparison | None:
-        """Start to compare this call, and those before it, with the calls of all ranks. Messages with tags match no other
-        calls, so that there is nothing to compare."""
-        if message is None or self._has_tags(message.device):
+        """Start to compare this call, and those before it, with the calls of all ranks."""
+        if message is None or not self._compares_calls(message.device):
             return None
         checksum = self._state.calls.checksum_with(call)
         try:
