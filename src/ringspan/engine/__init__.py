@@ -1,7 +1,7 @@
 """The engine: executes plans. It moves no bytes itself; a transport drives it."""
 
 from ringspan.engine.autograd import attend_ranks, attend_ranks_with_max_logits
-from ringspan.engine.entry import attend, attend_with_max_logits, is_exporting, is_traced
+from ringspan.engine.entry import attend, is_exporting, is_traced
 from ringspan.engine.executor import AttentionConfig, backward, forward
 from ringspan.engine.handles import PlanHandle, copy_id, registry
 from ringspan.engine.inputs import DTYPES, shape_of
@@ -18,7 +18,6 @@ __all__ = [
     "attend_by_id",
     "attend_ranks",
     "attend_ranks_with_max_logits",
-    "attend_with_max_logits",
     "backward",
     "before_operator",
     "check_mask_sizes",

@@ -12,11 +12,12 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from ringspan.engine.autograd import Attend, heads_first, positive_scale, refuse_transforms
+from ringspan.engine.autograd import Attend, positive_scale, refuse_transforms
 from ringspan.engine.handles import PlanHandle
 from ringspan.engine.kernel_choice import with_max_logits
 from ringspan.engine.operator import attend_by_id, attend_by_id_with_max_logits
@@ -26,6 +27,7 @@ from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.function_modes import disable_torch_function
 
 
+@overload
 def attend(
     handle: PlanHandle,
     q_BHSD: Tensor,
@@ -33,9 +35,33 @@ def attend(
     v_BGTE: Tensor,
     scale: float | None = None,
     score_mod: ScoreMod | None = None,
-) -> Partial:
+    *,
+    max_logits: Literal[False] = False,
+) -> Partial: ...
+@overload
+def attend(
+    handle: PlanHandle,
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    *,
+    max_logits: Literal[True],
+) -> tuple[Partial, Tensor]: ...
+def attend(
+    handle: PlanHandle,
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    *,
+    max_logits: bool = False,
+) -> Partial | tuple[Partial, Tensor]:
     """Return out (B, H, S, E) and lse (B, H, S) of this rank's tensors, differentiable.
 
+    With ``max_logits`` also return the largest logit of each head over all ranks: (H,), not differentiable.
     ``scale=None`` is 1 / √(head dim). A call with a score_mod is never an operator, because operators take no
     functions.
     """
@@ -45,38 +71,9 @@ def attend(
         # Only one of them is read: torch.export of torch 2.11 makes every tensor that is read an input of the program.
         plan_id = handle.constant_id() if is_exporting() else handle.id
         if plan_id is not None:
+            if max_logits:
+                return attend_by_id_with_max_logits(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
             return attend_by_id(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
-    return heads_first(*_attend_eagerly(handle, q_BHSD, k_BGTD, v_BGTE, scale, score_mod))
-
-
-def attend_with_max_logits(
-    handle: PlanHandle,
-    q_BHSD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> tuple[Partial, Tensor]:
-    """Return what :func:`attend` does, and the largest logit of each head over all ranks: (H,), not differentiable."""
-    if score_mod is None and is_traced():
-        plan_id = handle.constant_id() if is_exporting() else handle.id  # as in attend
-        if plan_id is not None:
-            return attend_by_id_with_max_logits(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
-    out, lse, largest_H = _attend_eagerly(handle, q_BHSD, k_BGTD, v_BGTE, scale, score_mod, max_logits=True)
-    return heads_first(out, lse), largest_H
-
-
-def _attend_eagerly(
-    handle: PlanHandle,
-    q_BHSD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    scale: float,
-    score_mod: ScoreMod | None,
-    *,
-    max_logits: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return out (S, B, H, E) and lse (S, B, H), and with ``max_logits`` the largest logit of each head (H,)."""
     try:
         with disable_torch_function():  # a `with cp:` context around this call must not intercept the kernels' own calls
             plan, config = handle.prepare(q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
@@ -86,8 +83,9 @@ def _attend_eagerly(
                 positive, sign = positive_scale(scale)
                 q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
             learned = () if config.mods is None else config.mods.learned
-            found: tuple[Tensor, ...] = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
-            return found
+            found = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
+            result = Partial(found[0].movedim(0, 2), found[1].movedim(0, 2))
+            return (result, found[2]) if max_logits else result
     except Exception as error:  # out of memory, most likely, before or after the exchanges of the call
         handle.refuse("forward", error, scale)
         refuse_transforms(error)

@@ -145,7 +145,8 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
             del out, lse  # else they would be held while the next are computed
 
     slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
-    return Pass(slots, compute, lambda: (*outputs[0].finish(), *largest))
+    finish = outputs[0].finish if not largest else lambda: (*outputs[0].finish(), *largest)
+    return Pass(slots, compute, finish)
 
 
 class BackwardInputs(NamedTuple):

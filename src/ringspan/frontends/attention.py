@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
-from ringspan.engine import PlanHandle, attend, attend_with_max_logits, is_traced, registry
+from ringspan.engine import PlanHandle, attend, is_traced, registry
 from ringspan.errors import InputError
 from ringspan.frontends.dtensor import any_dtensor, is_dtensor
 from ringspan.frontends.groups import Group
@@ -172,7 +172,7 @@ def _attend_with_max_logits(
                 "return_max_logits=True takes plain tensors: call it with q.to_local(), k.to_local() and v.to_local(). The "
                 "result is then that of the local heads and batch rows"
             )
-        return attend_with_max_logits(handle, q, k, v, check_scale(scale, q.shape[-1]), score_mod)
+        return attend(handle, q, k, v, check_scale(scale, q.shape[-1]), score_mod, max_logits=True)
     except Exception as error:
         report_error(handle.group, "forward", error, plan=handle.plan.digest)
         raise
