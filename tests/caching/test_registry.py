@@ -26,6 +26,7 @@ NOT_CACHES = {
     "caching/registry.py: _clear_functions": "the list of caches",
     "caching/by_digest.py: _caches": "the list of caches",
     "caching/by_stream.py: _caches": "the list of caches",
+    "engine/pass_cache.py: _caches": "the caches of all plans, held weakly; clear_caches empties each of them",
     "strategies/text.py: STRATEGIES": "the registered strategies",
     "strategies/text.py: BUILT_IN": "the names of ringspan's own strategies",
     "frontends/rank_comparison.py: layouts_in_use": "digests of layouts with RINGSPAN_DEBUG=1: unshard refuses any other",

@@ -32,6 +32,7 @@ STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_ex
 
 # Of accelerate and transformers. The tests of the integrations check that they exist.
 OTHER_PACKAGES = {"_cp_context", "_models", "_attn_implementation", "_loss_function"}
+OTHER_PACKAGES |= {"_patch_ids_from_lengths", "_position_bucket"}
 
 # Where a private name that is given as a string may come from.
 OWNERS = (torch.Tensor, torch, torch._C, torch.ops.aten, torch.nn.functional, torch.nn.Module())
