@@ -1,6 +1,6 @@
 """What ``auto`` takes on this GPU, against the fastest of all strategies by the clock.
 
-    ringspan bench calibrate --device cuda --heads 32 --head-dim 128 --tokens 2048 8192 32768 --out here.json
+    ringspan bench calibrate --device cuda --heads 32 --kv-heads 8 --head-dim 128 --tokens 2048 8192 32768 --out here.json
     python benchmarks/choices.py --hardware here.json
     python benchmarks/choices.py --hardware here.json --json
 
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases only")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each row as well")
     args = parser.parse_args()
-    print(f"{'mask, tokens':40}{'auto':32}{'clock + wire, ms':>20}  {'fastest':32}{'clock + wire, ms':>20}  ratio", flush=True)
+    print(f"{'mask, tokens':40}{'auto':45}{'clock + wire, ms':>16}  {'fastest':45}{'clock + wire, ms':>16}  ratio", flush=True)
     close = 0
     for row in rows(named_hardware(args.hardware), args.only):
         close += row["ratio"] <= CLOSE
@@ -130,7 +130,7 @@ def main() -> int:
         for key in ("auto", "fastest"):
             ms = row["candidates"][row[key]]
             figures = f"{ms['clock_ms']:.2f} + {ms['wire_ms']:.2f}"
-            line += f"{row[key]:32}{figures:>20}  "
+            line += f"{row[key]:45}{figures:>16}  "
         print(f"{line}{row['ratio']:.3f}", flush=True)
         if args.json:
             print(json.dumps(row), flush=True)

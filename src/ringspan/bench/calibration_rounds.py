@@ -210,7 +210,7 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
         tile=kernel.tile,
         memory=device.total_memory,
         copy_bytes_per_s=_copy_rate(rounds, probes),
-        source=f"kernels measured on {device.name} with {shape.heads} heads of {shape.head_dim}, {shape.dtype}, "
+        source=f"kernels measured on {device.name} with {_heads(shape)} of {shape.head_dim}, {shape.dtype}, "
         f"fit to {kernel.error:.1%} (windows excepted); links and overlap are those of {like.name}, not measured",
     )
 
@@ -234,9 +234,13 @@ def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world,
         copy_bytes_per_s=_copy_rate(rounds, probes),
         overlap=fit_overlap(*min_over_rounds([r.overlap for r in rounds]).tolist()),
-        source=f"measured with {world} processes, {shape.heads} heads of {shape.head_dim}, {shape.dtype}; "
+        source=f"measured with {world} processes, {_heads(shape)} of {shape.head_dim}, {shape.dtype}; "
         f"kernels fit to {kernel.error:.1%} (windows excepted); the link between nodes is taken to be the same",
     )
+
+
+def _heads(shape: rs.Shape) -> str:
+    return f"{shape.heads} heads" if shape.kv_heads == shape.heads else f"{shape.heads} query and {shape.kv_heads} key heads"
 
 
 def _copy_rate(rounds: Sequence[Round], probes: Probes) -> float:

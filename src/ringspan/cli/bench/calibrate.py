@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=[*TOKENS], default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     add("--like", default="h200x8", help="on a GPU: the hardware whose links to assume (default: %(default)s)")
     add("--backend", default="auto", help="the kernel (default: %(default)s)")
-    add("--heads", type=one, default=4, metavar="N", help="query and key heads (default: %(default)s)")
+    add("--heads", type=one, default=4, metavar="N", help="query heads (default: %(default)s)")
+    add("--kv-heads", type=one, default=None, metavar="N", help="key heads (default: as many as query heads)")
     add("--head-dim", type=one, default=64, metavar="N", help="default: %(default)s")
     add("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
     add("--tokens", type=one, nargs="+", default=None, metavar="N", help="lengths to time the kernel with, two or more")
@@ -44,7 +45,10 @@ def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
         raise InputError(f"--tokens needs two lengths or more, to separate launch time and compute time; got {tokens}")
     if args.device == "cpu" and args.world < 2:
         raise InputError(f"--world must be at least 2, or there is no link to measure; got {args.world}")
-    shape = rs.Shape(heads=args.heads, kv_heads=args.heads, head_dim=args.head_dim, dtype=dtype)
+    kv_heads = args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise InputError(f"--kv-heads must divide --heads; got {kv_heads} and {args.heads}")
+    shape = rs.Shape(heads=args.heads, kv_heads=kv_heads, head_dim=args.head_dim, dtype=dtype)
     probes = Probes(shape=shape, tokens=tokens, device=args.device, backend=args.backend)
     machine = calibrate(probes, world=args.world, like=args.like, rounds=args.rounds, on_progress=on_progress)
     args.out.write_text(machine.to_json() + "\n")
