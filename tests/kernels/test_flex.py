@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import flex_attention as torch_flex
 
 import ringspan as rs
 from ringspan.frontends.attention_block import AttentionCatcher
@@ -16,6 +14,8 @@ from ringspan.kernels import IndexedMods, Inputs, Kernel, eager, flex, mods_of, 
 from ringspan.kernels.accumulators import OutputAccumulator
 from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import Partial
+
+pytestmark = pytest.mark.usefixtures("dense_flex_attention")
 
 N = 150
 MASKS = {
@@ -28,16 +28,6 @@ MASKS = {
     "two layers": ~(rs.causal(N) & rs.window(left=20)),
     "nothing": rs.full(N) - rs.full(N),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def dense_flex_attention() -> Iterator[None]:
-    """Generate no code, and allow what PyTorch does not support on CPUs."""
-    compiled = torch.compile(flex.attend_intervals, dynamic=True, fullgraph=True, backend="eager")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_compiled", lambda: compiled)
-        patch.setattr(torch_flex, "_validate_device", lambda *_: None)
-        yield
 
 
 def inputs(mask: rs.Mask, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

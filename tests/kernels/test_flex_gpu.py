@@ -121,3 +121,25 @@ def test_all_documents_are_one_launch() -> None:
         world.attention(q, k, v, mask=mask, backend="flex")
     launched = {event.key: event.count for event in profile.key_averages() if "flex_attention" in event.key}
     assert sum(launched.values()) == 1, launched
+
+
+@pytest.mark.parametrize("where", [0, 1, 2, 3], ids=["q", "k", "v", "dout"])
+def test_a_nan_stays_in_its_document(where: int) -> None:
+    """No bit of another document changes; all of them share a block."""
+    mask, document = rs.documents([50, 30, 70]), slice(50, 80)
+    q, k, v = inputs(mask, torch.bfloat16, (4, 2), (64, 64))
+    given = [*(x.detach() for x in (q, k, v)), torch.randn_like(q)]
+
+    def results(poison: bool) -> list[Tensor]:
+        tensors = [x.clone() for x in given]
+        if poison:
+            tensors[where][1, 1, 60] = torch.nan
+        leaves = [x.requires_grad_() for x in tensors[:3]]
+        out = rs.LocalWorld(1).attention(*leaves, mask=mask, backend="flex")
+        return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+    for name, clean, found in zip(("out", "dq", "dk", "dv"), results(poison=False), results(poison=True), strict=True):
+        others = torch.ones(150, dtype=torch.bool, device="cuda")
+        others[document] = False
+        assert torch.equal(found[:, :, others], clean[:, :, others]), f"{name} of another document has changed"
+        assert found[1].isnan().any() or (where == 3 and name == "out"), f"{name}: the NaN is lost"

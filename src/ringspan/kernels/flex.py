@@ -27,6 +27,8 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.errors import KernelError
 from ringspan.kernels.blocks import BLOCK, MIN_LENGTH, block_tables
+from ringspan.kernels.containment import is_one_part
+from ringspan.kernels.interval_containment import Intervals, NonfiniteRows
 from ringspan.kernels.intervals import IntervalLayer, interval_layers
 from ringspan.kernels.kernel import Gradients, Inputs, PartialRows, Saved
 from ringspan.kernels.mods import IndexedMods, MaskMod, ScoreMod
@@ -70,6 +72,7 @@ class LayerCall(NamedTuple):
     layer: IntervalLayer
     start_S: Tensor
     stop_S: Tensor
+    intervals: Intervals  # the same, as indices
     lists: dict[str, Any]  # arguments of BlockMask: "kv" are lists for each block of queries, "q" for each of keys
 
 
@@ -103,11 +106,14 @@ def attend(
 ) -> Iterator[PartialRows]:
     for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), flex_backend, q_BHSD.device):
         rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
-        q, k, v = (_as_base_tensor(x) for x in (q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]))
+        q, k, v = q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]
+        nonfinite = None if is_one_part(tuple(bands)) else NonfiniteRows.of_inputs(q, k, v, call.intervals)
+        if nonfinite is not None:
+            q, (k, v) = nonfinite.zero_queries(q), nonfinite.zero_keys(k, v)
         here = None if mods is None else mods.sliced(rows, keys)
-        yield PartialRows(
-            rows.start, rows.stop, _run_call(q, k, v, call=call, scale=scale, mods=here, flex_backend=flex_backend)
-        )
+        q, k, v = (_as_base_tensor(x) for x in (q, k, v))
+        result = _run_call(q, k, v, call=call, scale=scale, mods=here, flex_backend=flex_backend)
+        yield PartialRows(rows.start, rows.stop, result if nonfinite is None else nonfinite.write_to_result(result))
 
 
 def attend_backward(
@@ -128,13 +134,16 @@ def attend_backward(
     learned = () if mods is None else mods.mods.learned
     for call in make_flex_calls(tuple(bands), _has_mask_mod(mods), flex_backend, k_BGTD.device):
         rows, keys = slice(call.layer.q0, call.layer.q1), slice(call.layer.k0, call.layer.k1)
-        mine = saved.rows(rows.start, rows.stop)
-        mine = mine._replace(q_BHSD=_as_base_tensor(mine.q_BHSD))
-        k, v = _as_base_tensor(k_BGTD[:, :, keys]), _as_base_tensor(v_BGTE[:, :, keys])
+        mine, k, v = saved.rows(rows.start, rows.stop), k_BGTD[:, :, keys], v_BGTE[:, :, keys]
+        nonfinite = None if is_one_part(tuple(bands)) else NonfiniteRows.of_saved(mine, k, v, call.intervals)
+        if nonfinite is not None:
+            mine, (k, v) = nonfinite.zero_saved(mine), nonfinite.zero_keys(k, v)
+        mine, k, v = mine._replace(q_BHSD=_as_base_tensor(mine.q_BHSD)), _as_base_tensor(k), _as_base_tensor(v)
         here = None if mods is None else mods.sliced(rows, keys)
-        dq, dk, dv, *dlearned = compute_gradients(
+        grads = compute_gradients(
             partial(_run_call, call=call, scale=scale, mods=here, flex_backend=flex_backend), mine, k, v, learned
         )
+        dq, dk, dv, *dlearned = grads if nonfinite is None else nonfinite.write_to_gradients(grads)
         yield Gradients(rows, dq, keys, dk, dv, tuple(dlearned))
 
 
@@ -185,7 +194,8 @@ def _make_call(layer: IntervalLayer, has_mask_mod: bool, flex_backend: FlexBacke
         # The leading dims are batch and heads: one table for all.
         lists[f"{name}_num_blocks"] = copy_to_device(counts[None, None], device)
         lists[f"{name}_indices"] = copy_to_device(indices[None, None], device)
-    return LayerCall(layer, start_S, stop_S, lists)
+    intervals = Intervals(start_S.to(torch.int64), stop_S.to(torch.int64))
+    return LayerCall(layer, start_S, stop_S, intervals, lists)
 
 
 def _as_base_tensor(x: Tensor) -> Tensor:
