@@ -93,6 +93,16 @@ class PoolOnCpu:
         return x
 
 
+# As autograd's gradients of a sum of all elements, and of a sum over a dim. "with gaps": of a sum that was concatenated
+# with other columns.
+EXPANDED = {
+    "one element": lambda x: x[:1].expand(2, 3, 4),
+    "dense": lambda x: x[:12].view(3, 4).expand(2, 3, 4),
+    "with gaps": lambda x: x[:48].view(3, 16)[:, 2:6].expand(2, 3, 4),
+    "windows": lambda x: x.unfold(0, 4, 2)[:6],
+}
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CapturedPass]:
     """Capture passes on CPUs. Returns a list of the captured passes that were replayed."""
@@ -146,6 +156,22 @@ def test_an_expanded_gradient(graphs: list[CapturedPass]) -> None:
     assert len(graphs) == 2 * 2 * 4
     for seed, results in enumerate(found):
         assert_equal(results, attend(MASKS["causal"], "ring", seed, expanded=True, cuda_graphs=False))
+
+
+@pytest.mark.parametrize("make", EXPANDED.values(), ids=EXPANDED)
+def test_inputs_with_several_indices_for_one_element(graphs: list[CapturedPass], make: Callable[[Tensor], Tensor]) -> None:
+    def program(x: Tensor) -> RankGenerator[Any]:
+        return (2 * x,)
+        yield
+
+    storage, finished = torch.arange(64.0), []
+    x = make(storage)
+    drive(PassRecorder([x]).run(program(x), nullcontext, finished.append))
+    made = GraphedPass(finished[0], "stream and rank", "the pass")
+    for n in range(4):
+        x = make(storage + n)
+        assert torch.equal(drive(made.replay([x]))[0], 2 * x)
+    assert len(graphs) == 3
 
 
 def test_clear_caches_discards_graphs(graphs: list[CapturedPass]) -> None:

@@ -68,14 +68,13 @@ class StaticInputs(NamedTuple):
 
     buffers: list[Tensor]
     indices: tuple[int, ...]
-    flat_size: int | None = None
-    """The number of elements of an input that has several indices for one element, which is copied as it is stored."""
+    is_expanded: bool = False
+    """Whether the inputs have dims of stride 0, of which the buffers have one index: PyTorch does not write to the
+    others."""
 
     def copy_from(self, inputs: Sequence[Tensor | None]) -> None:
         sources: Any = [inputs[i] for i in self.indices]
-        if self.flat_size is not None:
-            sources = [x.as_strided((self.flat_size,), (1,)) for x in sources]
-        foreach_copy_(self.buffers, sources)
+        foreach_copy_(self.buffers, [_without_repeats(x) for x in sources] if self.is_expanded else sources)
 
 
 class CapturedPass(NamedTuple):
@@ -256,19 +255,20 @@ def _buffer_like(x: Tensor, pool: GraphPool) -> Tensor:
 
 
 def _static_inputs(buffers: Sequence[Tensor | None]) -> tuple[StaticInputs, ...]:
-    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-    found = []
+    indices: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
     for i, x in enumerate(buffers):
-        if x is None or not x.numel():
-            continue
-        size = _size(x.shape, x.stride())
-        if size < x.numel():  # as the gradient of a sum: PyTorch does not write to an expanded tensor
-            found.append(StaticInputs([x.as_strided((size,), (1,))], (i,), size))
-        else:
-            by_dtype[x.dtype].append(i)
-    for indices in by_dtype.values():
-        found.append(StaticInputs([x for i in indices if (x := buffers[i]) is not None], tuple(indices)))
+        if x is not None and x.numel():
+            indices[x.dtype, 0 in x.stride()].append(i)
+    found = []
+    for (_, is_expanded), of_kind in indices.items():
+        given = [x for i in of_kind if (x := buffers[i]) is not None]
+        found.append(StaticInputs([_without_repeats(x) for x in given], tuple(of_kind), is_expanded))
     return tuple(found)
+
+
+def _without_repeats(x: Tensor) -> Tensor:
+    """Return a view with one index of each dim of stride 0. The gradient of a sum has such dims."""
+    return x.as_strided([n if step else 1 for n, step in zip(x.shape, x.stride(), strict=True)], x.stride())
 
 
 def _size(shape: Sequence[int], stride: Sequence[int]) -> int:
