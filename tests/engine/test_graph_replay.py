@@ -6,6 +6,7 @@ memory. ``tests/engine/test_graph_replay_gpu.py`` has the same on a GPU.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
@@ -53,7 +54,7 @@ class PoolOnCpu:
     """The memory pool of lists of operators. They hold their tensors."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.busy, self.is_valid = device, Lock(), True
+        self.device, self.busy = device, Lock()
         self.graph: ListOfOperators | None = None
 
     @property
@@ -374,23 +375,40 @@ def test_a_launch_with_a_stream_is_not_captured(graphs: list[CapturedPass]) -> N
     assert "stream" in made.failure
 
 
-def test_a_pool_whose_capture_was_invalid_is_not_used_again(
-    graphs: list[CapturedPass], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_pool_follows_a_failed_capture(graphs: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is released, and passes that were captured in it before are captured again."""
+
     def invalid(self: PoolOnCpu) -> None:
         self.abandon()
-        self.is_valid = False
-        raise RuntimeError("operation failed due to a previous error during capture")
+        raise kind("it failed")
 
-    first, second = graphed(), graphed()
+    first, second, third = graphed(), graphed(), graphed()
     x = torch.arange(3.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(PoolOnCpu, "end", invalid)
-        check(drive(first.replay([x])), x)
-    assert first.failure is not None
     check(drive(second.replay([x])), x)
-    assert second.captured is None
-    assert not graphs
+    for failing, kind in ((first, RuntimeError), (third, torch.OutOfMemoryError)):
+        pool = weakref.ref(next(iter(graph_pool._pools.values())))
+        graphs.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(PoolOnCpu, "end", invalid)
+            check(drive(failing.replay([x])), x)
+        assert failing.failure == "it failed"
+        assert not graphs
+        check(drive(second.replay([x])), x)
+        assert len(graphs) == 1
+        assert pool() is None
+
+
+def test_an_interrupted_capture_does_not_block_the_pool(graphs: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: PoolOnCpu) -> None:
+        self.abandon()
+        raise KeyboardInterrupt
+
+    made, x = graphed(), torch.arange(3.0)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(PoolOnCpu, "end", interrupted)
+        drive(made.replay([x]))
+    check(drive(made.replay([x])), x)
+    assert len(graphs) == 1
 
 
 def test_inputs_keep_strides_and_alignment(graphs: list[CapturedPass]) -> None:

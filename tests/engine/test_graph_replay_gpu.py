@@ -236,13 +236,22 @@ def test_a_launch_that_cannot_be_captured(graphs: list[CapturedPass], caplog: py
         return (2 * out,)
         yield
 
+    def doubled(x: Tensor) -> RankGenerator[Any]:
+        return (2 * x,)
+        yield
+
     x, finished = torch.ones(1000, device="cuda"), []
-    run(PassRecorder([x]).run(program(x), nullcontext, finished.append))
-    made = GraphedPass(finished[0], "a test", "the pass")
+    for made_by in (program, doubled):
+        run(PassRecorder([x]).run(made_by(x), nullcontext, finished.append))
+    made, other = [GraphedPass(recorded, "a test", "the pass") for recorded in finished]
     with caplog.at_level("INFO", logger="ringspan.engine"):
         for n in range(4):
             assert torch.equal(run(made.replay([x * n]))[0], 2 * x * n)
     assert made.failure is not None
     assert not graphs
+    for n in range(3):
+        assert torch.equal(run(other.replay([x * n]))[0], 2 * x * n)
+    assert len(graphs) == 2, "another pass is captured in another pool"
+    graphs.clear()
     assert torch.randn(1000, device="cuda").isfinite().all()
     test_a_cuda_graph_of_the_user(graphs)

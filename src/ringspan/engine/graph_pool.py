@@ -39,8 +39,6 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.busy = Lock()
-        self.is_valid = True
-        """False after CUDA has invalidated a capture."""
         self.device = device
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -66,7 +64,7 @@ class GraphPool:
     def begin(self) -> None:
         """Begin to capture the launches of this thread on the current stream."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that pins memory for a data loader, may do as they please.
+        # thread_local: other threads may allocate and synchronize meanwhile, as one that pins memory for a data loader.
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         self._graph = graph
 
@@ -79,7 +77,6 @@ class GraphPool:
             try:
                 graph.capture_end()
             except BaseException:
-                self.is_valid = False
                 forget_invalid_capture(self.device.index, self._handle)
                 raise
         self._first_graph = self._first_graph or graph

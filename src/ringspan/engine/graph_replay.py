@@ -125,33 +125,43 @@ class GraphedPass:
 
     def _replay_graphs(self, inputs: Sequence[Tensor | None]) -> RankGenerator[Result]:
         pool = pool_of(self._pool_key, next(x.device for x in inputs if x is not None))
-        if not pool.busy.acquire(blocking=False):
+        if not self._can_capture(inputs) or not pool.busy.acquire(blocking=False):
             return (yield from self.recorded.replay(inputs))
-        if self.captured is None or self.captured.pool is not pool:
-            self._capture(pool, inputs)
-            if self.captured is None:
-                if pool.is_valid:  # else no pass uses it again
-                    pool.busy.release()
-                return (yield from self.recorded.replay(inputs))
         is_complete = False
         try:
-            result = yield from self.captured.replay(inputs)
-            is_complete = True
-            return result
+            if self.captured is None or self.captured.pool is not pool:
+                self._capture(pool, inputs)
+            if self.captured is not None:
+                result = yield from self.captured.replay(inputs)
+                is_complete = True
+                return result
         finally:
             if is_complete:
                 pool.busy.release()
-            else:  # messages may still be written to its memory
+            else:  # a failed capture holds memory of it, and messages may still be written to it
                 discard_pool(self._pool_key, pool)
+        del pool  # if memory has run out, the recording needs that of the pool
+        return (yield from self.recorded.replay(inputs))
+
+    def _can_capture(self, inputs: Sequence[Tensor | None]) -> bool:
+        try:
+            if self.captured is None:
+                _check(self.recorded, inputs)
+            return True
+        except NotCapturable as error:
+            self._fail(error)
+            return False
 
     def _capture(self, pool: GraphPool, inputs: Sequence[Tensor | None]) -> None:
         self.captured = None
         try:
-            _check(self.recorded, inputs)
             self.captured = capture(self.recorded, pool, inputs)
         except Exception as error:
-            self.failure = str(error).partition("\n")[0] or type(error).__name__
-            log.info("%s is not captured in CUDA graphs: %s", self._name, self.failure)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = str(error).partition("\n")[0] or type(error).__name__
+        log.info("%s is not captured in CUDA graphs: %s", self._name, self.failure)
 
 
 def _check(recorded: RecordedPass, inputs: Sequence[Tensor | None]) -> None:
