@@ -6,6 +6,7 @@ memory. ``tests/engine/test_graph_replay_gpu.py`` has the same on a GPU.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -328,7 +329,8 @@ def test_an_interrupted_pass_is_captured_again(graphs: list[CapturedPass]) -> No
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ((graph_replay, "MAX_BYTES", 16), "static memory"),
+        # The pass has an input, two buffers and four results of operators, of 12 bytes each.
+        ((graph_replay, "MAX_BYTES", 6 * 12), "static memory"),
         ((torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync"), "cudaMallocAsync"),
         ((PoolOnCpu, "end", lambda self: 1 / 0), "division by zero"),
         ((PoolOnCpu, "allocate", lambda self, size: 1 / 0), "division by zero"),
@@ -375,40 +377,34 @@ def test_a_launch_with_a_stream_is_not_captured(graphs: list[CapturedPass]) -> N
     assert "stream" in made.failure
 
 
-def test_another_pool_follows_a_failed_capture(graphs: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_another_pool_follows_a_failed_capture(
+    graphs: list[CapturedPass], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
     """Its memory is released, and passes that were captured in it before are captured again."""
 
-    def invalid(self: PoolOnCpu) -> None:
+    def fail(self: PoolOnCpu) -> None:
         self.abandon()
         raise kind("it failed")
 
-    first, second, third = graphed(), graphed(), graphed()
+    failing, other = graphed(), graphed()
     x = torch.arange(3.0)
-    check(drive(second.replay([x])), x)
-    for failing, kind in ((first, RuntimeError), (third, torch.OutOfMemoryError)):
-        pool = weakref.ref(next(iter(graph_pool._pools.values())))
-        graphs.clear()
-        with monkeypatch.context() as patched:
-            patched.setattr(PoolOnCpu, "end", invalid)
+    check(drive(other.replay([x])), x)
+    (pool,) = [weakref.ref(pool) for pool in graph_pool._pools.values()]
+    graphs.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(PoolOnCpu, "end", fail)
+        if issubclass(kind, Exception):
             check(drive(failing.replay([x])), x)
-        assert failing.failure == "it failed"
-        assert not graphs
-        check(drive(second.replay([x])), x)
-        assert len(graphs) == 1
-        assert pool() is None
-
-
-def test_an_interrupted_capture_does_not_block_the_pool(graphs: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: PoolOnCpu) -> None:
-        self.abandon()
-        raise KeyboardInterrupt
-
-    made, x = graphed(), torch.arange(3.0)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(PoolOnCpu, "end", interrupted)
-        drive(made.replay([x]))
-    check(drive(made.replay([x])), x)
+            assert failing.failure == "it failed"
+        else:
+            with pytest.raises(kind):
+                drive(failing.replay([x]))
+    assert not graphs
+    check(drive(other.replay([x])), x)
     assert len(graphs) == 1
+    gc.collect()
+    assert pool() is None
 
 
 def test_inputs_keep_strides_and_alignment(graphs: list[CapturedPass]) -> None:

@@ -177,6 +177,7 @@ def _check(recorded: RecordedPass, inputs: Sequence[Tensor | None]) -> None:
                 raise NotCapturable(f"it allocates memory on {instruction.device}")
             size += _size(instruction.geometry.shape, instruction.geometry.stride) * instruction.geometry.dtype.itemsize
         elif isinstance(instruction, FunctionCall):
+            size += instruction.new_bytes
             # A launch on a stream of its own would be executed once, instead of being captured.
             for x in tree_leaves((instruction.arguments, instruction.keyword_arguments)):
                 if "stream" in type(x).__name__.lower():

@@ -64,6 +64,8 @@ class FunctionCall(NamedTuple):
     """Which arguments are lists of registers. Some operators take None for a tensor in a list."""
     results: tuple[tuple[int | None, int], ...]
     """Which results are new registers: (index of the result, register). None is the only result."""
+    new_bytes: int
+    """The memory of these results."""
 
 
 class Post(NamedTuple):

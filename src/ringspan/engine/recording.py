@@ -199,11 +199,13 @@ class PassRecorder(TorchDispatchMode):
             elif _has_tensor([argument]):
                 raise NotRecordable(f"{function} has tensors in a nested argument")
         results: list[tuple[int | None, int]] = []
+        new_bytes = 0
         for place, x in enumerate(found) if isinstance(found, list | tuple) else ((None, found),):
             if isinstance(x, Tensor) and self._find_storage(x) is None:
                 results.append((place, self._new_register(x)))
                 self._written.add(results[-1][1])
-        self._instructions.append(FunctionCall(function, tuple(fixed), kwargs, registers, lists, tuple(results)))
+                new_bytes += x.untyped_storage().nbytes()
+        self._instructions.append(FunctionCall(function, tuple(fixed), kwargs, registers, lists, tuple(results), new_bytes))
 
     def _list_of_registers(self, tensors: Sequence[Any], *, is_written: bool) -> tuple[int | None, ...]:
         if not all(x is None or isinstance(x, Tensor) for x in tensors):
