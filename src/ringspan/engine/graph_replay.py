@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ringspan.engine.graph_pool import Graph, GraphPool, discard_pool, pool_of
-from ringspan.engine.recorded_pass import Empty, FunctionCall, Instruction, Post, RecordedPass, Result, Wait
+from ringspan.engine.recorded_pass import ALIGNMENT, Empty, FunctionCall, Instruction, Post, RecordedPass, Result, Wait
 from ringspan.torch_private.cuda_graphs import foreach_copy_
 from ringspan.torch_private.pytree import tree_leaves
 from ringspan.transports import PostExchange, RankGenerator, WaitExchange
@@ -42,9 +42,6 @@ from ringspan.transports import PostExchange, RankGenerator, WaitExchange
 # The most memory of a captured pass, counted as if it released nothing before its end. A pass that needs more keeps the
 # device busy for longer than the host takes for its launches, so graphs would save no time.
 MAX_BYTES = 2 << 30
-
-# Alignment that a static buffer has in common with the input that it was made for, as recordings are kept by it.
-ALIGNMENT = 16
 
 log = logging.getLogger("ringspan.engine")
 

@@ -27,7 +27,7 @@ from ringspan.caching.by_stream import CAPTURING, stream_key
 from ringspan.caching.registry import on_clear_caches
 from ringspan.debugging.settings import settings
 from ringspan.engine.graph_replay import GraphedPass
-from ringspan.engine.recorded_pass import RecordedPass, Result
+from ringspan.engine.recorded_pass import ALIGNMENT, RecordedPass, Result
 from ringspan.engine.recording import PassRecorder
 from ringspan.kernels import Kernel
 from ringspan.kernels.launches import NotRecordable
@@ -39,8 +39,6 @@ from ringspan.transports import RankGenerator
 
 # The most recordings that a plan keeps. Layers of one model rarely differ in shapes or kernels.
 MAX_RECORDINGS = 16
-# Kernels require aligned addresses, and PyTorch and Triton choose others for tensors that are not aligned.
-ALIGNMENT = 16
 # Devices on which passes are recorded. The host of a CPU computes: it has no time to save.
 DEVICES = {"cuda"}
 

@@ -23,6 +23,10 @@ from torch import Tensor
 
 from ringspan.transports import PostExchange, RankGenerator, WaitExchange
 
+# A recording is for inputs of the same address modulo this. Kernels require aligned addresses, and PyTorch and Triton
+# choose other kernels for tensors that are not aligned.
+ALIGNMENT = 16
+
 Result = tuple[Tensor, ...]
 
 
