@@ -84,11 +84,15 @@ def test_results_and_gradients_do_not_change(backend: str, dtype: torch.dtype) -
     assert_close(largest_H.double(), expected(qkv[0], qkv[1], mask), rtol=1e-13 if dtype == torch.float64 else 1e-6)
 
 
-def test_sinks_do_not_count() -> None:
-    q, k, v = tensors()
-    out, lse, largest = rs.LocalWorld(2).attention(q, k, v, mask=rs.causal(N), return_lse=True, return_max_logits=True)
-    rs.with_sinks(out, lse, torch.full((H,), 1e3, dtype=torch.float64))
-    assert_close(largest, expected(q, k, rs.causal(N)), rtol=1e-13)
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_autocast_does_not_round_it(backend: str) -> None:
+    """Nor what the eager kernel computes: tensors are cast in front of the call, or not at all."""
+    qkv = [x.detach().float() for x in tensors()]
+    options: dict[str, Any] = {"mask": rs.causal(N), "backend": backend, "return_lse": True, "return_max_logits": True}
+    want = rs.LocalWorld(2).attention(*qkv, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, rs.LocalWorld(2).attention(*qkv, **options), want))
+    assert_close(want[2].double(), expected(*qkv[:2], rs.causal(N)), rtol=1e-6)
 
 
 def test_a_head_that_sees_nothing_has_minus_infinity() -> None:

@@ -181,7 +181,7 @@ def _scores(
     """Return the scores of some bands of a block, after the user's functions. Hidden pairs have -inf."""
     dtype = accumulation_dtype(k_BGTD.dtype)
     q, k = q_BHSD.to(dtype), k_BGTD.to(dtype)
-    score_BHST = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scale).flatten(1, 2)
+    score_BHST = (_product(q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2).mT) * scale).flatten(1, 2)
     seen = _seen(block, bands, q.device)
     if mods is not None:
         mods = mods.sliced(block.rows, block.keys)
@@ -211,4 +211,10 @@ def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:
     total_BHS1 = total_BHS1.masked_fill(empty, 1.0)
     lse_BHS = (top_BHS1 + total_BHS1.log()).masked_fill(empty, EMPTY_LSE).squeeze(-1)
     share_BGRST = (weight_BHST / total_BHS1).unflatten(1, (v_BGTE.shape[1], -1))
-    return Partial((share_BGRST @ v_BGTE.unsqueeze(2)).flatten(1, 2), lse_BHS)
+    return Partial(_product(share_BGRST, v_BGTE.unsqueeze(2)).flatten(1, 2), lse_BHS)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices in their dtype. Autocast would round them, in the forward pass alone."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
