@@ -53,6 +53,15 @@ def test_formula_and_gradients(score_mod: Any, formula: Callable[[Tensor], Tenso
     torch.testing.assert_close(*(torch.autograd.grad(x, leaves, (dout, dlse)) for x in (got, want)))
 
 
+def test_a_row_without_keys_and_without_a_sink_is_empty() -> None:
+    lse, sink_H = torch.full((1, 2, 3), -torch.inf), torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    got = rs.with_sinks(torch.zeros(1, 2, 3, 4), lse, sink_H)
+    assert (got.out == 0).all()
+    assert got.lse[0, :, 0].tolist() == [-torch.inf, 0.5]
+    (grad,) = torch.autograd.grad(got.out.sum(), sink_H)
+    assert grad.tolist() == [0.0, 0.0]
+
+
 def test_sinks_are_one_more_key_for_every_query() -> None:
     q, k, v = tensors()
     sink_H = torch.randn(H, dtype=torch.float64, requires_grad=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringspan.engine import is_traced
 from ringspan.errors import InputError
 from ringspan.kernels import Partial, ScoreMod
-from ringspan.kernels.partial import triton_kernels
+from ringspan.kernels.partial import share_of_keys, triton_kernels
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -119,15 +119,18 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
         out, lse = AddSinks.apply(out_BHSE.movedim(2, 0), lse_BHS.movedim(2, 0), sink_H.float())
         return Partial(out.movedim(0, 2), lse.movedim(0, 2))
     sink_H1 = sink_H.to(lse_BHS.dtype)[:, None]
-    share_BHS = torch.sigmoid(lse_BHS - sink_H1)
+    share_BHS = share_of_keys(lse_BHS, sink_H1)
     return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
 
 
 def _can_fuse(*tensors: Tensor) -> bool:
     """Return whether the Triton kernels of sinks can be used. A compiler fuses the operations itself."""
-    if not tensors[0].is_cuda or tensors[1].dtype != torch.float32 or is_traced():
+    out, lse, _ = tensors
+    if not out.is_cuda or lse.dtype != torch.float32 or is_traced():
         return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) and triton_kernels() is not None
+    if any(x.device != out.device or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
+        return False
+    return triton_kernels() is not None
 
 
 def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:

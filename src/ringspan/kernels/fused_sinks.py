@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringspan.kernels.fused import BLOCK, launch_rows
+from ringspan.kernels.partial import share_of_keys
 
 
 @triton.jit
@@ -96,15 +97,26 @@ class AddSinks(torch.autograd.Function):
         return new_out, new_lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         new_out, lse, sink_H = ctx.saved_tensors
         dout = torch.zeros_like(new_out) if dout is None else dout
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = torch.zeros_like(lse) if dlse is None else dlse
+        if torch.is_grad_enabled():  # create_graph=True: the gradients may be differentiated
+            return _gradients(dout, dlse, new_out, lse, sink_H)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         found = torch.empty_like(new_out), torch.empty_like(lse), torch.empty_like(lse)
         launch_rows(_backward, (*found, dout, dlse, new_out, lse, sink_H), lse.shape, _sizes(new_out))
         return found[0], found[1], found[2].sum((0, 1))
+
+
+def _gradients(dout: Tensor, dlse: Tensor, new_out: Tensor, lse: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what the kernel ``_backward`` does, with operations that autograd records."""
+    share_SBH = share_of_keys(lse, sink_H)
+    wide_dout = dout.float()
+    delta_SBH = (wide_dout * new_out.float()).sum(-1)
+    dsink_SBH = (1 - share_SBH) * (dlse - delta_SBH)
+    dout = (wide_dout * share_SBH.unsqueeze(-1)).to(dout.dtype)
+    return dout, share_SBH * dlse + (1 - share_SBH) * delta_SBH, dsink_SBH.sum((0, 1))
 
 
 def _sizes(out: Tensor) -> tuple[int, ...]:

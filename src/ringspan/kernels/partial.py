@@ -36,6 +36,11 @@ def finite_lse(lse: Tensor) -> Tensor:
     return torch.nan_to_num(lse.contiguous(), nan=torch.nan, posinf=torch.inf, neginf=0.0)
 
 
+def share_of_keys(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return ``exp(lse) / (exp(lse) + exp(sink))``; 0 for rows that see no key, also without a sink (-inf)."""
+    return (lse - sink).masked_fill(lse == EMPTY_LSE, EMPTY_LSE).sigmoid()
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Return the partial result over the keys of both. It is exact when either or both are empty."""
     merged = Partial(*(x.clone(memory_format=torch.contiguous_format) for x in a))
