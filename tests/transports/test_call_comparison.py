@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
+from ringspan.caching.by_stream import CAPTURING
 from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import assert_close
-from ringspan.transports import ProcessGroupTransport
-from ringspan.transports.call_comparison import Comparison, apply_comparison
+from ringspan.transports import ProcessGroupTransport, call_comparison
+from ringspan.transports.call_comparison import PendingComparison, apply_comparison
 from ringspan.transports.calls import Call
 from tests.conftest import Pools
 
@@ -117,10 +118,18 @@ def test_no_number_follows_different_calls(pools: Pools) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_results_that_cannot_be_filled_with_nan_raise(dtype: torch.dtype) -> None:
     x = torch.ones(3).to(dtype)
-    apply_comparison(Comparison(torch.tensor(0.0), None), [x], "unshard")
+    apply_comparison(PendingComparison(torch.tensor(0.0), None), [x], "unshard")
     assert x.float().tolist() == [1.0] * 3
     with pytest.raises(rs.PeerMismatch, match="different calls, as unshard found"):
-        apply_comparison(Comparison(torch.tensor(-2.0), None), [x], "unshard")
+        apply_comparison(PendingComparison(torch.tensor(-2.0), None), [x], "unshard")
+
+
+def test_the_host_does_not_wait_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for ``cp.roll`` of labels in a step that is captured in a CUDA graph."""
+    x = torch.ones(3, dtype=torch.int64)
+    monkeypatch.setattr(call_comparison, "stream_key", lambda device: CAPTURING)
+    monkeypatch.setattr(Tensor, "item", lambda self: pytest.fail("the host waits for the device"))
+    apply_comparison(PendingComparison(torch.tensor(0.0), None), [x], "cp.roll")
 
 
 def test_groups_with_tags_keep_no_checksum(pools: Pools) -> None:

@@ -227,6 +227,30 @@ def captured(rank: int, strategy: str) -> Figures:
     return found
 
 
+def captured_labels(rank: int) -> bool:
+    """Shift integers in a CUDA graph. Return whether replays shift other integers, too."""
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    labels = torch.arange(N, device="cuda")
+    mine = cp.shard(labels, dim=0).clone()
+    cp.roll(mine, -1, dim=0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rolled = cp.roll(mine, -1, dim=0)
+    are_equal = []
+    for seed in range(3):
+        mine.copy_(cp.shard(labels + seed, dim=0))
+        graph.replay()
+        shifted = torch.cat([labels[1:] + seed, labels.new_zeros(1)])
+        are_equal.append(torch.equal(rolled, cp.shard(shifted, dim=0)))
+    return all(are_equal)
+
+
+def test_a_cuda_graph_with_integers(nccl_pools: Callable[[int], Pool]) -> None:
+    """The comparison of calls must not wait for the device while a graph is captured."""
+    assert all(nccl_pools(2).run(captured_labels))
+
+
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "gather", "ulysses", "pass_q"])
 def test_a_cuda_graph_has_the_exchanges_inside(nccl_pools: Callable[[int], Pool], strategy: str) -> None:
     assert_within(nccl_pools(2).run(captured, strategy))

@@ -26,7 +26,7 @@ from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
-from ringspan.transports.call_comparison import Comparison, apply_comparison, start_comparison
+from ringspan.transports.call_comparison import PendingComparison, apply_comparison, start_comparison
 from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
@@ -106,7 +106,7 @@ class ProcessGroupTransport:
             if settings.debug:
                 self._compare(call)
             handle: Any = None
-            comparison: Comparison | None = None
+            comparison: PendingComparison | None = None
             try:
                 while True:
                     request = generator.send(handle)
@@ -349,7 +349,7 @@ class ProcessGroupTransport:
             self._wait_for_all(work, call)
             self._apply_comparison(comparison, compared, call)
 
-    def _start_comparison(self, message: Tensor | None, call: Call) -> Comparison | None:
+    def _start_comparison(self, message: Tensor | None, call: Call) -> PendingComparison | None:
         """Start to compare this call, and those before it, with the calls of all ranks."""
         if message is None or not self._compares_calls(message.device):
             return None
@@ -359,7 +359,7 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             self._raise(error, call.label, self._other_ranks)
 
-    def _apply_comparison(self, comparison: Comparison | None, results: object, call: Call) -> None:
+    def _apply_comparison(self, comparison: PendingComparison | None, results: object, call: Call) -> None:
         """End the comparison of a call with these results. A rank that had no messages starts it here."""
         tensors = [x for x in (results if isinstance(results, tuple | list) else [results]) if isinstance(x, Tensor)]
         comparison = comparison or self._start_comparison(tensors[0] if tensors else None, call)
