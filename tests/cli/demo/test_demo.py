@@ -22,7 +22,7 @@ from ringspan.cli import demo
 from ringspan.cli.demo.config import ModelConfig
 from ringspan.cli.demo.data import BEGIN, VOCABULARY, Document, Pack, library_documents, packs
 from ringspan.cli.demo.model import build
-from ringspan.cli.demo.report import TOLERANCE, Comparison, as_json, failure, rank_table
+from ringspan.cli.demo.report import TOLERANCE, LossComparison, as_json, failure, rank_table
 from ringspan.cli.demo.training import RankReport, Training, dense_mask, token_losses, train_alone
 from ringspan.cli.main import main
 from ringspan.errors import InputError
@@ -278,9 +278,9 @@ def test_labels_are_the_next_tokens_and_end_with_their_document() -> None:
     assert torch.equal(dense_mask(pack), torch.from_numpy(rs.documents([3, 1, 2]).dense()))
 
 
-def comparison(alone: list[float], *ranks: list[float]) -> Comparison:
+def comparison(alone: list[float], *ranks: list[float]) -> LossComparison:
     more: dict[str, Any] = {"tokens": 1, "area": 0, "sent": 0, "received": 0, "gather_received": 0, "choices": (), "digest": ""}
-    return Comparison(alone=tuple(alone), ranks=tuple(RankReport(losses=tuple(losses), **more) for losses in ranks))
+    return LossComparison(alone=tuple(alone), ranks=tuple(RankReport(losses=tuple(losses), **more) for losses in ranks))
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if comparison.parted_at is None else 1
 
 
-def train_all(training: Training, world: int) -> report.Comparison:
+def train_all(training: Training, world: int) -> report.LossComparison:
     """Run the three trainings: the two split ones in a pool of processes and, meanwhile, the other in a thread."""
     stop = threading.Event()
     threads = torch.get_num_threads()
@@ -139,7 +139,7 @@ def train_all(training: Training, world: int) -> report.Comparison:
                     ranks = pool.run(train_split, training, on_message=lambda _, message: show("split", *message))
                     naive = pool.run(train_naively, training, on_message=lambda _, message: show("naive", *message))
                     memory = pool.run(measure_memory, training)
-                return report.Comparison(
+                return report.LossComparison(
                     alone=alone.result(),
                     ranks=tuple(ranks),
                     naive=naive[0],
@@ -151,7 +151,7 @@ def train_all(training: Training, world: int) -> report.Comparison:
         torch.set_num_threads(threads)
 
 
-def draw(folder: Path, training: Training, comparison: report.Comparison) -> list[Path]:
+def draw(folder: Path, training: Training, comparison: report.LossComparison) -> list[Path]:
     """Draw the curves, the memory, and the mask and the report of a plan that most steps have used."""
     step = most_used(comparison.ranks[0].choices)
     pack = training.packs[step]

@@ -42,7 +42,7 @@ SUMS = ("tokens", "area", "sent", "received", "gather_received")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class LossComparison:
     """The losses of the runs. Steps are counted from 1. ``naive`` and ``memory`` may be missing.
 
     ``memory`` has the bytes of the fullest rank by the number of ranks.
@@ -87,7 +87,7 @@ class Comparison:
         return tuple(rank.area / total if total else 0.0 for rank in self.ranks)
 
 
-def loss_table(comparison: Comparison) -> Table:
+def loss_table(comparison: LossComparison) -> Table:
     """Return both losses at some steps."""
     steps = len(comparison.alone)
     shown = sorted({1, *(max(1, steps * part // 4) for part in (1, 2, 3)), steps})
@@ -98,12 +98,12 @@ def loss_table(comparison: Comparison) -> Table:
     return table(columns, [{"run": run, **{str(n): f"{losses[n - 1]:.6f}" for n in shown}} for run, losses in runs.items()])
 
 
-def largest_difference(comparison: Comparison) -> str:
+def largest_difference(comparison: LossComparison) -> str:
     difference, step = comparison.largest
     return f"largest difference of the two curves: {difference:.1e}, at step {step} (allowed: {TOLERANCE:.0e})"
 
 
-def naive_difference(comparison: Comparison) -> str:
+def naive_difference(comparison: LossComparison) -> str:
     """Return how far the losses of naive sharding are from those of one process, if it was run."""
     pairs = zip(comparison.naive, comparison.alone, strict=False)
     off = max((abs(naive - alone) for naive, alone in pairs), default=None)
@@ -114,7 +114,7 @@ def naive_difference(comparison: Comparison) -> str:
     )
 
 
-def memory_table(comparison: Comparison) -> Table:
+def memory_table(comparison: LossComparison) -> Table:
     """Return the memory of the fullest rank by the number of ranks."""
     whole = comparison.memory.get(1, 0)
     rows = [
@@ -124,7 +124,7 @@ def memory_table(comparison: Comparison) -> Table:
     return table({"ranks": "ranks", "memory": "memory a rank", "share": "of one rank"}, rows)
 
 
-def rank_table(comparison: Comparison) -> Table:
+def rank_table(comparison: LossComparison) -> Table:
     """Return the work and the bytes of each rank, and the bytes it would have received if all keys were sent to all
     ranks."""
     rows = [
@@ -135,7 +135,7 @@ def rank_table(comparison: Comparison) -> Table:
     return table(RANK_COLUMNS, rows, total=total)
 
 
-def traffic(comparison: Comparison) -> str:
+def traffic(comparison: LossComparison) -> str:
     """Return the bytes of the plans against those of gather, and the plans."""
     moved, gather = (sum(getattr(rank, name) for rank in comparison.ranks) for name in ("received", "gather_received"))
     choices = ", ".join(f"{choice} ({count}×)" for choice, count in Counter(comparison.ranks[0].choices).most_common())
@@ -148,7 +148,7 @@ def traffic(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def failure(comparison: Comparison, broken: str | None) -> str:
+def failure(comparison: LossComparison, broken: str | None) -> str:
     """Return the message for curves that differ."""
     step = comparison.parted_at
     assert step is not None
@@ -162,7 +162,7 @@ def failure(comparison: Comparison, broken: str | None) -> str:
     return f"{text}\nThis is a bug. Please report it with this output and that of `ringspan check`."
 
 
-def closing(comparison: Comparison, drawn: Sequence[str], seconds: float) -> str:
+def closing(comparison: LossComparison, drawn: Sequence[str], seconds: float) -> str:
     lines = [
         f"Done in {seconds:.0f} s: the sequence split over {processes(comparison.world)} gives the losses of the whole one.",
         "All processes share one CPU here, so this shows exactness, not speed. For speed each rank needs its own device.",
@@ -181,7 +181,7 @@ def closing(comparison: Comparison, drawn: Sequence[str], seconds: float) -> str
     )
 
 
-def as_json(comparison: Comparison, **more: object) -> str:
+def as_json(comparison: LossComparison, **more: object) -> str:
     difference, at = comparison.largest
     fields = {
         "ok": comparison.parted_at is None,
