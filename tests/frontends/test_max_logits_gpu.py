@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
+from ringspan.engine.graph_replay import CapturedPass
 from ringspan.engine.recorded_pass import RecordedPass
 from ringspan.kernels import fused_logits, max_logits, reference
 from ringspan.testing.assertions import assert_close
+from tests.engine.test_graph_replay_gpu import graphs
 from tests.engine.test_recording_gpu import replays
 from tests.kernels.test_gpu import skip_if_unavailable
 
 pytestmark = pytest.mark.gpu
 
-__all__ = ["replays"]
+__all__ = ["graphs", "replays"]
 
 N, H, G = 1024, 8, 2
 MASKS = {
@@ -44,6 +46,17 @@ def test_the_triton_kernel(dtype: torch.dtype, dim: int) -> None:
     for mask in MASKS.values():
         got = max_logits(reference, q, k, mask.bands, scale=dim**-0.5)  # type: ignore[arg-type]
         assert_close(got.double(), expected(q, k, mask), rtol=2e-6)
+
+
+def test_many_heads() -> None:
+    """Axes of a grid but for the first have at most 65,535 programs."""
+    q, k = torch.randn(2, 1100, 64, 130, 16, device="cuda", dtype=torch.bfloat16).unbind()
+    got = max_logits(reference, q, k, rs.causal(130).bands, scale=1.0)  # type: ignore[arg-type]
+    hidden = ~torch.from_numpy(rs.causal(130).dense()).cuda()
+    want = torch.stack(
+        [(x.float() @ y.float().mT).masked_fill(hidden, -torch.inf).amax((1, 2)) for x, y in zip(q, k, strict=True)]
+    )
+    assert_close(got, want.amax(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["exchange(stages=1)", "ring", "ulysses", "pass_q"])
@@ -75,13 +88,14 @@ def test_a_score_mod_comes_before_it(backend: str) -> None:
     assert got.isnan().tolist() == [head == 3 for head in range(H)]
 
 
-def test_it_is_captured_by_graphs_of_recorded_passes() -> None:
+def test_it_is_captured_by_graphs_of_recorded_passes(graphs: list[CapturedPass]) -> None:
     skip_if_unavailable("fa4", torch.bfloat16, 64)
     options = {"mask": MASKS["causal"], "strategy": "ring", "backend": "fa4", "cuda_graphs": True}
-    for seed in range(6):  # captured in the fourth call
+    for seed in range(6):
         qkv = tensors(torch.bfloat16, 64, seed)
         _, got = rs.LocalWorld(4).attention(*qkv, return_max_logits=True, **options)  # type: ignore[call-overload]
         assert_close(got.double(), expected(*qkv[:2], MASKS["causal"]), rtol=2e-6)
+    assert len(graphs) == 3 * 4, "from the fourth call on, on four ranks"
 
 
 def test_a_cuda_graph_has_it() -> None:

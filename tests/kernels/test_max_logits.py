@@ -14,7 +14,7 @@ from ringspan.kernels.mods import ScoreMod, for_all_pairs
 from ringspan.testing.assertions import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-B, H, G, S, T, D = 1, 4, 2, 200, 150, 24
+B, H, G, S, T, D = 2, 4, 2, 200, 150, 24
 
 MASKS = {
     "full": rs.full(S, T),

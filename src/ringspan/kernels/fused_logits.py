@@ -34,12 +34,13 @@ OPTIONS = {"num_warps": 8, "num_stages": 2}
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    q, k, tiles, largest, scale, batch, heads, group,
+    q, k, tiles, largest, scale, count, batch, heads, group,
     q_b, q_h, q_s, k_b, k_g, k_t,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    # Programs of one head follow each other: they read the same keys.
+    tile, bh = tl.program_id(0) % count, tl.program_id(0) // count
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     at = tiles + tile * 6
     first_row, row_end, first_key, key_end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     lo, hi = tl.load(at + 4), tl.load(at + 5)
@@ -60,7 +61,7 @@ def _largest(  # type: ignore[no-untyped-def]
     # A reduction ignores NaN, so it is counted.
     nans = tl.sum(tl.sum((so_far != so_far).to(tl.int32), 1), 0)
     found = tl.max(tl.max(so_far, 1), 0) * scale
-    tl.store(largest + tile * batch * heads + tl.program_id(1), tl.where(nans > 0, float("nan"), found))
+    tl.store(largest + tile * batch * heads + bh, tl.where(nans > 0, float("nan"), found))
 
 
 def supports(q_BHSD: Tensor) -> bool:
@@ -84,9 +85,10 @@ def max_logits(q_BHSD: Tensor, k_BGTD: Tensor, bands: Sequence[Band], *, scale: 
     width = _width(q_BHSD)
     keys = next(keys for size, keys in KEYS_BY_ROW_BYTES.items() if width * q_BHSD.element_size() <= size)
     tensors = q_BHSD, k_BGTD, tiles_N6, largest_NBH
-    sizes = scale, batch, heads, heads // kv_heads, *q_BHSD.stride()[:3], *k_BGTD.stride()[:3], dim, width, ROWS, keys
+    numbers = scale, len(tiles_N6), batch, heads, heads // kv_heads, *q_BHSD.stride()[:3], *k_BGTD.stride()[:3]
+    sizes = *numbers, dim, width, ROWS, keys
     with torch.cuda.device_of(q_BHSD):  # Triton launches on the current device, which may be another one
-        launch = _largest[len(tiles_N6), batch * heads, 1]
+        launch = _largest[largest_NBH.numel(), 1, 1]  # the other axes of a grid have at most 65,535 programs
         launch(*tensors, *sizes, **OPTIONS)
         note_launch(launch, *tensors, *sizes, **OPTIONS)
     return largest_NBH.amax((0, 1))
