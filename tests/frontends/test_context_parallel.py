@@ -255,6 +255,7 @@ def what_is_refused(rank: int) -> list[str]:
         lambda: rs.ContextParallel(None, None),  # type: ignore[arg-type]
         lambda: cp.with_mask(torch.ones(N, N)),  # type: ignore[arg-type]
         lambda: cp.with_mask(rs.causal(N), layout=rs.Layout([[(0, N + 1)], *[[]] * (cp.world - 1)])),
+        lambda: cp.with_mask(rs.causal(N), kv_layout=rs.Layout([[(0, N)], *[[]] * (cp.world - 1)])),
         lambda: rs.ContextParallel(None, rs.causal(N), backend="flsh"),
         lambda: cp.attention(mine, mine, mine, scale="x"),  # type: ignore[arg-type]
         lambda: cp.attention(*[torch.zeros(1, 1, len(mine), 0)] * 3),
@@ -293,6 +294,7 @@ def test_bad_input_is_named(pools: Pools) -> None:
         "MaskError: the mask must be a Mask: rs.causal(n), or rs.full(n) if every query sees every key; got Tensor",
         f"InputError: the mask of with_mask must have the lengths of the layout: causal({N}) has {N} queries × {N} keys, the "
         f"layout {N + 1} × {N + 1}",
+        "InputError: with_mask takes kv_layout= only together with layout=: pass layout=cp.plan.q_layout for its own",
         "UnknownKernel: no kernel is called 'flsh' (did you mean flash?); there are fa4,",
         "InputError: scale must be a number, or None for 1 / √(head dim); got 'x'",
         "InputError: heads must be at least 1 wide: q (1, 1,",

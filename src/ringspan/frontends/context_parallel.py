@@ -150,8 +150,10 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
 
         In a cross-attention, ``sides=("q", "q")`` is the self-attention of its queries, ``("kv", "kv")`` of its keys.
         Pass ``layout``, and ``kv_layout`` if it differs, for layers that have other tokens, such as a prompt before
-        those of the sequence.
+        those of the sequence; ``sides`` has no effect then.
         """
+        if layout is None and kv_layout is not None:
+            raise InputError("with_mask takes kv_layout= only together with layout=: pass layout=cp.plan.q_layout for its own")
         layouts = [self._layout(side) for side in sides] if layout is None else [layout, kv_layout or layout]
         if check_mask(mask).lengths != tuple(layout.length for layout in layouts):
             raise InputError(
