@@ -297,6 +297,38 @@ def attend_intervals(
     for same in (k_BGTD.shape[0] == B, v_BGTE.shape[0] == B, v_BGTE.shape[2] == T, len(start_S) == S, len(stop_S) == S):
         check_size(same)
 
+    scores, sees = _functions_of_rows(start_S, stop_S, score_mod, mask_mod, heads, q_tokens_S, k_tokens_T)
+    # Name the back end: by default FlexAttention uses another kernel for few queries.
+    options: FlexKernelOptions = {"BACKEND": flex_backend}
+    out, aux = original_flex_attention(
+        q_BHSD,
+        k_BGTD,
+        v_BGTE,
+        score_mod=scores,
+        block_mask=BlockMask((S, T), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees),
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(**{auxiliary: True}),
+        kernel_options=options,
+    )
+    if auxiliary == "max_scores":
+        return out, cast(Tensor, aux.max_scores)
+    lse = cast(Tensor, aux.lse)
+    return out, lse if flex_backend == "TRITON" else lse.detach()  # FLASH does not compile if lse has a gradient
+
+
+def _functions_of_rows(
+    start_S: Tensor,
+    stop_S: Tensor,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    heads: Tensor | int,
+    q_tokens_S: Tensor | None,
+    k_tokens_T: Tensor | None,
+) -> tuple[ScoreMod | None, MaskMod]:
+    """Return a ``score_mod`` and a ``mask_mod`` of the rows and heads of one call, from those of tokens and global heads.
+    The second also has the interval of each query. Compiled."""
+
     def head(h: Tensor) -> Tensor:
         return h + heads if isinstance(heads, int) else heads[h]
 
@@ -312,20 +344,4 @@ def attend_intervals(
         q_token, k_token = q_tokens_S[i] + (i - i), k_tokens_T[j] + (j - j)  # type: ignore[index]
         return score_mod(score, b, head(h), q_token, k_token)  # type: ignore[misc]
 
-    # Name the back end: by default FlexAttention uses another kernel for few queries.
-    options: FlexKernelOptions = {"BACKEND": flex_backend}
-    out, aux = original_flex_attention(
-        q_BHSD,
-        k_BGTD,
-        v_BGTE,
-        score_mod=None if score_mod is None else scores,
-        block_mask=BlockMask((S, T), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees),
-        scale=scale,
-        enable_gqa=True,
-        return_aux=AuxRequest(**{auxiliary: True}),
-        kernel_options=options,
-    )
-    if auxiliary == "max_scores":
-        return out, cast(Tensor, aux.max_scores)
-    lse = cast(Tensor, aux.lse)
-    return out, lse if flex_backend == "TRITON" else lse.detach()  # FLASH does not compile if lse has a gradient
+    return None if score_mod is None else scores, sees
