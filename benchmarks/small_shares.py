@@ -117,17 +117,16 @@ def compare(plan: Plan) -> bool:
                 if not difference <= (0.02 * y.abs().max().item() if name != "out" else 0.0):
                     raise AssertionError(f"{way}, call {call}: {name} differs by {difference}")
                 equal &= torch.equal(x, y)
-        if way == "graphs":
-            check_captured(plan)
     return equal
 
 
-def check_captured(plan: Plan) -> None:
-    """Raise unless both passes were captured, with the reason why not."""
+def why_not_captured(plan: Plan) -> str | None:
+    """Return why a pass is not captured, as one that is too large for graphs; None if both are."""
     found = [x for x in plan.derived(pass_cache.PassCache).passes.values() if isinstance(x, GraphedPass)]
     failures = [x.failure for x in found if x.captured is None]
-    if len(found) != 2 or failures:
-        raise AssertionError(f"{len(found)} passes of 2 were recorded for CUDA graphs; not captured: {failures}")
+    if len(found) == 2 and not failures:
+        return None
+    return f"{len(found)} passes of 2 were recorded for CUDA graphs; not captured: {failures}"
 
 
 def host_seconds(steps: Steps) -> float:
@@ -145,10 +144,8 @@ def row_of(name: str) -> dict[str, Any]:
     plan = rs.plan(make_mask(), world=WORLD, strategy=strategy).for_heads(HEADS, KV_HEADS).at(RANK)
     row: dict[str, Any] = {"bench": "small_shares", "device": torch.cuda.get_device_name(), "case": name}
     row |= {"strategy": plan.strategy, "layout": plan.q_layout.name}
-    try:
-        row["equal_bits"] = compare(plan)
-    except AssertionError as error:  # of a pass that is too large for graphs, too
-        row["compared"] = str(error)
+    row["equal_bits"] = compare(plan)
+    row["not_captured"] = why_not_captured(plan)
     for way in WAYS:
         rs.clear_caches()
         torch.cuda.empty_cache()
@@ -166,13 +163,15 @@ def row_of(name: str) -> dict[str, Any]:
     return row
 
 
-def rows(only: list[str]) -> Iterator[dict[str, Any]]:
+def rows(only: list[str]) -> Iterator[dict[str, Any] | None]:
+    """Yield the row of each case; None if it failed or a result is wrong."""
     devices = pass_cache.DEVICES
     for name in only:
         try:
             yield row_of(name)
-        except Exception:
+        except Exception:  # the other cases are still to be measured
             traceback.print_exc()
+            yield None
     pass_cache.DEVICES = devices
 
 
@@ -183,18 +182,22 @@ def main() -> int:
     args = parser.parse_args()
     hosts, clocks = ([f"{what} {way}, {unit}" for way in WAYS] for what, unit in (("host", "µs"), ("clock", "ms")))
     print(f"{'case':13}  {'strategy':18}  {'layout':8}  kernels, ms  {'  '.join([*hosts, *clocks])}  graph memory, MiB")
+    failed = False
     for row in rows(args.only):
+        if row is None:
+            failed = True
+            continue
         line = f"{row['case']:13}  {row['strategy']:18}  {row['layout']:8}  {row['kernels_ms']:11.2f}"
         for way, title in zip(WAYS, hosts, strict=True):
             line += f"  {row[f'host_us, {way}']:{len(title)}}"
         for way, title in zip(WAYS, clocks, strict=True):
             line += f"  {row[f'clock_ms, {way}']:{len(title)}.2f}"
         print(f"{line}  {row['graph_mib']:17}", flush=True)
-        if "compared" in row:
-            print(f"  {row['compared']}", flush=True)
+        if row["not_captured"]:
+            print(f"  {row['not_captured']}", flush=True)
         if args.json:
             print(json.dumps(row), flush=True)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":
