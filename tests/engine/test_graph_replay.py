@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
 from ringspan.engine import graph_pool, graph_replay, pass_cache
@@ -174,6 +176,40 @@ def test_inputs_with_several_indices_for_one_element(graphs: list[CapturedPass],
         x = make(storage + n)
         assert torch.equal(drive(made.replay([x]))[0], 2 * x)
     assert len(graphs) == 3
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "checkpoint"])
+def test_layers_and_a_second_backward_pass(graphs: list[CapturedPass], recompute: bool) -> None:
+    """What autograd saves is not overwritten by the other layers."""
+
+    def gradients(seed: int, *, cuda_graphs: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        made: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
+        q, k, v = qkv = [torch.randn(1, h, 60, 8, **made) for h in (4, 2, 2)]
+        options: dict[str, Any] = {"mask": MASKS["causal"], "strategy": "ring", "backend": "reference"}
+
+        def layer(q: Tensor) -> Tensor:
+            return q + WORLD.attention(q, k, v, **options, cuda_graphs=cuda_graphs)
+
+        for _ in range(3):
+            q = checkpoint(layer, q, use_reentrant=False) if recompute and cuda_graphs else layer(q)
+        loss = q.square().sum()
+        return [*torch.autograd.grad(loss, qkv, retain_graph=True), *torch.autograd.grad(loss, qkv)]
+
+    for seed in range(3):
+        assert_equal(gradients(seed, cuda_graphs=True), gradients(seed, cuda_graphs=False))
+    assert graphs
+
+
+def test_threads_that_share_a_stream(graphs: list[CapturedPass]) -> None:
+    """One of them uses the graphs, the others replay the recording."""
+    expected = [attend(MASKS["causal"], "ring", seed, cuda_graphs=False) for seed in range(3)]
+    for seed in range(4):
+        attend(MASKS["causal"], "ring", seed)
+    with ThreadPoolExecutor(max_workers=3) as threads:
+        found = list(threads.map(lambda n: attend(MASKS["causal"], "ring", n % 3), range(12)))
+    for n, results in enumerate(found):
+        assert_equal(results, expected[n % 3])
 
 
 def test_clear_caches_discards_graphs(graphs: list[CapturedPass]) -> None:
