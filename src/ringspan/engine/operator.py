@@ -29,8 +29,7 @@ from ringspan.torch_private.function_modes import disable_torch_function
 
 def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float) -> Partial:
     """Compute attention by the custom operator, under the plan that is registered under this id."""
-    scale, sign = positive_scale(scale)
-    q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
+    q_BHSD, scale = _with_positive_scale(q_BHSD, scale)
     return heads_first(*torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, plan_id, scale))
 
 
@@ -38,10 +37,14 @@ def attend_by_id_with_max_logits(
     q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float
 ) -> tuple[Partial, Tensor]:
     """Compute attention as :func:`attend_by_id` does, and the largest logit of each head (H,)."""
-    scale, sign = positive_scale(scale)
-    q_BHSD = q_BHSD if sign == 1 else q_BHSD * sign
+    q_BHSD, scale = _with_positive_scale(q_BHSD, scale)
     out, lse, largest_H = torch.ops.ringspan.attend_with_max_logits(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
     return heads_first(out, lse), largest_H
+
+
+def _with_positive_scale(q_BHSD: Tensor, scale: float) -> tuple[Tensor, float]:
+    scale, sign = positive_scale(scale)
+    return q_BHSD if sign == 1 else q_BHSD * sign, scale
 
 
 # Results are rows first and contiguous: a compiled program relies on the strides that the fake implementations promise,
