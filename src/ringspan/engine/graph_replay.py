@@ -121,8 +121,10 @@ class GraphedPass:
         return self._replay_graphs(inputs)
 
     def _replay_graphs(self, inputs: Sequence[Tensor | None]) -> RankGenerator[Result]:
+        if not self._can_capture(inputs):
+            return (yield from self.recorded.replay(inputs))
         pool = pool_of(self._pool_key, next(x.device for x in inputs if x is not None))
-        if not self._can_capture(inputs) or not pool.busy.acquire(blocking=False):
+        if not pool.busy.acquire(blocking=False):
             return (yield from self.recorded.replay(inputs))
         is_complete = False
         try:
