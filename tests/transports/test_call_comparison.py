@@ -10,9 +10,10 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.caching.by_stream import CAPTURING
+from ringspan.kernels import cpu
 from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import assert_close
-from ringspan.transports import ProcessGroupTransport, call_comparison
+from ringspan.transports import ProcessGroupTransport, call_comparison, process_group
 from ringspan.transports.call_comparison import PendingComparison, apply_comparison
 from ringspan.transports.calls import Call
 from tests.conftest import Pools
@@ -91,6 +92,31 @@ def test_attention_after_equal_calls_is_exact(pools: Pools, mask: rs.Mask) -> No
 def test_attention_after_different_calls_returns_no_number(pools: Pools, mask: rs.Mask) -> None:
     for found in pools(2).run(passes, mask, True):
         assert all(x.isnan().all() for x in found)
+
+
+def order_of_a_rank(rank: int, mask: rs.Mask) -> list[str]:
+    """Return what rank 0 or 1 does in forward and backward, in order."""
+    order: list[str] = []
+    start, attend, attend_backward = call_comparison.start_comparison, cpu.attend, cpu.attend_backward
+    plan, group = rs.plan(mask, world=2, rank=rank, layout="contiguous"), group_without_tags()
+    q, k, v = (x.detach().chunk(2, dim=2)[rank].clone().requires_grad_() for x in inputs())
+    rs.attention(q, k, v, plan=plan, group=group)  # the handshake
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "start_comparison", lambda *args: order.append("comparison") or start(*args))
+        patch.setattr(cpu, "attend", lambda *args, **options: order.append("kernel") or attend(*args, **options))
+        patch.setattr(
+            cpu, "attend_backward", lambda *args, **options: order.append("kernel") or attend_backward(*args, **options)
+        )
+        torch.autograd.grad(rs.attention(q, k, v, plan=plan, group=group).sum(), (q, k, v))
+    return order
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_comparison_starts_before_the_kernels(pools: Pools, mask: rs.Mask) -> None:
+    """Also on a rank without messages: the first messages of the others wait for it."""
+    for order in pools(2).run(order_of_a_rank, mask):
+        without_repetitions = [x for x, y in zip(order, ["", *order], strict=False) if x != y]
+        assert without_repetitions == ["comparison", "kernel", "comparison", "kernel"]
 
 
 def expected() -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E va
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -83,7 +84,8 @@ def attend(
                 positive, sign = positive_scale(scale)
                 q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
             learned = () if config.mods is None else config.mods.learned
-            found = Attend.apply((plan,), config, handle.group.run, q_BHSD, k_BGTD, v_BGTE, *learned)
+            run = partial(handle.group.run, device=q_BHSD.device)
+            found = Attend.apply((plan,), config, run, q_BHSD, k_BGTD, v_BGTE, *learned)
             result = Partial(found[0].movedim(0, 2), found[1].movedim(0, 2))
             return (result, found[2]) if max_logits else result
     except Exception as error:  # out of memory, most likely, before or after the exchanges of the call

@@ -99,7 +99,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float,
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
         with _outside_operators(config):
             ((out, lse, *largest),) = handle.group.run(
-                [forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)], config.forward_call
+                [forward(plan, q_SBHD, pack_kv(k_TBGD, v_TBGE), config)], config.forward_call, device=q.device
             )
         return out.to(q.dtype).contiguous(), lse.contiguous(), *largest
 
@@ -123,7 +123,7 @@ def _attend_backward(
         given = BackwardInputs(q_SBHD, out, lse, dout, dlse)
         with _outside_operators(config):
             ((dq, dk, dv, *_),) = handle.group.run(
-                [backward(plan, given, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call
+                [backward(plan, given, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call, device=q.device
             )
         return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])
 

@@ -6,6 +6,7 @@ The neighbour of a token may be on another rank. Its row is sent by a plan, as k
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class Neighbours(TokenData):
         rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
         check_fill(window.fill, x.dtype)
         made = window_plan(lengths, layout, window, self.plan.rank)
-        (windows,) = windows_of_ranks([made], [rows], window, self.group.run, kind)
+        run = partial(self.group.run, device=rows.device)
+        (windows,) = windows_of_ranks([made], [rows], window, run, kind)
         return windows_back(windows, x, dim)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,8 @@ class Routing(TokenData):
         features = torch.Size(rows.shape[1:]).numel()
         # Part of what the ranks compare: the shape, and whether there will be a backward pass.
         kind = f"cp.route of {list(rows.shape[1:])}{', differentiable' * (rows.requires_grad and torch.is_grad_enabled())}"
-        (routed,) = windows_of_ranks([made], [rows.reshape(len(rows), features)], ITSELF, self.group.run, kind)
+        run = partial(self.group.run, device=rows.device)
+        (routed,) = windows_of_ranks([made], [rows.reshape(len(rows), features)], ITSELF, run, kind)
         return routed.reshape(len(routed), *rows.shape[1:])
 
 

@@ -90,10 +90,18 @@ class ProcessGroupTransport:
             return True
         return False
 
-    def run(self, generators: Sequence[RankGenerator[T]], description: CallDescription | None = None) -> list[T]:
+    def run(
+        self,
+        generators: Sequence[RankGenerator[T]],
+        description: CallDescription | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> list[T]:
         """Run the generator of this process's rank to the end and return its result in a list of one.
 
-        ``description`` is what must be equal on all ranks. If it is not, the ranks raise PeerMismatch.
+        ``description`` is what must be equal on all ranks. If it is not, the ranks raise PeerMismatch. ``device`` is that
+        of the messages. With it, a rank without messages takes part in the comparison of calls at once; the messages of
+        other ranks wait for it.
         """
         (generator,) = generators
         if self.world == 1:
@@ -106,14 +114,14 @@ class ProcessGroupTransport:
             if settings.debug:
                 self._compare(call)
             handle: Any = None
-            comparison: PendingComparison | None = None
+            comparison = self._start_comparison(device, call)
             try:
                 while True:
                     request = generator.send(handle)
                     if isinstance(request, PostExchange):
                         if comparison is None:  # it precedes all messages on every rank: NCCL requires one order
                             messages = request.sends or request.recvs
-                            comparison = self._start_comparison(messages[0][1] if messages else None, call)
+                            comparison = self._start_comparison(messages[0][1].device if messages else None, call)
                         handle = self._post(request, call)
                     else:
                         self._wait(request.pending, call)
@@ -345,24 +353,24 @@ class ProcessGroupTransport:
                 work = start()
             except RuntimeError as error:
                 self._raise(error, description.kind, self._other_ranks)
-            comparison = self._start_comparison(compared[0] if compared else None, call)
+            comparison = self._start_comparison(compared[0].device if compared else None, call)
             self._wait_for_all(work, call)
             self._apply_comparison(comparison, compared, call)
 
-    def _start_comparison(self, message: Tensor | None, call: Call) -> PendingComparison | None:
-        """Start to compare this call, and those before it, with the calls of all ranks."""
-        if message is None or not self._compares_calls(message.device):
+    def _start_comparison(self, device: torch.device | None, call: Call) -> PendingComparison | None:
+        """Start to compare this call, and those before it, with the calls of all ranks, unless the device is unknown."""
+        if device is None or not self._compares_calls(device):
             return None
         checksum = self._state.calls.checksum_with(call)
         try:
-            return start_comparison(checksum, self.rank, self.world, message.device, self.group)
+            return start_comparison(checksum, self.rank, self.world, device, self.group)
         except RuntimeError as error:
             self._raise(error, call.label, self._other_ranks)
 
     def _apply_comparison(self, comparison: PendingComparison | None, results: object, call: Call) -> None:
         """End the comparison of a call with these results. A rank that had no messages starts it here."""
         tensors = [x for x in (results if isinstance(results, tuple | list) else [results]) if isinstance(x, Tensor)]
-        comparison = comparison or self._start_comparison(tensors[0] if tensors else None, call)
+        comparison = comparison or self._start_comparison(tensors[0].device if tensors else None, call)
         if comparison is not None:
             self._wait_for_all(comparison.work, call)
             apply_comparison(comparison, tensors, call.description.kind)
