@@ -236,6 +236,13 @@ def test_documents_are_recovered_from_the_bands(lengths: list[int], left: int, c
     assert set(cuts) <= set((mask & rs.window(left)).documents().tolist())
 
 
+def test_bounds_of_documents_cannot_be_changed() -> None:
+    mask = rs.documents([2, 3])
+    with pytest.raises(ValueError, match="read-only"):
+        mask.documents()[0] = 1
+    assert mask.documents().tolist() == [0, 2, 5]
+
+
 def test_iterating_gives_bands() -> None:
     mask = rs.documents([2, 3])
     assert tuple(mask) == mask.bands == (Band(0, 2, 0, 2, -1, 0), Band(2, 5, 2, 5, -2, 0))

@@ -71,8 +71,13 @@ def documents(
     q1, k1 = np.cumsum(q_lengths), np.cumsum(k_lengths)
     q0, k0 = q1 - q_lengths, k1 - k_lengths
     far = np.full_like(q0, MAX_LENGTH)
-    offsets = [diagonal(q, k, align) for q, k in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True)] if causal else far
-    hi = k0 - q0 + np.asarray(offsets, dtype=np.int64) if causal else far
+    offsets = far
+    if causal and kv_lengths is None:
+        offsets = np.zeros_like(q0)
+    elif causal:
+        each = [diagonal(q, k, align) for q, k in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True)]
+        offsets = np.array(each, dtype=np.int64)
+    hi = k0 - q0 + offsets if causal else far
     bands = tables.tighten(np.stack([q0, q1, k0, k1, -far, hi], axis=1))
     return _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
 

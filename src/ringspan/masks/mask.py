@@ -39,7 +39,7 @@ class Mask:
     . . . x x x
     """
 
-    __slots__ = ("__weakref__", "_area", "_digest", "k_len", "name", "predicate", "q_len", "table")
+    __slots__ = ("__weakref__", "_area", "_digest", "_documents", "k_len", "name", "predicate", "q_len", "table")
 
     q_len: int | None
     k_len: int | None
@@ -49,6 +49,7 @@ class Mask:
     """Functions that decide which pairs of the bands are visible; None if all are."""
     _area: int
     _digest: str
+    _documents: NDArray[np.int64]
 
     def __init__(
         self, table: Table, q_len: int | None, k_len: int | None, *, name: str, predicate: Predicate | None = None
@@ -244,6 +245,15 @@ class Mask:
         >>> (documents([2, 3, 1]) & window(left=1)).documents().tolist()
         [0, 2, 5, 6]
         """
+        try:
+            return self._documents
+        except AttributeError:
+            bounds = self._find_documents()
+            bounds.setflags(write=False)
+            object.__setattr__(self, "_documents", bounds)
+            return bounds
+
+    def _find_documents(self) -> NDArray[np.int64]:
         q_len, k_len = self.lengths
         if q_len != k_len:
             raise MaskError(f"documents are those of one sequence; this one has {q_len} queries and {k_len} keys")
@@ -254,10 +264,11 @@ class Mask:
         order = np.argsort(start, kind="stable")
         start, stop = start[order], stop[order]
         reach = np.maximum.accumulate(stop) if len(stop) else stop
-        opens = start[1:][start[1:] >= reach[:-1]]
-        closes = reach[:-1][start[1:] >= reach[:-1]]
-        ends = np.concatenate([start[:1], reach[-1:]])
-        return np.unique(np.concatenate([[0, q_len], opens, closes, ends]))
+        apart = np.flatnonzero(start[1:] >= reach[:-1])
+        opens, closes = start[1:][apart], reach[:-1][apart]
+        ends = np.concatenate([[0, q_len], start[:1], reach[-1:], opens, closes])
+        ends.sort()
+        return ends[np.append(True, ends[1:] != ends[:-1])]
 
     # -- display ------------------------------------------------------------------------------------------------------
 
@@ -312,6 +323,8 @@ def lengths(what: str, values: Any) -> NDArray[np.int64]:
     """Return a list, array or tensor of lengths as int64, or raise a :class:`MaskError` that names the invalid one."""
     if hasattr(values, "tolist"):
         values = values.tolist()
+    if isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= 0 and sum(values) <= MAX_LENGTH:
+        return np.array(values, dtype=np.int64)
     try:
         checked = [length(f"{what}[{i}]", n) for i, n in enumerate(values)]
     except TypeError:

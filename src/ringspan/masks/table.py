@@ -42,40 +42,35 @@ def tighten_indexed(t: Table) -> tuple[Table, Ints]:
     # A row q is not empty iff k0 <= q + hi and q + lo < k1; likewise a column.
     rq0, rq1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     rk0, rk1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
-    keep = np.flatnonzero((q0 < q1) & (k0 < k1) & (lo <= hi) & (rq0 < rq1) & (rk0 < rk1))
+    (keep,) = ((q0 < q1) & (k0 < k1) & (lo <= hi) & (rq0 < rq1) & (rk0 < rk1)).nonzero()
     rq0, rq1, rk0, rk1 = rq0[keep], rq1[keep], rk0[keep], rk1[keep]
-    lo = np.maximum(lo[keep], rk0 - rq1 + 1)
-    hi = np.minimum(hi[keep], rk1 - 1 - rq0)
-    return np.stack([rq0, rq1, rk0, rk1, lo, hi], axis=1), keep
+    tight = np.empty((len(keep), 6), dtype=np.int64)
+    tight[:, Q0], tight[:, Q1], tight[:, K0], tight[:, K1] = rq0, rq1, rk0, rk1
+    np.maximum(lo[keep], rk0 - rq1 + 1, out=tight[:, LO])
+    np.minimum(hi[keep], rk1 - 1 - rq0, out=tight[:, HI])
+    return tight, keep
 
 
 def area(t: Table) -> Ints:
-    """Return the number of pairs in each band of a tight table."""
-    rows, cols, diagonal_offset = t[:, Q1] - t[:, Q0], t[:, K1] - t[:, K0], t[:, K0] - t[:, Q0]
+    """Return the number of pairs in each band of a tight table.
 
-    def below(diagonal: Ints) -> Ints:
-        edge = diagonal - diagonal_offset
-        return _staircase(rows + edge, cols) - _staircase(edge, cols)
-
-    return below(t[:, HI]) - below(t[:, LO] - 1)
-
-
-def _staircase(x: Ints, width: Ints) -> Ints:
-    """Return the sum of ``min(i, width)`` for i from 1 to x: the area of a staircase of x steps that is cut off at a
-    width."""
-    t = np.minimum(np.maximum(x, 0), width)  # np.clip takes three times as long on tables of a few rows
-    return t * (t + 1) // 2 + np.maximum(x - width, 0) * width
+    They are those of the rectangle, less a triangle beyond each diagonal. In a tight band no row and no column is empty,
+    so the triangles lie inside the rectangle.
+    """
+    q0, q1, k0, k1, lo, hi = t.T
+    above, below = k1 - q0 - hi, lo - k0 + q1  # one more than the diagonals beyond hi, and beyond lo
+    return (q1 - q0) * (k1 - k0) - (above * (above - 1) + below * (below - 1)) // 2
 
 
 def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
     """Return all pairs (i, j) whose half-open intervals [a0, a1) and [b0, b1) share a point, ordered by i."""
-    order = np.argsort(b0, kind="stable")
+    order = b0.argsort(kind="stable")
     starts, stops = b0[order], b1[order]
     furthest = np.maximum.accumulate(stops) if len(stops) else stops
-    first = np.searchsorted(furthest, a0, side="right")
-    last = np.searchsorted(starts, a1, side="left")
+    first = furthest.searchsorted(a0, side="right")
+    last = starts.searchsorted(a1, side="left")
     count = np.maximum(last - first, 0)
-    i = np.repeat(np.arange(len(a0)), count)
+    i = np.arange(len(a0)).repeat(count)
     j = order[ranges(first, count)]
     hit = (b1[j] > a0[i]) & (b0[j] < a1[i])
     return i[hit], j[hit]
@@ -92,9 +87,9 @@ def count_overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> Ints:
 
 def ranges(first: Ints, count: Ints) -> Ints:
     """Return ``[first[0], first[0]+1, … (count[0] of them), first[1], …]``."""
-    ends = np.cumsum(count)
+    ends = count.cumsum()
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) - np.repeat(ends - count - first, count)
+    return np.arange(total) - (ends - count - first).repeat(count)
 
 
 def intersect(a: Table, b: Table) -> Table:
@@ -173,38 +168,60 @@ def coalesce_grouped(t: Table, group: Ints) -> tuple[Table, Ints]:
     """Apply :func:`coalesce` within each group. Returns the bands and their groups, ordered by group, then rows, then
     columns."""
     by_rows, by_cols = (K0, Q1, Q0), (Q0, K1, K0)
+    sizes = area(t)
     while True:
         before = len(t)
         for keys in (by_rows, by_cols):
-            t, group = _join_neighbours(t, group, keys)
+            t, group, sizes = _join_neighbours(t, group, sizes, keys)
         if len(t) == before:
-            order = np.lexsort((t[:, K0], t[:, Q0], group))
+            order = np.lexsort((t[:, K0], _both(group, t[:, Q0])))
             return t[order], group[order]
 
 
-def _join_neighbours(t: Table, group: Ints, keys: tuple[int, ...]) -> tuple[Table, Ints]:
-    """Sort, then join neighbours in the sorted order until no two neighbours join."""
-    order = np.lexsort((*(t[:, key] for key in keys), group))
-    t, group = t[order], group[order]
-    sizes = area(t)
+def _join_neighbours(t: Table, group: Ints, sizes: Ints, keys: tuple[int, int, int]) -> tuple[Table, Ints, Ints]:
+    """Sort, then join neighbours in the sorted order until no two neighbours join. ``sizes`` are the areas."""
+    last, middle, first = (t[:, key] for key in keys)
+    order = np.lexsort((_both(middle, last), _both(group, first)))
+    t, group, sizes = t[order], group[order], sizes[order]
     while len(t) > 1:
         a, b = t[:-1], t[1:]
-        hull = np.minimum(a, b)
-        hull[:, [Q1, K1, HI]] = np.maximum(a, b)[:, [Q1, K1, HI]]
-        together = sizes[:-1] + sizes[1:]
-        joins = (group[:-1] == group[1:]) & (area(hull) == together)
-        # Of consecutive pairs that join take every second one, so that no band is joined twice in one pass.
-        index = np.arange(len(joins))
-        since = index - np.maximum.accumulate(np.where(joins, -1, index)) - 1
-        joins &= since % 2 == 0
-        if not joins.any():
+        upper, lower = np.minimum(a[:, Q1::2], b[:, Q1::2]), np.maximum(a[:, Q0::2], b[:, Q0::2])
+        # Bands that join have rows and columns that overlap or touch.
+        touch = (group[:-1] == group[1:]) & (lower[:, 0] <= upper[:, 0]) & (lower[:, 1] <= upper[:, 1])
+        near = np.flatnonzero(touch)
+        if not len(near):
             break
-        first = np.flatnonzero(joins)
-        t[first], sizes[first] = hull[first], together[first]
+        a, b = t[near], t[near + 1]
+        hull = np.minimum(a, b)
+        np.maximum(a[:, Q1::2], b[:, Q1::2], out=hull[:, Q1::2])
+        together = sizes[near] + sizes[near + 1]
+        joining = np.flatnonzero(area(hull) == together)
+        if not len(joining):
+            break
+        joining = joining[_every_second(near[joining])]
+        first = near[joining]
+        t[first], sizes[first] = hull[joining], together[joining]
         keep = np.ones(len(t), dtype=bool)
         keep[first + 1] = False
         t, group, sizes = t[keep], group[keep], sizes[keep]
-    return t, group
+    return t, group, sizes
+
+
+def _every_second(index: Ints) -> Ints:
+    """Return which of these increasing numbers to take: of consecutive ones every second, so that no band is joined twice
+    in one pass.
+
+    >>> _every_second(np.array([2, 3, 4, 5, 9, 10])).tolist()
+    [0, 2, 4]
+    """
+    nth = np.arange(len(index))
+    starts = np.append(True, index[1:] > index[:-1] + 1)
+    return np.flatnonzero((nth - np.maximum.accumulate(np.where(starts, nth, 0))) % 2 == 0)
+
+
+def _both(high: Ints, low: Ints) -> Ints:
+    """Return one number for each pair, in the order of the pairs. Tokens are fewer than 2**31."""
+    return (high << 32) + low
 
 
 def dense(t: Table, rows: int, cols: int) -> NDArray[np.bool_]:
