@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from math import nan
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,23 @@ def test_spans_given_by_the_user(spans: Spans) -> None:
     assert layout.counts == tuple(map(len, expected))
     assert layout.length == sum(layout.counts)
     assert layout.order().tolist() == [token for held in expected for token in held]
+
+
+@given(own_spans)
+def test_spans_of_numpy_integers_are_those_of_python_integers(spans: Spans) -> None:
+    given = [[tuple(map(np.int64, span)) for span in of_rank] for of_rank in spans]
+    assert Layout(given).spans == Layout(spans).spans
+
+
+@given(own_spans, st.randoms(use_true_random=False))
+def test_a_renumbered_layout_has_the_ranks_in_another_order(spans: Spans, random: Random) -> None:
+    order = random.sample(range(len(spans)), len(spans))
+    renumbered = Layout(spans, name="some").renumbered(order)
+    expected = Layout([spans[rank] for rank in order])
+    assert renumbered == expected
+    assert renumbered.name == "some"
+    assert (renumbered.counts, renumbered.length) == (expected.counts, expected.length)
+    assert Layout(spans).renumbered(order, "other").name == "other"
 
 
 @given(own_spans)

@@ -108,7 +108,7 @@ def by_rows(given: LayoutLike | Sequence[Layout], mask: BatchMask, world: int) -
 def _by_tokens(layout: Layout) -> Layout:
     """Renumber the ranks by their number of tokens, the largest first."""
     order = sorted(range(layout.world), key=lambda rank: -layout.counts[rank])
-    return Layout([layout.spans[rank] for rank in order], length=layout.length, name=layout.name)
+    return layout.renumbered(order)
 
 
 def for_nodes(given: LayoutLike, world: int, per_node: int) -> LayoutLike:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts.layout import Layout, check_world, even_cuts
 from ringspan.masks import Mask
 
@@ -15,6 +16,10 @@ def contiguous(mask: Mask, world: int) -> Layout:
     rank 1: [2,5)
     rank 2: [5,8)
     """
-    world = check_world(world)
-    cuts = even_cuts(mask.lengths[0], world)
+    return _contiguous(mask.lengths[0], check_world(world))
+
+
+@cache_by_digest(64, plain=True)
+def _contiguous(length: int, world: int) -> Layout:
+    cuts = even_cuts(length, world)
     return Layout([[(cuts[r], cuts[r + 1])] for r in range(world)], name="contiguous")

@@ -89,20 +89,23 @@ def _to_local_rows(band: Table, queries: Pieces, q: Ints, keys: Pieces, k: Ints)
     ``ceil((lo - shift) / step) <= j - i <= floor((hi - shift) / step)`` with ``shift = k_start - q_start``.
     """
     q_start, k_start, step = queries.start[q], keys.start[k], queries.step[q]
-    shift = k_start - q_start
-    local = np.empty_like(band)
-    local[:, Q0] = np.maximum(_ceil(band[:, Q0] - q_start, step), 0)
-    local[:, Q1] = np.minimum(_ceil(band[:, Q1] - q_start, step), queries.size[q])
-    local[:, K0] = np.maximum(_ceil(band[:, K0] - k_start, step), 0)
-    local[:, K1] = np.minimum(_ceil(band[:, K1] - k_start, step), keys.size[k])
-    local[:, LO] = _ceil(band[:, LO] - shift, step)
-    local[:, HI] = (band[:, HI] - shift) // step
-    q_at, k_at = queries.at[q], keys.at[k]
-    return local + np.stack([q_at, q_at, k_at, k_at, k_at - q_at, k_at - q_at], axis=1)
+    local = _shifted(band, -q_start, -k_start)
+    if (step > 1).any():
+        local[:, :HI] = -(-local[:, :HI] // step[:, None])
+        local[:, HI] //= step
+    for first, end, size in ((Q0, Q1, queries.size[q]), (K0, K1, keys.size[k])):
+        np.maximum(local[:, first], 0, out=local[:, first])
+        np.minimum(local[:, end], size, out=local[:, end])
+    return _shifted(local, queries.at[q], keys.at[k])
 
 
-def _ceil(a: Ints, step: Ints) -> Ints:
-    return -(-a // step)
+def _shifted(bands: Table, queries: Ints, keys: Ints) -> Table:
+    """Return the bands with their queries and keys shifted."""
+    shift = np.empty_like(bands)
+    shift[:, Q0], shift[:, Q1], shift[:, K0], shift[:, K1] = queries, queries, keys, keys
+    shift[:, LO] = shift[:, HI] = keys - queries
+    shift += bands
+    return shift
 
 
 def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
@@ -111,6 +114,8 @@ def _same_step(queries: Pieces, keys: Pieces) -> tuple[Pieces, Pieces]:
     Where they differ (a striped layout for the queries, a contiguous one for the keys), spans with steps are split into
     single tokens. This is exact, but costs O(tokens).
     """
+    if (queries.step == 1).all() and (keys.step == 1).all():
+        return queries, keys
     steps = np.unique(np.concatenate([queries.step[queries.size > 1], keys.step[keys.size > 1]]))
     if len(steps) <= 1:
         step = steps[0] if len(steps) else 1

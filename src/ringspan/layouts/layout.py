@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,8 @@ class Span(NamedTuple):
         return len(range(*self))
 
     def __repr__(self) -> str:
-        return f"[{self.start},{self.stop})" if self.step == 1 else f"[{self.start},{self.stop}):{self.step}"
+        start, stop, step = self
+        return f"[{start},{stop})" if step == 1 else f"[{start},{stop}):{step}"
 
 
 class Pieces(NamedTuple):
@@ -92,9 +94,9 @@ class Layout:
 
     @cached_property
     def pieces(self) -> Pieces:
-        spans = np.array([s for of_rank in self.spans for s in of_rank], dtype=np.int64).reshape(-1, 3)
-        owner = np.repeat(np.arange(self.world), [len(of_rank) for of_rank in self.spans])
-        start, stop, step = (np.ascontiguousarray(column) for column in spans.T)
+        counts = list(map(len, self.spans))
+        owner = np.repeat(np.arange(self.world), counts)
+        start, stop, step = _columns(self.spans, sum(counts))
         size = (stop - start + step - 1) // step
         before = np.cumsum(size) - size
         first = owner.searchsorted(owner)  # the first span of the same rank
@@ -104,6 +106,18 @@ class Layout:
     def digest(self) -> str:
         """Sixteen hex digits, equal if and only if the spans are, in the same order."""
         return hashlib.sha256(repr(self.spans).encode()).hexdigest()[:16]
+
+    def renumbered(self, order: Sequence[int], name: str | None = None) -> Layout:
+        """Return the layout whose rank i is rank ``order[i]`` of this one.
+
+        >>> print(Layout([[(0, 2)], [(2, 6)]]).renumbered([1, 0]).ascii())
+        rank 0: [2,6)
+        rank 1: [0,2)
+        """
+        layout = object.__new__(Layout)
+        for field, value in (("spans", tuple(self.spans[rank] for rank in order)), ("name", name or self.name)):
+            object.__setattr__(layout, field, value)  # the spans of a layout need no further check
+        return layout
 
     def positions(self, rank: int) -> Ints:
         """Return the global tokens of a rank, in local order.
@@ -160,8 +174,32 @@ def _checked(spans: Any) -> tuple[tuple[Span, ...], ...]:
         raise LayoutError(f"a layout is a list of ranks, each a list of spans (start, stop); got {spans!r}") from None
     if not given:
         raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
-    checked = ((_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(given))
-    return tuple(tuple(s for s in of_rank if s.start < s.stop) for of_rank in checked)
+    checked = _checked_at_once(given)
+    if checked is not None:
+        return checked
+    one_by_one = ((_span(rank, s) for s in of_rank) for rank, of_rank in enumerate(given))
+    return tuple(tuple(s for s in of_rank if s.start < s.stop) for of_rank in one_by_one)
+
+
+def _checked_at_once(given: list[list[Any]]) -> tuple[tuple[Span, ...], ...] | None:
+    """Return the spans if all are valid, not empty, and of Python integers, else None."""
+    try:
+        spans = tuple(tuple(starmap(Span, of_rank)) for of_rank in given)
+        numbers = list(chain.from_iterable(chain.from_iterable(spans)))
+        if set(map(type, numbers)) != {int}:
+            return None
+        start, stop, step = _columns(spans, len(numbers) // 3)
+    except (TypeError, OverflowError):
+        return None
+    is_valid = (start >= 0) & (step >= 1) & (start < stop)
+    return spans if is_valid.all() else None
+
+
+def _columns(spans: Sequence[Sequence[Span]], count: int) -> tuple[Ints, Ints, Ints]:
+    """Return the start, stop and step of each of ``count`` spans."""
+    numbers = np.fromiter(chain.from_iterable(chain.from_iterable(spans)), dtype=np.int64, count=3 * count)
+    start, stop, step = np.ascontiguousarray(numbers.reshape(-1, 3).T)
+    return start, stop, step
 
 
 def _span(rank: int, given: Sequence[int]) -> Span:
@@ -182,6 +220,8 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
     All spans are first split into spans of their common step. Two of these overlap only within one residue class, where
     sorting finds them.
     """
+    if _follow_each_other(p, length):
+        return
     common = math.lcm(*set(p.step[p.size > 1].tolist()))
     if common > LARGEST_STEP:
         raise LayoutError(f"the steps of these spans have no common step up to {LARGEST_STEP}: use fewer different steps")
@@ -212,6 +252,16 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
             f"token {_first_without_owner(first, last, common)} has no owner: the spans hold {total} of {length} tokens, "
             "and every token needs exactly one"
         )
+
+
+def _follow_each_other(p: Pieces, length: int | None) -> bool:
+    """Return whether the spans, sorted, are contiguous from token 0 on, to the end of the sequence."""
+    if not len(p.start) or (p.step > 1).any():
+        return False
+    order = np.argsort(p.start)
+    start = p.start[order]
+    stop = start + p.size[order]
+    return start[0] == 0 and bool((start[1:] == stop[:-1]).all()) and length in (None, int(stop[-1]))
 
 
 def _first_without_owner(first: Ints, last: Ints, common: int) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from inspect import signature
 from typing import Any, TypeVar
 
 from ringspan.errors import RingspanError, unknown_name
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+_signature = lru_cache(64)(signature)  # reading one takes longer than parsing the text
 
 
 def parse_options(
@@ -30,14 +34,19 @@ def parse_options(
     if match is None or match[1] not in known:
         raise error(unknown_name(kind, text, [*known, "auto"]) + hint)
     function = known[match[1]]
-    takes = signature(function)
+    takes = _signature(function)
     try:
-        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("not a list of options")
-        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        options = {} if match[2] is None else _read_options(match[2])
         takes.bind(*[None] * positional, **options)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):  # the last two: deep nesting
         listed = [str(p.replace(annotation=p.empty)) for p in list(takes.parameters.values())[positional:]]
         raise error(f"cannot read {kind} {text!r}: {match[1]} takes ({', '.join(listed)})") from None
     return function, options
+
+
+def _read_options(text: str) -> dict[str, Any]:
+    """Return the options of a text such as ``(stages=4)``. Raises ValueError or SyntaxError for any other text."""
+    call = ast.parse(f"f{text}", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("not a list of options")
+    return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts.layout import Layout, check_world, even_cuts
 from ringspan.masks import Mask
 
@@ -14,6 +15,10 @@ def zigzag(mask: Mask, world: int) -> Layout:
     rank 0: [0,2) [6,8)
     rank 1: [2,4) [4,6)
     """
-    world = check_world(world)
-    cuts = even_cuts(mask.lengths[0], 2 * world)
+    return _zigzag(mask.lengths[0], check_world(world))
+
+
+@cache_by_digest(64, plain=True)
+def _zigzag(length: int, world: int) -> Layout:
+    cuts = even_cuts(length, 2 * world)
     return Layout([[(cuts[c], cuts[c + 1]) for c in (r, 2 * world - 1 - r)] for r in range(world)], name="zigzag")

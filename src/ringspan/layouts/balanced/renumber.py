@@ -26,7 +26,7 @@ def renumber_ranks(mask: Mask, layout: Layout) -> Layout:
         if not pull[best]:  # no exchange with earlier ranks: continue with the rank that exchanges least
             best = int(np.where(free, links.sum(axis=1), np.iinfo(np.int64).max).argmin())
         order.append(best)
-    return Layout([layout.spans[rank] for rank in order], name=layout.name)
+    return layout.renumbered(order)
 
 
 def _links(mask: Mask, layout: Layout) -> Ints:
