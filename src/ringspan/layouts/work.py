@@ -48,14 +48,14 @@ class WorkProfile:
         """
         if not self._one_sequence or not len(self._table):
             return np.zeros_like(token)
+        if self._bands_of_rows is not None:
+            return self._seen_across_one_band(token)
         q0, q1, k0, k1, lo, hi = self._table.T
         # first the bands that lie on one side of the cut, then those that it goes through
         later = self._open.searchsorted(token)
         lowest = np.where(later < len(q0), self._lowest_from[np.minimum(later, len(q0) - 1)], token)
         earlier = self._close.searchsorted(token, side="right")
         highest = np.where(earlier > 0, self._highest_until[np.maximum(earlier - 1, 0)], token)
-        if self._bands_of_rows is not None:
-            return self._seen_through_one_band(token, lowest, highest)
         rows = np.concatenate([token, token - 1])  # the first row after the cut, then the last before it
         i, j = tables.overlapping(rows, rows + 1, q0, q1)
         behind, before = slice(None, split := i.searchsorted(len(token))), slice(split, None)
@@ -63,17 +63,25 @@ class WorkProfile:
         np.maximum.at(highest, i[before] - len(token), np.minimum(k1[j[before]], rows[i[before]] + 1 + hi[j[before]]))
         return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
 
-    def _seen_through_one_band(self, token: Ints, lowest: Ints, highest: Ints) -> Ints:
-        """Do the rest of :meth:`seen_across` for a mask in which no row is in two bands, such as documents."""
+    def _seen_across_one_band(self, token: Ints) -> Ints:
+        """Do :meth:`seen_across` for a mask in which no row is in two bands, such as documents.
+
+        The bands are in the order of their rows. A cut goes through the last band that begins before it, unless that
+        band ends there.
+        """
         assert self._bands_of_rows is not None
         q1, k0, k1, lo, hi = self._bands_of_rows
-        for row, is_behind in ((token, True), (token - 1, False)):
-            j = np.maximum(self._open.searchsorted(row, side="right") - 1, 0)
-            inside = (row < q1[j]) & (row >= self._open[j])
-            if is_behind:
-                lowest = np.where(inside, np.minimum(lowest, np.maximum(k0[j], row + lo[j])), lowest)
-            else:
-                highest = np.where(inside, np.maximum(highest, np.minimum(k1[j], token + hi[j])), highest)
+        count = len(q1)
+        later = self._open.searchsorted(token)  # the first band that begins at the cut or after it
+        band = np.maximum(later - 1, 0)
+        through = (later > 0) & (token < q1[band])
+        earlier = later - through  # the number of bands that end at the cut or before it
+        lowest = np.where(later < count, self._lowest_from[np.minimum(later, count - 1)], token)
+        highest = np.where(earlier > 0, self._highest_until[np.maximum(earlier - 1, 0)], token)
+        lowest = np.where(through, np.minimum(lowest, np.maximum(k0[band], token + lo[band])), lowest)
+        highest = np.where(
+            (later > 0) & (token <= q1[band]), np.maximum(highest, np.minimum(k1[band], token + hi[band])), highest
+        )
         return np.maximum(token - lowest, 0) + np.maximum(highest - token, 0)
 
 
@@ -99,10 +107,11 @@ def _corners(mask: Mask) -> tuple[Ints, Ints, Ints, Ints]:
     # one key more per row until the band reaches k1, one key less per row after it leaves k0
     changes = [(q0, seen(q0), one), (fills, none, -one), (leaves, none, -one), (q1, -seen(q1), one)]
     at, jump, bend = (np.concatenate(column) for column in zip(*changes, strict=True))
-    corner, which = np.unique(np.append(at, 0), return_inverse=True)
-    jumps, bends = (np.zeros(len(corner), dtype=np.int64) for _ in range(2))
-    np.add.at(jumps, which[:-1], jump)
-    np.add.at(bends, which[:-1], bend)
+    at, jump, bend = (np.append(column, 0) for column in (at, jump, bend))  # the first corner is token 0
+    order = at.argsort()
+    at = at[order]
+    first = np.flatnonzero(np.append(True, at[1:] != at[:-1]))
+    corner, jumps, bends = at[first], np.add.reduceat(jump[order], first), np.add.reduceat(bend[order], first)
     gap = np.append(np.diff(corner), 0)
     slope = np.cumsum(bends)
     rise = slope * gap

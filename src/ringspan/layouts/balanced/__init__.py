@@ -171,9 +171,10 @@ def _share(rings: PieceRings, goals: Sequence[Goal], resolution: Resolution) -> 
         return rings.take(*_places_and_sizes(chosen))
     # The last piece of each ring that fits: it has the most work per token.
     of_pieces = np.array(goals, dtype=np.int64)[rings.ring]
-    size, work = np.diff(rings.edge), np.diff(rings.work_at)
-    fitting = np.flatnonzero((size <= of_pieces[:, TOKENS]) & (work <= of_pieces[:, MOST_WORK]))
-    heavy = fitting[np.flatnonzero(np.diff(rings.ring[fitting], append=rings.count))]
+    size, work = rings.stop - rings.start, rings.work_at[1:] - rings.work_at[:-1]
+    (fitting,) = ((size <= of_pieces[:, TOKENS]) & (work <= of_pieces[:, MOST_WORK])).nonzero()
+    of_fitting = rings.ring[fitting]
+    heavy = fitting[np.append(of_fitting[1:] != of_fitting[:-1], True)[: len(fitting)]]
     both = rings.with_copies(heavy)
     beside = [goals[rings.ring[i]].less(int(size[i]), int(work[i])) for i in heavy.tolist()]
     intervals = best_intervals(both, [*goals, *beside], resolution)
@@ -187,7 +188,7 @@ def _share(rings: PieceRings, goals: Sequence[Goal], resolution: Resolution) -> 
             variants[i], chosen[i], piece_of[i] = copy, interval, piece
     for i, found in enumerate(chosen):
         chosen[i] = found or nearest_interval(rings, i, goals[i], resolution)
-    taken, rest = both.select(np.array(variants)).take(*_places_and_sizes(chosen))
+    taken, rest = (both.select(np.array(variants)) if piece_of else rings).take(*_places_and_sizes(chosen))
     for i, piece in piece_of.items():
         start, stop = taken[i]
         taken[i] = np.append(start, rings.start[piece]), np.append(stop, rings.stop[piece])
@@ -274,7 +275,7 @@ def _best(mask: Mask, solved: Layout) -> Layout:
     simple = (layout(mask, solved.world) for layout in (contiguous, zigzag))
     even = [layout for layout in simple if max(layout.counts) - min(layout.counts) <= 1]
     best = min([solved, *even], key=lambda layout: int(areas(mask, layout).max()))
-    return solved if best is solved else Layout(best.spans, name=solved.name)
+    return solved if best is solved else best.renumbered(range(best.world), solved.name)
 
 
 def _count(what: str, value: Any, least: int, of: str = "tokens") -> int:

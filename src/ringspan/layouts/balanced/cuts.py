@@ -6,12 +6,15 @@ It has the rank's share of tokens and of work, and ends at which few keys are vi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.layouts.balanced.ring import PieceRings
+from ringspan.layouts.balanced.ring import Grid, PieceRings
 from ringspan.layouts.layout import Ints
+
+BISECTIONS = 4  # whose places are computed at once
 
 
 class Goal(NamedTuple):
@@ -52,13 +55,14 @@ def best_intervals(rings: PieceRings, goals: Sequence[Goal], resolution: Resolut
     found: list[RingInterval | None] = [_empty_interval(goal) for goal in goals]
     if not len(rings.start):
         return found
-    fewest, wanted, most, least_work, mean_work, most_work = np.array(goals, dtype=np.int64).reshape(-1, 6).T
-    place, ring, work = _places(rings, wanted, np.stack([least_work, most_work]), resolution)
+    columns = np.array(list(zip(*goals, strict=True)), dtype=np.int64)
+    fewest, wanted, most, least_work, mean_work, most_work = columns
+    place, ring, work = _places(rings, wanted, columns[3::2], resolution)
     tokens = wanted[ring]
     if (fewest < most).any():
         tokens = _sizes_to_an_edge(rings, place, ring, goals)
         work = rings.work_of(place, ring, tokens)
-    good = np.flatnonzero((least_work[ring] <= work) & (work <= most_work[ring]))
+    (good,) = ((least_work[ring] <= work) & (work <= most_work[ring])).nonzero()
     if not len(good):
         return found
     place, ring, tokens = place[good], ring[good], tokens[good]
@@ -66,10 +70,11 @@ def best_intervals(rings: PieceRings, goals: Sequence[Goal], resolution: Resolut
     ends = np.concatenate([place, rings.wrapped(place + tokens, ring)])
     cost = _cost(rings, ends, resolution.block).reshape(2, -1).sum(axis=0)
     order = np.lexsort((place, off_work, cost, ring))
-    of_rings, at = np.unique(ring[order], return_index=True)
-    best = order[at]
-    columns = (of_rings, cost[best], off_work[best], place[best] - rings.base[of_rings], tokens[best])
-    for n, *interval in np.stack(columns, axis=1).tolist():
+    of_rings = ring[order]
+    (at,) = np.concatenate(([True], of_rings[1:] != of_rings[:-1])).nonzero()
+    of_rings, best = of_rings[at], order[at]
+    intervals = (of_rings, cost[best], off_work[best], place[best] - rings.base[of_rings], tokens[best])
+    for n, *interval in zip(*(column.tolist() for column in intervals), strict=True):
         if goals[n].tokens:
             found[n] = RingInterval(*interval)
     return found
@@ -94,19 +99,32 @@ def nearest_interval(rings: PieceRings, ring: int, goal: Goal, resolution: Resol
     def off_work(place: Ints) -> Ints:
         return alone.work_of(place, np.zeros_like(place), np.full_like(place, goal.tokens)) - goal.work
 
-    place, _ = alone.grid(resolution.step)
+    place = alone.grid(resolution.step).place
     off = off_work(place)
     less, more = int(place[np.argmin(off)]), int(place[np.argmax(off)])
     more += tokens * (more < less)
     while more - less > 1:
-        middle = (less + more) // 2
-        if off_work(np.array([middle % tokens]))[0] <= 0:
-            less = middle
-        else:
-            more = middle
+        # All places that the next bisections may ask for, since arrays of a few places take as long as one.
+        middles = _middles(less, more)
+        is_less = dict(zip(middles, (off_work(np.array(middles) % tokens) <= 0).tolist(), strict=True))
+        for _ in range(BISECTIONS):
+            middle = (less + more) // 2
+            less, more = (middle, more) if is_less[middle] else (less, middle)
+            if more - less <= 1:
+                break
     both = np.array([less, more]) % tokens
     off = np.abs(off_work(both))
     return RingInterval(cost=0, off_work=int(off.min()), place=int(both[np.argmin(off)]), tokens=goal.tokens)
+
+
+def _middles(less: int, more: int) -> list[int]:
+    """Return the places in the middle between two places, in the middle of both halves, and so on."""
+    ends, middles = [less, more], []
+    for _ in range(BISECTIONS):
+        between = [(a + b) // 2 for a, b in pairwise(ends)]
+        middles += between
+        ends = [*chain.from_iterable(zip(ends, between, strict=False)), more]
+    return middles
 
 
 def _places(rings: PieceRings, wanted: Ints, limits: Ints, resolution: Resolution) -> tuple[Ints, Ints, Ints]:
@@ -117,20 +135,23 @@ def _places(rings: PieceRings, wanted: Ints, limits: Ints, resolution: Resolutio
     of these, the places where linear interpolation puts the work at a limit, also moved so that either end is at a
     multiple of the block.
     """
-    begin, ring = rings.grid(resolution.step)
-    place = np.concatenate([begin, rings.wrapped(begin - wanted[ring], ring)])
-    place.sort()
-    ring = np.repeat(ring, 2)  # in order, as the places: each ring has twice as many
-    work = rings.work_of(place, ring, wanted[ring])
-    last = np.flatnonzero(np.diff(ring, append=-1))  # of each ring
-    next_place, next_work = np.append(place[1:], rings.base[-1]), np.append(work[1:], 0)
-    next_work[last] = work[np.append(0, last[:-1] + 1)]
+    place, ring, work, first = _grid_intervals(rings, wanted, resolution.step)
     of_places = limits[:, ring]
-    which, i = np.divmod(np.flatnonzero((work < of_places) != (next_work < of_places)), len(place))
+    below = work < of_places
+    differs = np.empty_like(below)
+    np.not_equal(below[:, 1:], below[:, :-1], out=differs[:, :-1])
+    # The last interval of each ring is followed by the first.
+    (filled,) = (first[1:] > first[:-1]).nonzero()
+    begins, lasts = first[filled], first[filled + 1] - 1
+    differs[:, lasts] = below[:, begins] != below[:, lasts]
+    which, i = np.divmod(np.flatnonzero(differs), len(place))
     in_ring = ring[i]
+    following = i + 1
+    is_last = following == first[in_ring + 1]
+    next_work = work[np.where(is_last, first[in_ring], following)]
     shift = max(0, int(rings.work.max()).bit_length() - 31)  # keeps work × tokens below 2⁶³; the result is only a guess
-    way, whole_way = np.abs(of_places[which, i] - work[i]) >> shift, np.abs(next_work[i] - work[i]) >> shift
-    gap = next_place[i] - place[i]
+    way, whole_way = np.abs(limits[which, in_ring] - work[i]) >> shift, np.abs(next_work - work[i]) >> shift
+    gap = np.where(is_last, rings.base[in_ring + 1], place[following - is_last]) - place[i]
     guess = place[i] + np.minimum(way * gap // np.maximum(whole_way, 1), gap)
     twice = np.concatenate([in_ring, in_ring])
     at = rings.wrapped(np.concatenate([guess, guess + wanted[in_ring]]), twice)
@@ -142,6 +163,24 @@ def _places(rings: PieceRings, wanted: Ints, limits: Ints, resolution: Resolutio
     both = ((place, guesses), (ring, of_guesses), (work, work_of_guesses))
     place, ring, work = (np.concatenate(columns) for columns in both)
     return place, ring, work
+
+
+def _grid_intervals(rings: PieceRings, wanted: Ints, step: int) -> Grid:
+    """Return the intervals with the wanted tokens of their ring that begin or end at a place of the grid, in order, with
+    their work instead of the work before their place."""
+    grid = rings.grid(step)
+    tokens, end_of_ring, all_work = (x[grid.ring] for x in (wanted, rings.base[1:], rings.work))
+    start, stop = rings.wrapped(grid.place - tokens, grid.ring), grid.place + tokens
+    starts_over, stops_over = start + tokens >= end_of_ring, stop >= end_of_ring
+    stop -= stops_over * rings.tokens[grid.ring]
+    at_stop, at_start = rings.work_until(np.concatenate([stop, start])).reshape(2, -1)
+    work = np.concatenate([at_stop - grid.work + stops_over * all_work, grid.work - at_start + starts_over * all_work])
+    place = np.concatenate([grid.place, start])
+    # Sorting numbers takes half as long as sorting their indices. Equal places have equal work.
+    bits = len(place).bit_length()
+    key = (place << bits) + np.arange(len(place))
+    key.sort()
+    return Grid(key >> bits, grid.ring.repeat(2), work[key & ((1 << bits) - 1)], 2 * grid.first)
 
 
 def _sizes_to_an_edge(rings: PieceRings, place: Ints, ring: Ints, goals: Sequence[Goal]) -> Ints:
@@ -162,6 +201,8 @@ def _cost(rings: PieceRings, place: Ints, block: int) -> Ints:
     An end between two pieces is no cut and costs nothing.
     """
     piece, token = rings.token_at(place)
-    inside = token - rings.start[piece]
-    blocks = 1 + (inside % block > 0)
-    return np.where(inside > 0, rings.profile.seen_across(token) + blocks * block, 0)
+    after = token - rings.start[piece]
+    (inside,) = after.nonzero()
+    cost = np.zeros_like(place)
+    cost[inside] = rings.profile.seen_across(token[inside]) + (1 + (after[inside] % block > 0)) * block
+    return cost

@@ -11,6 +11,7 @@ come before all other tokens, so that results with keys of other nodes are merge
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
     shared = shared_documents(cuts, start, stop)
     for first, last in zip(start.tolist(), stop.tolist(), strict=True):
         low = first
-        for part in ((max(first, a), min(last, b)) for a, b in shared):
+        for part in _overlaps(first, last, shared):
             if part[1] - part[0] < ranks * FEWEST_DEALT:
                 continue
             if low < part[0]:
@@ -75,13 +76,24 @@ def shared_first(spans: Spans, shared: Spans) -> Spans:
     outside: Spans = []
     for first, last in spans:
         low = first
-        for part in ((max(first, a), min(last, b)) for a, b in shared):
-            if part[0] < part[1]:
-                outside.append((low, part[0]))
-                inside.append(part)
-                low = part[1]
+        for part in _overlaps(first, last, shared):
+            outside.append((low, part[0]))
+            inside.append(part)
+            low = part[1]
         outside.append((low, last))
     return [*inside, *((a, b) for a, b in outside if a < b)]
+
+
+def _overlaps(first: int, last: int, spans: Spans) -> Spans:
+    """Return the parts of ``[first, last)`` in spans that are in order and do not overlap each other."""
+    found: Spans = []
+    for i in range(max(0, bisect_right(spans, (first, first)) - 1), len(spans)):
+        low, high = spans[i]
+        if low >= last:
+            break
+        if high > first:
+            found.append((max(first, low), min(last, high)))
+    return found
 
 
 def shared_documents(cuts: Ints, start: Ints, stop: Ints) -> Spans:
