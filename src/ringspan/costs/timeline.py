@@ -69,13 +69,15 @@ class Timeline(NamedTuple):
 
 def simulate(loads: Loads, overlap: float) -> Timeline:
     """Return the timeline of all ranks through all steps."""
+    if loads.in_flight == 1:
+        return _simulate_one_in_flight(loads, overlap)
     steps, lag = loads.computing.shape[1], loads.in_flight - 1
     hiding = sum(_later(loads.computing, n) for n in range(lag + 1))  # the computing while messages are in flight
     extra = (1 - overlap) * np.minimum(hiding, loads.communication) + loads.copying
     begin, computed, end, arrival = (np.zeros_like(loads.computing) for _ in range(4))
     now, link_is_free = (np.zeros(len(loads.computing)) for _ in range(2))
     for n in range(steps):
-        ready = np.maximum(now, link_is_free) if lag else now
+        ready = np.maximum(now, link_is_free)
         posted = ready.copy()
         row, peer = loads.peers[n]
         np.maximum.at(posted, row, ready[peer])
@@ -83,13 +85,30 @@ def simulate(loads: Loads, overlap: float) -> Timeline:
         computed[:, n] = now + loads.computing[:, n]
         communication = loads.communication[:, n]
         arrival[:, n] = np.where(communication > 0, posted + communication, 0.0)
-        if lag:  # else the rank has waited for the link
-            link_is_free = np.maximum(link_is_free, arrival[:, n])
+        link_is_free = np.maximum(link_is_free, arrival[:, n])
         ending = completed_exchanges(n, steps, loads.in_flight)
         arrived = arrival[:, ending.start : ending.stop].max(axis=1, initial=0.0)
         now = np.maximum(computed[:, n], arrived) + extra[:, n]
         end[:, n] = now
     return Timeline(begin, computed, end)
+
+
+def _simulate_one_in_flight(loads: Loads, overlap: float) -> Timeline:
+    """Do :func:`simulate` for programs whose steps end with their own exchange. Arrays have a row for each step here."""
+    computing, communication = np.ascontiguousarray(loads.computing.T), np.ascontiguousarray(loads.communication.T)
+    extra = (1 - overlap) * np.minimum(computing, communication) + loads.copying.T
+    is_sent = communication > 0
+    begin, computed, end = (np.zeros_like(computing) for _ in range(3))
+    now = np.zeros(computing.shape[1])
+    for n, (row, peer) in enumerate(loads.peers):
+        begin[n] = now
+        computed[n] = now + computing[n]
+        posted = now.copy()
+        np.maximum.at(posted, row, now[peer])
+        arrived = np.where(is_sent[n], posted + communication[n], 0.0)
+        now = np.maximum(computed[n], arrived) + extra[n]
+        end[n] = now
+    return Timeline(*(np.ascontiguousarray(x.T) for x in (begin, computed, end)))
 
 
 def _later(seconds: Seconds, steps: int) -> Seconds:

@@ -24,7 +24,7 @@ from ringspan.masks import Mask
 from ringspan.masks.table import Table, area
 from ringspan.plans.data import AS_ACCUMULATED, PHASES, DkvDtype, PayloadKind, Phase
 from ringspan.plans.moving_side import KEYS, QUERIES, MovingSide
-from ringspan.plans.problem import Ints, union, whole_tiles
+from ringspan.plans.problem import Ints, needed_rows, union, whole_tiles
 from ringspan.plans.shape import Shape
 
 
@@ -73,6 +73,9 @@ class Workload:
     @cached_property
     def _demand_of_keys(self) -> Demand:
         """Ranks compute for their own queries."""
+        if len(self.ranks) == self.world:
+            rows = needed_rows(self.mask, self.q_layout, self.kv_layout)
+            return Demand(seconds=self._for_queries, incoming=rows, outgoing=rows.T)
         return self._demand(KEYS, self._seen, self._seeing, self._for_queries)
 
     @cached_property

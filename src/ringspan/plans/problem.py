@@ -126,10 +126,11 @@ def union(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     group, start, stop = group[order], start[order], stop[order]
     offset = group << 32  # intervals are shorter than 2**31, so those of different groups never touch
     reach = np.maximum.accumulate(offset + stop)
-    opens = np.concatenate([[True], (offset + start)[1:] > reach[:-1]])
+    opens = np.ones(len(group), dtype=np.bool_)
+    np.greater((offset + start)[1:], reach[:-1], out=opens[1:])
     first = np.flatnonzero(opens)
     last = np.append(first[1:], len(group)) - 1
-    return group[first], start[first], (reach - offset)[last]
+    return group[first], start[first], reach[last] - offset[last]
 
 
 def as_bands(table: Table) -> tuple[Band, ...]:

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, Tiles
+from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.plans.columns import Messages, Tasks
 from ringspan.plans.data import PayloadKind
 from ringspan.plans.moving_side import MovingSide, RowRanges
-from ringspan.plans.problem import Ints, union
+from ringspan.plans.problem import Ints, union, whole_tiles
 from ringspan.strategies.incoming_rows import UNPACKED_RANGES, assign_slot_rows, split_at_spans
 
 
@@ -59,25 +62,26 @@ class Arrivals(NamedTuple):
         ranges = np.diff(first, append=len(pair))
         return RowMessages(self.owner[first], self.receiver[first], self.stage[first], rows, ranges > UNPACKED_RANGES)
 
-    def tasks(self, tiles: Tiles, moving: MovingSide, slots: Ints) -> Tasks:
+    def tasks(self, workload: Workload, moving: MovingSide, slots: Ints) -> Tasks:
         """Return the tasks of all ranks: own rows in step 0, the rows of a stage in the step after it.
 
         ``slots`` are the slots of the stages.
         """
-        owner, receiver = moving.owner(tiles), moving.receiver(tiles)
-        stage, bands = np.full_like(owner, -1), tiles.bands
-        away = np.flatnonzero(owner != receiver)
+        mask, q_layout, kv_layout, steps = workload.mask, workload.q_layout, workload.kv_layout, self.stages + 1
+        (bands, rank), tiles = joined_own_bands(mask, q_layout, kv_layout), whole_tiles(mask, q_layout, kv_layout)
+        group = rank * steps
+        away = np.flatnonzero(tiles.q_rank != tiles.k_rank)
         if len(away):
+            owner, receiver, of_others = moving.owner(tiles)[away], moving.receiver(tiles)[away], tiles.bands[away]
             # Ranks are fewer than 2**15, and rows than 2**32.
-            world = 1 + max(int(owner.max()), int(receiver.max()), int(self.owner.max()), int(self.receiver.max()))
-            begins = ((self.receiver * world + self.owner) << 32) + self.start
-            first_row = tiles.bands[away, moving.rows[0]]
-            hit = begins.searchsorted(((receiver[away] * world + owner[away]) << 32) + first_row, side="right") - 1
-            shift = np.zeros_like(owner)
-            shift[away] = self.slot_row[hit] - self.start[hit]
-            stage[away], bands = self.stage[hit], moving.shifted(tiles.bands, shift)
-        steps = self.stages + 1
-        bands, group = tables.coalesce_grouped(bands, receiver * steps + stage + 1)
+            begins = ((self.receiver * workload.world + self.owner) << 32) + self.start
+            first_row = ((receiver * workload.world + owner) << 32) + of_others[:, moving.rows[0]]
+            hit = begins.searchsorted(first_row, side="right") - 1
+            shifted = moving.shifted(of_others, self.slot_row[hit] - self.start[hit])
+            arrived, in_step = tables.coalesce_grouped(shifted, receiver * steps + self.stage[hit] + 1)
+            group = np.concatenate([group, in_step])
+            order = np.argsort(group, kind="stable")
+            bands, group = np.concatenate([bands, arrived])[order], group[order]
         first = np.flatnonzero(np.diff(group, prepend=-1))
         rank, step = np.divmod(group[first], steps)
         slot = np.append(0, slots)[step]
@@ -103,6 +107,14 @@ class RowMessages(NamedTuple):
         """Return the messages in the other direction. Outputs are always packed."""
         receiver = self.owner if receiver is None else receiver
         return Messages(what, self.receiver, receiver, step, self.rows, (self.is_packed | (what == "out")).astype(np.int64))
+
+
+@cache_by_digest(8)
+def joined_own_bands(mask: Mask, q_layout: Layout, kv_layout: Layout) -> tuple[tables.Table, Ints]:
+    """Return the bands between the own queries and the own keys of all ranks, joined, and their ranks, in order."""
+    tiles = whole_tiles(mask, q_layout, kv_layout)
+    own = np.flatnonzero(tiles.q_rank == tiles.k_rank)
+    return tables.coalesce_grouped(tiles.bands[own], tiles.q_rank[own])
 
 
 def needed_ranges(tiles: Tiles, moving: MovingSide, world: int) -> RowRanges:

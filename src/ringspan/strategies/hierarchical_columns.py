@@ -43,7 +43,7 @@ def hierarchical_columns(workload: Workload, nodes: Nodes) -> ProgramColumns:
     return ProgramColumns(
         world=world,
         steps={"forward": 3, "backward": 5},
-        tasks=arrivals.tasks(tiles, KEYS, np.array([1, 2])),
+        tasks=arrivals.tasks(workload, KEYS, np.array([1, 2])),
         messages={"forward": messages[:1], "backward": messages},
         q_slots=of_queries[:, None],
         kv_slots=np.column_stack([of_keys, arrivals.rows_by_stage(world)]),

@@ -39,7 +39,7 @@ def staged_columns(workload: Workload, moving: MovingSide, stages: int, moved: R
     return ProgramColumns(
         world=world,
         steps=steps,
-        tasks=arrivals.tasks(tiles, moving, 1 + np.arange(stages) % 2),
+        tasks=arrivals.tasks(workload, moving, 1 + np.arange(stages) % 2),
         messages=messages,
         q_slots=np.stack([of_queries, *(received if moving.what == "q" else [])], axis=1),
         kv_slots=np.stack([of_keys, *(received if moving.what == "kv" else [])], axis=1),
