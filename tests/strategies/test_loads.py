@@ -79,8 +79,9 @@ ON = st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balance
 
 def check_bound(mask: rs.Mask, layout: str, strategy: str, machine: rs.Hardware) -> None:
     q_layout, kv_layout = LAYOUTS[layout](mask, 4), LAYOUTS[layout](mask.transposed, 4)
-    workload = workload_of(mask, q_layout, kv_layout, machine, SHAPE, 4)
-    assert parse_strategy(strategy).least_seconds(workload) <= (1 + 1e-6) * exact(workload, strategy)
+    workload, made = workload_of(mask, q_layout, kv_layout, machine, SHAPE, 4), parse_strategy(strategy)
+    assert made.least_seconds(workload) <= (1 + 1e-6) * exact(workload, strategy)
+    assert made.transfer_seconds(workload) <= (1 + 1e-6) * made.least_seconds(workload)
 
 
 @given(masks(40, leaves=3), ON, st.sampled_from(STRATEGIES), machines(RISING))

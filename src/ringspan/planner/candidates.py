@@ -38,17 +38,21 @@ def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layo
         return _quick_layouts(mask, world)
     slow_windows = _has_slow_windows(mask, machine)
     found: list[Layout] = []
-    kept: list[tuple[float, int]] = []
+    works: list[float] = []
+
+    def keys(layout: Layout) -> int:  # counted only for layouts between which the work does not decide
+        return _most_fetched(mask, layout, kv_layout or layout)
+
     names = ("contiguous", "zigzag", *_by_work(mask, world, machine), *([FOR_SLOW_WINDOWS] if slow_windows else []))
     for name in names:
         layout, _ = named_layout(name, mask, world)
         keys_at = kv_layout or layout
         # The layout for slow windows has no fewer pairs than others, but in bands that are computed faster.
         work = _seconds(mask, layout, keys_at, machine, shape) if slow_windows else areas(mask, layout).max(initial=0)
-        keys = _most_fetched(mask, layout, keys_at)
-        if not any(w <= work and k <= keys for w, k in kept):
+        simpler = [other for other, least in zip(found, works, strict=True) if least <= work]
+        if not any(keys(other) <= keys(layout) for other in simpler):
             found.append(layout)
-            kept.append((work, keys))
+            works.append(work)
     return found
 
 

@@ -109,9 +109,9 @@ def choose(
     comes first.
 
     Each iteration takes the candidate with the lowest estimate and refines it: first the compute time of the busiest
-    rank, then the strategy's lower bound, then the plans of a sample of ranks, then those of all ranks (in worlds of
-    ``exact_up_to`` ranks or fewer). So most candidates are never planned. A strategy that makes columns is costed on all
-    ranks of the workload without plans.
+    rank, then the time of the messages alone, then the strategy's lower bound, then the plans of a sample of ranks, then
+    those of all ranks (in worlds of ``exact_up_to`` ranks or fewer). So most candidates are never planned. A strategy that
+    makes columns is costed on all ranks of the workload without plans.
     """
     queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
     fastest = float("inf")
@@ -121,7 +121,9 @@ def choose(
             saves = f", saves {1 - least_s / fastest:.1%} at most" if least_s < fastest else ""
             why = f"takes at least {_ms(least_s)} ms{saves}"
             found.append(_Decided(least_s, order, _candidate(workload, strategy, rejected=why)))
-        elif estimate == Estimate.COMPUTING:
+        elif estimate == Estimate.COMPUTING and (transfers := _transfer_seconds(workload, strategy)) > least_s:
+            heappush(queue, _Open(transfers, order, Estimate.TRANSFERS, workload, strategy))
+        elif estimate <= Estimate.TRANSFERS:
             closer = described(parse_strategy(strategy)).least_seconds(workload)
             heappush(queue, _Open(rounded(closer), order, Estimate.BOUND, workload, strategy))
         else:
@@ -160,6 +162,10 @@ def _cost(
     return cost(plans_of(workload, strategy), workload.machine, workload.shape)
 
 
+def _transfer_seconds(workload: Workload, strategy: str) -> float:
+    return rounded(described(parse_strategy(strategy)).transfer_seconds(workload))
+
+
 def _first_estimates(
     workloads: Sequence[Workload], strategies: Sequence[str], *, may_split_heads: bool
 ) -> tuple[list[_Open], list[_Decided]]:
@@ -183,8 +189,9 @@ class Estimate(IntEnum):
     """The basis of the estimate of a candidate's time, in increasing accuracy."""
 
     COMPUTING = 0
-    BOUND = 1
-    SAMPLE = 2
+    TRANSFERS = 1
+    BOUND = 2
+    SAMPLE = 3
 
 
 class _Open(NamedTuple):

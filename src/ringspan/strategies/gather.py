@@ -20,6 +20,7 @@ from ringspan.strategies.protocol import Strategy
 from ringspan.strategies.staged import check_stages, staged
 from ringspan.strategies.staged_columns import staged_columns
 from ringspan.strategies.staged_loads import staged_loads
+from ringspan.strategies.transfer_bound import receiving_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class Gather(Strategy):
             outgoing=np.broadcast_to(rows[list(workload.ranks), None], size),
         )
         return staged_loads(workload, everything, KEYS, self.stages)
+
+    def transfer_seconds(self, workload: Workload) -> float:
+        rows, ranks = np.array(workload.kv_layout.counts), list(workload.ranks)
+        of_node = workload.is_near @ rows
+        return receiving_seconds(workload, of_node - rows[ranks], rows.sum() - of_node)
 
     def columns(self, workload: Workload) -> ProgramColumns:
         rows = np.array(workload.kv_layout.counts)

@@ -29,10 +29,19 @@ from ringspan.masks import table as tables
 from ringspan.plans.columns import Messages, ProgramColumns, Tasks
 from ringspan.plans.data import PHASES, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import KEYS
-from ringspan.plans.problem import Problem, bands_by_group, seen_ranks, whole_tiles
+from ringspan.plans.problem import (
+    MAX_TILES_AT_ONCE,
+    Problem,
+    bands_by_group,
+    estimated_tiles,
+    needed_rows,
+    seen_ranks,
+    whole_tiles,
+)
 from ringspan.plans.shape import Shape
 from ringspan.plans.slot_tokens import own_tokens
 from ringspan.strategies.protocol import Strategy
+from ringspan.strategies.transfer_bound import receiving_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,9 @@ class Ring(Strategy):
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
         return _loads(workload)
 
+    def transfer_seconds(self, workload: Workload) -> float:
+        return _transfer_seconds(workload)
+
     def columns(self, workload: Workload) -> ProgramColumns:
         return _columns(workload)
 
@@ -113,7 +125,8 @@ class Ring(Strategy):
 @cache_by_digest(64)
 def block_reach(mask: Mask, q_layout: Layout, kv_layout: Layout) -> list[int]:
     """Return, for each block, the distance from its owner to the last rank that sees any of it."""
-    sees = seen_ranks(mask, q_layout, kv_layout)
+    few_tiles = estimated_tiles(mask, q_layout, kv_layout) <= MAX_TILES_AT_ONCE
+    sees = needed_rows(mask, q_layout, kv_layout) > 0 if few_tiles else seen_ranks(mask, q_layout, kv_layout)
     ranks = np.arange(q_layout.world)
     distance = (ranks[:, None] - ranks[None, :]) % q_layout.world
     return [int(x) for x in np.where(sees, distance, 0).max(axis=0)]
@@ -125,6 +138,16 @@ def _block(what: str, peer: int, slot: int, rows: int) -> Transfer:
 
 def _both(a: Step, b: Step) -> Step:
     return Step(sends=a.sends + b.sends, recvs=a.recvs + b.recvs, tasks=a.tasks + b.tasks)
+
+
+def _transfer_seconds(workload: Workload) -> float:
+    """Return a lower bound of the time in which a rank receives the blocks that pass it, all from the rank before it."""
+    world, rank = workload.world, np.array(workload.ranks)
+    hop = (rank[:, None] - np.arange(world)[None, :]) % world
+    reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))
+    rows = ((hop > 0) & (hop <= reach[None, :])) @ np.array(workload.kv_layout.counts)
+    is_near = workload.is_near[np.arange(len(rank)), (rank - 1) % world]
+    return receiving_seconds(workload, rows * is_near, rows * ~is_near)
 
 
 def _loads(workload: Workload) -> dict[Phase, Loads]:
