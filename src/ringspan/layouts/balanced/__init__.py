@@ -35,6 +35,7 @@ from ringspan.layouts.balanced.cuts import Goal, Resolution, RingInterval, best_
 from ringspan.layouts.balanced.dealing import Spans, deal, shared_first
 from ringspan.layouts.balanced.renumber import renumber_ranks
 from ringspan.layouts.balanced.ring import PieceRings
+from ringspan.layouts.balanced.whole_documents import assign_whole, long_chunks
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import areas
 from ringspan.layouts.layout import Ints, Layout, check_world
@@ -44,6 +45,9 @@ from ringspan.masks import Mask
 
 # The work of a rank may exceed the mean by 1/80, to have a choice of cuts that cost little.
 TOLERANCE = 80
+
+# The work of a node that holds whole documents is not always met to the token. Then 1/75 is accepted.
+OF_NODES = 75
 
 # Within a node, whose work may exceed the mean as well, the work of a rank may exceed the mean of all by 1/55.
 WITHIN_NODES = 55
@@ -85,7 +89,7 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
     nodes = [min(per_node, world - first) for first in range(0, world, per_node)]
     if len(nodes) > 1:
         parts = [among_nodes.times(ranks) for ranks in nodes]
-        pieces = _share_among(ring, [parts], _resolution(n // len(nodes), block))[0]
+        pieces = _among_nodes(ring, parts, _resolution(n // len(nodes), block))
         of_nodes = [limits.times(ranks) for ranks in nodes]
         cuts = _cuts(mask)
         # First with documents that are dealt among the ranks of a node, then without.
@@ -143,13 +147,53 @@ def _share_among(rings: PieceRings, parts: Sequence[Sequence[Limits]], resolutio
     return [of_ring[: len(wanted)] for of_ring, wanted in zip(shares, parts, strict=True)]
 
 
+def _among_nodes(ring: PieceRings, parts: Sequence[Limits], resolution: Resolution) -> list[tuple[Ints, Ints]]:
+    """Return the starts and stops of the pieces of each node: whole documents as far as possible, and parts of those
+    that are too large for a node. If this does not balance the work, the ring is shared as it is."""
+    chunks = long_chunks(ring, parts[0].most, parts[0].fair, resolution.block, len(parts) - 1)
+    size, work = np.diff(ring.edge), np.diff(ring.work_at)
+    node = np.full(len(size), -1)
+    if not chunks and work.max(initial=0) <= parts[0].fair:
+        node = assign_whole(size, work, *zip(*((part.most, part.fair, part.most_work) for part in parts), strict=True))
+    stop = ring.stop.copy()
+    held: list[Spans] = [[] for _ in parts]
+    for of_node, chunk in zip(held, chunks, strict=False):
+        of_node.append((chunk.start, chunk.stop))
+        stop[chunk.piece] = min(stop[chunk.piece], chunk.start)
+    for i in np.flatnonzero(node >= 0).tolist():
+        held[node[i]].append((int(ring.start[i]), int(ring.stop[i])))
+    if not any(held):
+        return _share_among(ring, [parts], resolution)[0]
+    rest = np.flatnonzero((node < 0) & (stop > ring.start))
+    others = PieceRings.of(ring.profile, np.zeros_like(rest), ring.start[rest], stop[rest], 1)
+    pieces = _fill_up(others, parts, held, resolution)
+    works = (int((ring.profile.work_before(high) - ring.profile.work_before(low)).sum()) for low, high in pieces)
+    if all(of_node <= part.fair + part.fair // OF_NODES for of_node, part in zip(works, parts, strict=True)):
+        return pieces
+    return _share_among(ring, [parts], resolution)[0]
+
+
+def _fill_up(
+    ring: PieceRings, parts: Sequence[Limits], held: Sequence[Spans], resolution: Resolution
+) -> list[tuple[Ints, Ints]]:
+    """Share a ring among nodes that already hold these spans."""
+    ends = [np.array(spans, dtype=np.int64).reshape(-1, 2).T for spans in held]
+    left = [
+        part.less(int((high - low).sum()), int((ring.profile.work_before(high) - ring.profile.work_before(low)).sum()))
+        for part, (low, high) in zip(parts, ends, strict=True)
+    ]
+    shares = _share_among(ring, [left], resolution)[0]
+    return [(np.append(start, low), np.append(stop, high)) for (start, stop), (low, high) in zip(shares, ends, strict=True)]
+
+
 def _goal(limits: Limits, left: Limits, ranks: int, tokens: int, work: int) -> Goal:
     """Return the goal of the next part of a ring with these tokens and this work, for this many ranks.
 
     ``left`` are the limits of the parts after it.
     """
     fewest, most = max(limits.fewest, tokens - left.most), min(limits.most, tokens - left.fewest)
-    fair_work = work * limits.ranks // ranks
+    share, shares = limits.fair, limits.fair + left.fair  # nodes and ranks that hold something already get less
+    fair_work = work * share // shares if share >= 0 < shares else work * limits.ranks // ranks
     return Goal(
         fewest=fewest,
         tokens=max(min(tokens * limits.ranks // ranks, most), fewest) if tokens else 0,
