@@ -37,6 +37,7 @@ from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 from ringspan.plans.data import PHASES, Phase, RankPlan, Side, Step, Task, completed_exchanges, side
+from ringspan.plans.problem import Rows, union
 from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
 
 
@@ -206,24 +207,41 @@ def _check_races(r: SymbolicSlots, steps: Sequence[Step], where: str) -> None:
     busy = {("q", t.q_slot) for t in tasks} | {("kv", t.kv_slot) for t in tasks}
     written = {("out", t.q_slot) for t in tasks} | {("dq", t.q_slot) for t in tasks}
     written |= {("dkv", t.kv_slot) for t in tasks}
-    sends = [{(t.what, t.slot) for t in step.sends} for step in steps]
+    sent_now, sent = _rows_sent(steps[:1]), _rows_sent(steps)
     arriving: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     for n, t in ((n, t) for n, step in enumerate(steps) for t in step.recvs):
-        sent = set().union(*sends) if n == 0 else sends[0]  # those of later steps are checked with their own windows
+        is_sent = _overlap((sent if n == 0 else sent_now).get((t.what, t.slot)), t.rows)  # later sends: in their own windows
         if t.what in ("q", "kv"):
             if t.slot == 0:
                 raise PlanError(f"{where}: receives {t.what} into slot 0, which is reserved for the rank's local rows")
             for head in range(*r.span(t)):
                 arriving.setdefault((t.what, t.slot, head), []).extend(t.rows)
-        if t.what in ("q", "kv") and (t.what, t.slot) in (busy | sent if n == 0 else sent):
+        if t.what in ("q", "kv") and (is_sent or (n == 0 and (t.what, t.slot) in busy)):
             raise PlanError(f"{where}: receives {t.what} into slot {t.slot}, which is in use in the same step")
-        if n == 0 and t.what in ("out", "dq", "dkv") and (t.what, t.slot) in sent:
+        if n == 0 and t.what in ("out", "dq", "dkv") and is_sent:
             raise PlanError(f"{where}: adds {t.what} to slot {t.slot} while it is being sent")
-    for what, slot in (sends[0] if sends else set()) & written:
+    for what, slot in sent_now.keys() & written:
         raise PlanError(f"{where}: sends {what} of slot {slot} while a task still writes it")
     for (of, slot, _), rows in arriving.items():
         if any(stop > start for (_, stop), (start, _) in pairwise(sorted(rows))):
             raise PlanError(f"{where}: two receives of {of} overlap in slot {slot}")
+
+
+def _rows_sent(steps: Sequence[Step]) -> dict[tuple[str, int], Ints]:
+    """Return the ranges of rows that are sent of each slot, disjoint and in order: a row of starts and one of stops."""
+    rows: dict[tuple[str, int], set[tuple[int, int]]] = {}
+    for t in (t for step in steps for t in step.sends):
+        rows.setdefault((t.what, t.slot), set()).update(t.rows)
+    ranges = {slot: np.array(sorted(of_slot), dtype=np.int64).reshape(-1, 2).T for slot, of_slot in rows.items()}
+    return {slot: np.stack(union(np.zeros_like(start), start, stop)[1:]) for slot, (start, stop) in ranges.items()}
+
+
+def _overlap(ranges: Ints | None, rows: Rows) -> bool:
+    """Return whether any of these rows is in the ranges."""
+    if ranges is None:
+        return False
+    start, stop = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+    return bool((ranges[1].searchsorted(start, side="right") < ranges[0].searchsorted(stop)).any())
 
 
 def _bands_at_owners(r: SymbolicSlots, task: Task, where: str) -> list[ComputedBands]:

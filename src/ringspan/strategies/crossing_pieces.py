@@ -125,14 +125,18 @@ def step_weights(pieces: int, steps: int, most_crossing: float) -> Shares:
 
 
 def spread(
-    own: tuple[Band, ...], near: tuple[Band, ...], busy: Sequence[int], weights: Shares | None = None
+    own: tuple[Band, ...],
+    near: tuple[Band, ...],
+    busy: Sequence[int],
+    weights: Shares | None = None,
+    near_until: int = -1,
 ) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
     """Split the bands of the rank's own rows, and of those of its node, over the steps, so that the work of the steps is
     in proportion to the weights.
 
     ``busy`` is the work of each step with rows of other nodes. Without weights, steps before the first and after the
-    last of it get half as much as the others. Rows of the node arrive in step 0, and their gradients are sent in the
-    last step.
+    last of it get half as much as the others. Rows of the node arrive in step 0. They are computed before the step
+    ``near_until``: by default the last one, in which their gradients are sent.
     """
     own_area, near_area = (sum(band.area for band in bands) for bands in (own, near))
     if weights is None:
@@ -140,10 +144,10 @@ def spread(
         weights = np.full(len(busy), 0.5)
         weights[slice(working[0], working[-1] + 1) if len(working) else slice(None)] = 1.0
     share = _fill(np.array(busy, dtype=np.float64), own_area + near_area, weights)
-    of_near = share.copy()
-    of_near[[0, -1]] = 0
+    of_near, allowed = np.zeros_like(share), slice(1, near_until)
+    of_near[allowed] = share[allowed]
     if of_near.sum() == 0:
-        of_near[1:-1] = 1
+        of_near[allowed] = 1
     of_near *= min(1.0, near_area / of_near.sum())
     return _split_by_area(own, np.maximum(share - of_near, 0)), _split_by_area(near, of_near)
 

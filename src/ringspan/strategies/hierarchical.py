@@ -17,12 +17,14 @@
     step 4    dk: 2 → 0, across, once for the node
 
 With ``pieces=m``, the rows that cross are sent in m pieces, in a pipeline. Piece p makes each of these steps p steps
-later, and the rank's own rows are computed bit by bit in all steps, so that every step has about equal work::
+later, except that its rows are computed together when the forwarded ones have arrived: one task instead of two, whose
+results are merged once. The rank's own rows are computed bit by bit in all steps, so that every step has about equal
+work::
 
     pieces=2, backward    step 0     step 1     step 2     step 3     step 4     step 5
     across                piece 0    piece 1
     fan-out                          piece 0    piece 1
-    compute               own        own, 0     own, 0 1   own, 1     own        own
+    compute               own        own        own, 0     own, 1     own        own
     gradients in the node                                  piece 0    piece 1
     gradients across                                                  piece 0    piece 1
 
@@ -33,7 +35,7 @@ until it has added up the gradients that come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,7 +51,7 @@ from ringspan.masks.table import K0, K1
 from ringspan.plans.columns import ProgramColumns
 from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Slot, Step, Task, Transfer
 from ringspan.plans.moving_side import KEYS, RowRanges
-from ringspan.plans.problem import Problem, Rows, union
+from ringspan.plans.problem import Ints, Problem, Rows, union
 from ringspan.plans.shape import Shape
 from ringspan.strategies.crossing_pieces import CrossingPieces, make_pieces, spread, step_weights
 from ringspan.strategies.exchange import Exchange
@@ -116,70 +118,102 @@ def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
     rank, world, node = problem.rank, problem.world, nodes.of(problem.rank)
     forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # of an owner here: itself
     near = [peer for peer in nodes.ranks(node) if peer != rank]
-    forwarders = [nodes.forwarder(rank, other) for other in range(nodes.count) if other != node]
-    # Owners on other nodes: those whose rows this rank receives from them and forwards (stages ``_direct``), and those
-    # whose rows another rank of this node forwards to it (stages ``_forwarded``).
+    # Owners on other nodes: those whose rows this rank receives from them and forwards, and those whose rows another
+    # rank of this node forwards to it.
     forwarded_here = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] == rank]
     forwarded_to_us = [owner for owner in range(world) if nodes.of(owner) != node and forwarder_of[owner] != rank]
-    near_stage = _near(count)
+    stages = _Stages(count)
     pieces = make_pieces(problem.mask, problem.q_layout, problem.kv_layout, nodes, count)
     split = replace(problem, kv_layout=pieces.layout)
     tiles = split.seen()
     node_tiles = _of_node(split, nodes, forwarded_here)
     placed = _incoming_rows(problem, pieces, tiles, node_tiles, near, forwarded_to_us)
     bands = bands_by_stage(KEYS, tiles, placed, rank)
-    away = by_peer(
-        placed.owner * count + np.where(placed.stage == near_stage, 0, placed.stage // 2),
-        placed.slot_row,
-        placed.slot_row + placed.size,
-    )
     transfers = _Transfers(
         world=world,
-        pieces=count,
+        stages=stages,
         forwarder_of=forwarder_of,
         near=near,
-        forwarders=forwarders,
+        forwarders=[nodes.forwarder(rank, other) for other in range(nodes.count) if other != node],
         forwarded_here=forwarded_here,
         forwarded_to_us=forwarded_to_us,
-        away=away,
+        away=by_peer(placed.owner * count + stages.piece(placed.stage), placed.slot_row, placed.slot_row + placed.size),
         own_rows=_own_rows(problem, split, nodes, pieces),
         forwarded_rows=_forwarded_rows(split, node_tiles, placed, pieces),
     )
 
     def steps(phase: Phase) -> tuple[Step, ...]:
-        crossing: list[list[int]] = [[] for _ in range(_steps(count, phase))]
-        for piece in range(count):
-            crossing[piece + 1] += [stage for stage in [_direct(piece)] if stage in bands]
-            crossing[piece + 2] += [stage for stage in [_forwarded(piece)] if stage in bands]
-        own_parts: list[tuple[Band, ...]] = [bands.get(OWN, ())]
-        near_parts: list[tuple[Band, ...]] = []
-        if count > 1:
-            busy = [sum(band.area for stage in stages for band in bands[stage]) for stages in crossing]
-            weights = step_weights(count, len(busy), pieces.most_crossing)
-            own_parts, near_parts = spread(bands.get(OWN, ()), bands.get(near_stage, ()), busy, weights)
         made = []
-        for n, stages in enumerate(crossing):
-            tasks = [task for part in own_parts[n : n + 1] for task in _tasks(placed, OWN, part)]
-            tasks += [task for part in near_parts[n : n + 1] for task in _tasks(placed, near_stage, part)]
-            tasks += [task for stage in stages for task in _tasks(placed, stage, bands[stage])]
+        for n, parts in enumerate(_bands_of_steps(bands, stages, pieces, phase)):
             sends, recvs = transfers.exchanged(n, phase)
-            made.append(Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tuple(tasks)))
+            tasks = tuple(_task(placed, stage, part) for stage, part in parts if part)
+            made.append(Step(sends=tuple(sends), recvs=tuple(recvs), tasks=tasks))
         return tuple(made)
 
-    slots = range(max(2 * count, near_stage + 1))
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
         q_slots=(Slot(rows=problem.q_rows),),
-        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in slots)),
+        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=placed.rows(stage)) for stage in range(stages.number))),
     )
 
 
-def _tasks(placed: IncomingRows, stage: int, bands: tuple[Band, ...]) -> list[Task]:
-    """Return the task of these bands of a stage. Without bands there is none."""
-    if not bands:
-        return []
-    return [KEYS.task(0, bands, None) if stage == OWN else KEYS.task(_slot(stage), bands, placed.tokens(stage))]
+class _Stages(NamedTuple):
+    """Stages of received rows. Each has a slot.
+
+    With one piece: the rows of this node and those that come from their owners on other nodes, then those that were
+    forwarded. With several: the rows of each piece, whoever sends them, so that they are computed by one task, and then
+    the rows of this node.
+    """
+
+    pieces: int
+
+    @property
+    def number(self) -> int:
+        return 2 if self.pieces == 1 else self.pieces + 1
+
+    @property
+    def near(self) -> int:
+        return 0 if self.pieces == 1 else self.pieces
+
+    def forwarded(self, piece: int) -> int:
+        return 1 if self.pieces == 1 else piece
+
+    def piece(self, stage: Ints) -> Ints:
+        """Return the piece of each of these stages, 0 for the rows of this node."""
+        return np.zeros_like(stage) if self.pieces == 1 else np.where(stage == self.near, 0, stage)
+
+    def steps(self, phase: Phase) -> int:
+        return self.pieces + (2 if phase == "forward" else 4)
+
+
+# The bands that a rank computes in a step, by stage.
+_StageBands = list[tuple[int, tuple[Band, ...]]]
+
+
+def _bands_of_steps(
+    bands: Mapping[int, tuple[Band, ...]], stages: _Stages, pieces: CrossingPieces, phase: Phase
+) -> list[_StageBands]:
+    """Return the bands of each step. With several pieces, the rank's own rows and those of its node are computed bit by
+    bit in all steps."""
+    count = stages.steps(phase)
+    made: list[_StageBands] = [[] for _ in range(count)]
+    own, near = bands.get(OWN, ()), bands.get(stages.near, ())
+    if stages.pieces == 1:
+        for n, stage in enumerate((OWN, stages.near, stages.forwarded(0))):
+            made[n].append((stage, bands.get(stage, ())))
+        return made
+    crossing = [bands.get(n - 2, ()) if 2 <= n < stages.pieces + 2 else () for n in range(count)]
+    busy = [sum(band.area for band in of_step) for of_step in crossing]
+    near_until = count if phase == "forward" else count - 1
+    weights = step_weights(stages.pieces, count, pieces.most_crossing)
+    for n, (of_own, of_near) in enumerate(zip(*spread(own, near, busy, weights, near_until), strict=True)):
+        made[n] += [(OWN, of_own), (stages.near, of_near), (n - 2, crossing[n])]
+    return made
+
+
+def _task(placed: IncomingRows, stage: int, bands: tuple[Band, ...]) -> Task:
+    return KEYS.task(0, bands, None) if stage == OWN else KEYS.task(_slot(stage), bands, placed.tokens(stage))
 
 
 class _Transfers(NamedTuple):
@@ -190,7 +224,7 @@ class _Transfers(NamedTuple):
     """
 
     world: int
-    pieces: int
+    stages: _Stages
     forwarder_of: Sequence[int]
     near: Sequence[int]
     forwarders: Sequence[int]
@@ -200,80 +234,65 @@ class _Transfers(NamedTuple):
     own_rows: Mapping[int, Sequence[Rows]]
     forwarded_rows: Mapping[int, Sequence[Rows]]
 
-    def of_others(self, what: PayloadKind, owners: Sequence[int], stage: int) -> list[Transfer]:
-        """Return the transfers of these owners' rows of a stage that this rank holds: receives of keys, or sends of
-        their gradients.
+    def of_near(self, what: PayloadKind) -> list[Transfer]:
+        """Return the transfers of this node's rows that this rank holds: receives of keys, or sends of gradients."""
+        return self._of_others(what, self.stages.near, 0, ((owner, owner) for owner in self.near))
 
-        The peer is the owner or, if the rows were forwarded, the owner's forwarding rank.
-        """
-        piece = 0 if stage == _near(self.pieces) else stage // 2
-        held = [
-            (self.forwarder_of[o] if stage % 2 else o, rows)
-            for o in owners
-            for rows in self.away.get(o * self.pieces + piece, ())
-        ]
+    def direct(self, what: PayloadKind, piece: int) -> list[Transfer]:
+        """Return the transfers with the owners for which this rank forwards."""
+        return self._of_others(what, piece, piece, ((owner, owner) for owner in self.forwarded_here))
+
+    def forwarded(self, what: PayloadKind, piece: int) -> list[Transfer]:
+        """Return the transfers with the ranks of this node that forward rows to this rank."""
+        peers = ((owner, self.forwarder_of[owner]) for owner in self.forwarded_to_us)
+        return self._of_others(what, self.stages.forwarded(piece), piece, peers)
+
+    def _of_others(self, what: PayloadKind, stage: int, piece: int, peers: Iterable[tuple[int, int]]) -> list[Transfer]:
+        """Return the transfers of a piece of others' rows, given pairs of an owner and the peer."""
+        held = ((peer, rows) for owner, peer in peers for rows in self.away.get(owner * self.stages.pieces + piece, ()))
         return [Transfer(what=what, peer=peer, slot=_slot(stage), rows=rows) for peer, rows in held]
 
     def own(self, what: PayloadKind, peers: Sequence[int], piece: int) -> list[Transfer]:
         """Return the transfers of the rank's own keys (or gradients) of a piece with these peers."""
-        held = [(peer, rows) for peer in peers for rows in self.own_rows.get(peer * self.pieces + piece, ())]
+        held = [(peer, rows) for peer in peers for rows in self.own_rows.get(peer * self.stages.pieces + piece, ())]
         return [Transfer(what=what, peer=peer, slot=0, rows=rows) for peer, rows in held]
 
     def forwarded_keys(self, what: PayloadKind, piece: int) -> list[Transfer]:
         """Return the transfers of the keys (or gradients) of a piece that this rank forwards on its node."""
-        keys = [(peer, (peer * self.world + o) * self.pieces + piece) for peer in self.near for o in self.forwarded_here]
+        keys = [(peer, (peer * self.world + o) * self.stages.pieces + piece) for peer in self.near for o in self.forwarded_here]
         held = [(peer, rows) for peer, key in keys for rows in self.forwarded_rows.get(key, ())]
-        return [Transfer(what=what, peer=peer, slot=_slot(_direct(piece)), rows=rows) for peer, rows in held]
+        return [Transfer(what=what, peer=peer, slot=_slot(piece), rows=rows) for peer, rows in held]
 
     def exchanged(self, n: int, phase: Phase) -> tuple[list[Transfer], list[Transfer]]:
         """Return the sends and receives of a step."""
         sends: list[Transfer] = []
         recvs: list[Transfer] = []
+        pieces = self.stages.pieces
         if n == 0:
             sends += self.own("kv", self.near, 0)
-            recvs += self.of_others("kv", self.near, _near(self.pieces))
-        if n < self.pieces:
+            recvs += self.of_near("kv")
+        if n < pieces:
             sends += self.own("kv", self.forwarders, n)
-            recvs += self.of_others("kv", self.forwarded_here, _direct(n))
-        if 0 <= n - 1 < self.pieces:
+            recvs += self.direct("kv", n)
+        if 0 <= n - 1 < pieces:
             sends += self.forwarded_keys("kv", n - 1)
-            recvs += self.of_others("kv", self.forwarded_to_us, _forwarded(n - 1))
+            recvs += self.forwarded("kv", n - 1)
         if phase == "forward":
             return sends, recvs
-        if n == (2 if self.pieces == 1 else _steps(self.pieces, phase) - 1):
-            sends += self.of_others("dkv", self.near, _near(self.pieces))
+        if n == (2 if pieces == 1 else self.stages.steps(phase) - 1):
+            sends += self.of_near("dkv")
             recvs += self.own("dkv", self.near, 0)
-        if 0 <= n - 3 < self.pieces:
-            sends += self.of_others("dkv", self.forwarded_to_us, _forwarded(n - 3))
+        if 0 <= n - 3 < pieces:
+            sends += self.forwarded("dkv", n - 3)
             recvs += self.forwarded_keys("dkv", n - 3)
-        if 0 <= n - 4 < self.pieces:
-            sends += self.of_others("dkv", self.forwarded_here, _direct(n - 4))
+        if 0 <= n - 4 < pieces:
+            sends += self.direct("dkv", n - 4)
             recvs += self.own("dkv", self.forwarders, n - 4)
         return sends, recvs
 
 
-# Stages of received rows: piece by piece, those that come from their owners on other nodes, then those that were
-# forwarded. Those of this node come with the first piece if there is one piece, else they are a stage of their own.
-
-
-def _direct(piece: int) -> int:
-    return 2 * piece
-
-
-def _forwarded(piece: int) -> int:
-    return 2 * piece + 1
-
-
-def _near(pieces: int) -> int:
-    return _direct(0) if pieces == 1 else 2 * pieces
-
-
 def _slot(stage: int) -> int:
     return 1 + stage
-
-
-def _steps(pieces: int, phase: Phase) -> int:
-    return pieces + (2 if phase == "forward" else 4)
 
 
 def _of_node(problem: Problem, nodes: Nodes, owners: Sequence[int]) -> Tiles:
@@ -303,8 +322,10 @@ def _incoming_rows(
     owner, receiver, start, stop, token, step = (np.concatenate(columns) for columns in zip(*found, strict=True))
     order = np.lexsort((start, owner))
     arriving = RowRanges(owner[order], receiver[order], start[order], stop[order])
-    stage = 2 * pieces.of(arriving.owner, arriving.start) + np.isin(arriving.owner, forwarded_to_us)
-    stage = np.where(np.isin(arriving.owner, near), _near(pieces.number), stage)
+    stage = pieces.of(arriving.owner, arriving.start)
+    if pieces.number == 1:
+        stage = stage + np.isin(arriving.owner, forwarded_to_us)
+    stage = np.where(np.isin(arriving.owner, near), _Stages(pieces.number).near, stage)
     return assign_slot_rows(arriving, token[order], step[order], stage)
 
 
