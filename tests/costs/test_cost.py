@@ -43,6 +43,17 @@ def test_two_ranks_of_a_node_by_hand() -> None:
     assert found.exposed.tolist() == [0, 0]
 
 
+def test_rows_that_go_to_several_peers_are_packed_once() -> None:
+    """Rank 0 sends its 4 keys of 8 bytes in three ranges to each of two peers, which unpack them."""
+    layout = rs.Layout([[(0, 1), (4, 5), (8, 10)], [(1, 4)], [(5, 8)]], length=10)
+    made = [rs.plan(rs.full(10), world=3, rank=rank, layout=layout, strategy="exchange(stages=1)") for rank in range(3)]
+    loads = {}
+    for rate in (16.0, float("inf")):
+        found = cost(made, replace(SLOW, copy_bytes_per_s=rate), TINY).forward
+        loads[rate] = found.end[:, 0] - np.maximum(found.computed[:, 0], 0)
+    assert (loads[16.0] - loads[float("inf")]).tolist() == pytest.approx([4 * 8 / 16] * 3)
+
+
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
 def test_computing_and_sending_may_slow_each_other_down(overlap: float) -> None:
     """The same, where a share of the 0.82 s of communication is not hidden behind the 16.25 s of computing."""

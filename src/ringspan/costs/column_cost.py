@@ -76,7 +76,7 @@ def _loads(columns: ProgramColumns, work: _Work, machine: Hardware, shape: Shape
         for way, rank in ((sent, messages.sender), (received, messages.receiver)):
             np.add.at(way, (is_far, rank, messages.step), total)
         packed = total * messages.is_packed
-        copied += columns.per_step(messages.sender, messages.step, packed, phase)
+        copied += columns.per_step(messages.sender, messages.step, total * messages.packs, phase)
         copied += columns.per_step(messages.receiver, messages.step, total if messages.what in ADDED else packed, phase)
     peers = _peers(columns.messages[phase], size[1])
     return Loads(computing, communication_seconds(sent, received, machine), copied / machine.copy_bytes_per_s, peers)

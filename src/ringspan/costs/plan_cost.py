@@ -84,10 +84,11 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
 
 
 def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:
-    """Return the bytes of messages that are packed, and of gradients that are added to a slot."""
-    packed = [t for t in (*step.sends, *step.recvs) if is_packed(t)]
-    added = [t for t in step.recvs if t.what in ("dq", "dkv") and not is_packed(t)]
-    return shape.total_bytes(packed + added, phase, plan.program)
+    """Return the bytes of messages that are packed, and of gradients that are added to a slot. Rows that are sent to
+    several peers are packed once."""
+    sent = {(t.what, t.slot, t.rows, t.heads): t for t in step.sends if is_packed(t)}
+    received = [t for t in step.recvs if is_packed(t) or t.what in ("dq", "dkv")]
+    return shape.total_bytes([*sent.values(), *received], phase, plan.program)
 
 
 def _merged_bytes(task: Task, plan: RankPlan, shape: Shape, phase: Phase) -> int:

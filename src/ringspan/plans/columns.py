@@ -21,6 +21,7 @@ class Messages(NamedTuple):
     """All messages of one payload in a phase: ``rows`` rows from ``sender`` to ``receiver`` in step ``step``.
 
     ``is_packed`` is 1 where the rows are packed into a buffer (:func:`ringspan.plans.shape.is_packed`), else 0.
+    ``packs`` is 1 where the sender packs them: rows that it sends to several receivers are packed for the first.
     """
 
     what: PayloadKind
@@ -29,6 +30,7 @@ class Messages(NamedTuple):
     step: Ints
     rows: Ints
     is_packed: Ints
+    packs: Ints
 
 
 class Tasks(NamedTuple):

@@ -60,7 +60,10 @@ class Arrivals(NamedTuple):
         size = self.stop - self.start
         rows = np.add.reduceat(size, first) if len(first) else size
         ranges = np.diff(first, append=len(pair))
-        return RowMessages(self.owner[first], self.receiver[first], self.stage[first], rows, ranges > UNPACKED_RANGES)
+        hashed = _hash((self.start << 32) + self.stop)
+        digest = np.add.reduceat(hashed, first) if len(first) else hashed
+        columns = (self.owner[first], self.receiver[first], self.stage[first], rows, digest)
+        return RowMessages(*columns, ranges > UNPACKED_RANGES)
 
     def tasks(self, workload: Workload, moving: MovingSide, slots: Ints) -> Tasks:
         """Return the tasks of all ranks: own rows in step 0, the rows of a stage in the step after it.
@@ -90,23 +93,40 @@ class Arrivals(NamedTuple):
 
 
 class RowMessages(NamedTuple):
-    """A message for each owner of rows and each receiver."""
+    """A message for each owner of rows and each receiver. Messages with the same rows of an owner have the same
+    ``digest``."""
 
     owner: Ints
     receiver: Ints
     stage: Ints
     rows: Ints
+    digest: Ints
     is_packed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
     def inputs(self, what: PayloadKind, step: Ints, *, sender: Ints | None = None) -> Messages:
         """Return the messages from the owners, or from other senders, to the receivers."""
         sender = self.owner if sender is None else sender
-        return Messages(what, sender, self.receiver, step, self.rows, self.is_packed.astype(np.int64))
+        packed = np.flatnonzero(self.is_packed)
+        keys = np.stack([self.digest, self.owner, sender, step])[:, packed]
+        order = np.lexsort(keys)
+        is_new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
+        packs = np.zeros_like(self.rows)
+        packs[packed[order]] = np.append(np.ones(min(1, len(packed)), dtype=np.int64), is_new)
+        return Messages(what, sender, self.receiver, step, self.rows, self.is_packed.astype(np.int64), packs)
 
     def results(self, what: PayloadKind, step: Ints, *, receiver: Ints | None = None) -> Messages:
         """Return the messages in the other direction. Outputs are always packed."""
         receiver = self.owner if receiver is None else receiver
-        return Messages(what, self.receiver, receiver, step, self.rows, (self.is_packed | (what == "out")).astype(np.int64))
+        is_packed = (self.is_packed | (what == "out")).astype(np.int64)
+        return Messages(what, self.receiver, receiver, step, self.rows, is_packed, is_packed)
+
+
+def _hash(values: Ints) -> Ints:
+    """Return well-mixed integers, whose sums are hardly ever equal for different sets of values."""
+    mixed = values.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))).astype(np.int64)
 
 
 @cache_by_digest(8)

@@ -189,9 +189,11 @@ def _columns(workload: Workload) -> ProgramColumns:
     block = np.repeat(np.arange(world), passed)
     hop = tables.ranges(np.ones_like(passed), passed)
     holder, unpacked = (block + hop) % world, np.zeros_like(block)
-    blocks = Messages("kv", (holder - 1) % world, holder, hop - 1, rows[block], unpacked)
+    blocks = Messages("kv", (holder - 1) % world, holder, hop - 1, rows[block], unpacked, unpacked)
     goes_home = hop == reach[block]  # the gradient of a block, from the last rank that sees the block
-    gradients = Messages("dkv", holder, np.where(goes_home, block, (holder + 1) % world), hop + 1, rows[block], unpacked)
+    gradients = Messages(
+        "dkv", holder, np.where(goes_home, block, (holder + 1) % world), hop + 1, rows[block], unpacked, unpacked
+    )
     slots = np.zeros((world, 3), dtype=np.int64)
     slots[:, 0] = rows
     np.maximum.at(slots, (holder, 1 + (hop - 1) % 2), rows[block])
