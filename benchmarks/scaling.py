@@ -23,7 +23,9 @@ from ringspan.bench.bounds import least_seconds
 from ringspan.costs import Cost, named_hardware
 from ringspan.costs.hardware import Hardware
 from ringspan.planner import cost
+from ringspan.planner.microbatches import FEW_PIECES, MORE_PIECES
 from ringspan.planner.samples import sample
+from ringspan.strategies.hierarchical import NODES_FOR_PIECES
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 MACHINE = "h200x8"
@@ -174,8 +176,8 @@ def _strategies(world: int, machine: Hardware, study: Study) -> list[str]:
     if world > machine.per_node:
         found += [f"hierarchical(per_node={machine.per_node})", f"hybrid(per_node={machine.per_node})"]
         if study.has_documents:
-            pieces = 2 if world < 16 * machine.per_node else 4  # as rs.pack
-            found.append(f"hierarchical(per_node={machine.per_node}, pieces={pieces})")
+            pieces = FEW_PIECES if world < NODES_FOR_PIECES * machine.per_node else MORE_PIECES  # as rs.pack
+            found += [f"hierarchical(per_node={machine.per_node}, pieces={n})" for n in pieces if n > 1]
     return found
 
 

@@ -47,9 +47,8 @@ Ints = NDArray[np.int64]
 # Microbatches of similar lengths may have this fraction more tokens than an equal share, 1/1000.
 SPARE = 1000
 
-# The rows that cross between nodes are sent in one piece, or in this many: over fewer nodes than ``NODES_FOR_PIECES``,
-# and over more.
-FEW_PIECES, MORE_PIECES = 2, 4
+# The rows that cross between nodes are sent in so many pieces: over fewer nodes than ``NODES_FOR_PIECES``, and over more.
+FEW_PIECES, MORE_PIECES = (1, 2, 3), (1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,7 @@ def _plan_over_nodes(mask: Mask, world: int, machine: Hardware, shape: Shape | N
     layout, note = named_layout(str(for_nodes("balanced", world, machine.per_node)), mask, world)
     workload = workload_of(mask, layout, layout, machine, shape or EXAMPLE, SAMPLE_SIZE, dkv_dtype)
     pieces = FEW_PIECES if world < NODES_FOR_PIECES * machine.per_node else MORE_PIECES
-    strategies = [Exchange(stages=1), *(Hierarchical(per_node=machine.per_node, pieces=n) for n in (1, pieces))]
+    strategies = [Exchange(stages=1), *(Hierarchical(per_node=machine.per_node, pieces=n) for n in pieces)]
     choice = choose([workload], [spec(strategy) for strategy in strategies], plans_at, exact_up_to=0)
     notes = (note, *describe(choice, machine, shape))
     return plan_rank(mask, layout, layout, choice.best.strategy, 0, notes, dkv_dtype)
