@@ -27,9 +27,10 @@ STRATEGIES = (
 )
 
 
-def slow_link(bytes_per_s: float, per_node: int = 2) -> Hardware:
+def slow_link(bytes_per_s: float, per_node: int = 2, copy_bytes_per_s: float = 1e12) -> Hardware:
     """A machine on which messages between nodes decide."""
-    return replace(hardware("h200"), per_node=per_node, between=Link(latency_s=0.0, bytes_per_s=bytes_per_s), launch_s=0.0)
+    between = Link(latency_s=0.0, bytes_per_s=bytes_per_s)
+    return replace(hardware("h200"), per_node=per_node, between=between, launch_s=0.0, copy_bytes_per_s=copy_bytes_per_s)
 
 
 @settings(max_examples=25)
@@ -38,9 +39,10 @@ def slow_link(bytes_per_s: float, per_node: int = 2) -> Hardware:
     world=st.sampled_from([2, 4, 6]),
     layout=st.sampled_from(["balanced", "zigzag", "contiguous"]),
     bytes_per_s=st.sampled_from([1e8, 1e9, 1e10, 1e11]),
+    copy_bytes_per_s=st.sampled_from([1e8, 1e10, 1e12]),
 )
-def test_no_plan_is_faster(lengths: list[int], world: int, layout: str, bytes_per_s: float) -> None:
-    machine = slow_link(bytes_per_s)
+def test_no_plan_is_faster(lengths: list[int], world: int, layout: str, bytes_per_s: float, copy_bytes_per_s: float) -> None:
+    machine = slow_link(bytes_per_s, copy_bytes_per_s=copy_bytes_per_s)
     mask = rs.documents(lengths)
     for strategy in STRATEGIES:
         plan = rs.plan(mask, world=world, layout=layout, strategy=strategy, hardware=machine)
@@ -59,7 +61,7 @@ def test_no_batch_is_packed_to_be_faster(lengths: list[int], bytes_per_s: float)
 
 
 def test_without_a_second_node_the_bound_is_the_work() -> None:
-    machine = slow_link(1.0, per_node=4)
+    machine = slow_link(1.0, per_node=4, copy_bytes_per_s=1e18)
     alone = least_seconds([4000], 1, 4000, machine, SHAPE, token_s=1e-6)
     assert least_seconds([4000], 4, 1000, machine, SHAPE, token_s=1e-6) == pytest.approx(alone / 4, rel=1e-6)
     assert least_seconds([], 4, 1000, machine, SHAPE) == 0.0
@@ -72,6 +74,13 @@ def test_messages_count_where_a_document_exceeds_a_node() -> None:
     assert crossing_bytes([4096], 2048, 4096 * 4097 // 4, shape) == row * fewest_rows([4096], 2, 1.0)
     fast, slow = (least_seconds([4096], 4, 1024, slow_link(rate), SHAPE) for rate in (1e15, 1e6))
     assert slow > 100 * fast
+
+
+def test_merging_counts_where_a_document_exceeds_a_rank() -> None:
+    """Rank 0 has the first 1024 rows alone. The others have a result of 64 features and lse to merge, and a
+    gradient to add, in float32."""
+    free, merged = (least_seconds([2048], 2, 1024, slow_link(1e9, copy_bytes_per_s=rate), SHAPE) for rate in (1e18, 1e9))
+    assert merged - free == pytest.approx(1024 * 4 * (65 + 64) * 4 / 2 / 1e9, rel=1e-3)
 
 
 def test_gradients_in_bfloat16_need_fewer_bytes() -> None:

@@ -33,7 +33,9 @@ def least_seconds(
     2. Attention: an equal share of the pairs, at the best speed of the kernels.
     3. Messages between nodes: an equal share of the bytes that must cross, over one port for each rank. Messages within
        nodes and latency are left out.
-    4. Attention and messages overlap as well as the machine allows: the time is ``max(a, m) + (1 - overlap) min(a, m)``.
+    4. Merging: an equal share of the rows whose keys are on several ranks (:func:`merged_rows`). Their results are
+       merged, and their gradients added, once in each direction at least. This overlaps with nothing.
+    5. Attention and messages overlap as well as the machine allows: the time is ``max(a, m) + (1 - overlap) min(a, m)``.
        This function is convex, so its value for the means is not above the mean of its values for ranks and steps.
        Matrix products do not overlap with messages: no strategy sends during them.
 
@@ -44,12 +46,15 @@ def least_seconds(
     speeds = {"forward": machine.forward.best, "backward": machine.backward.best}
     pair_s = sum(shape.heads * flops_per_pair(shape, phase) / speeds[phase] for phase in PHASES)
     products, attention = tokens * token_s / world, pairs * pair_s / world
+    merged_bytes = shape.row_bytes("out", "forward") + shape.row_bytes("dq", "backward")
 
     def needed(seconds: float) -> float:
         most_pairs = machine.per_node * seconds / pair_s
         crossing = crossing_bytes(lengths, machine.per_node * tokens_per_rank, most_pairs, shape, dkv_dtype)
         messages = crossing / (world * machine.between.bytes_per_s) if world > machine.per_node else 0.0
-        return products + max(attention, messages) + (1 - machine.overlap) * min(attention, messages)
+        merged = merged_rows(lengths, tokens_per_rank, seconds / pair_s) * merged_bytes if world > 1 else 0
+        merging = merged / (world * machine.copy_bytes_per_s)
+        return products + merging + max(attention, messages) + (1 - machine.overlap) * min(attention, messages)
 
     low = products + attention
     high = needed(low) if low else 0.0
@@ -57,6 +62,22 @@ def least_seconds(
         middle = (low + high) / 2
         low, high = (middle, high) if needed(middle) > middle else (low, middle)
     return low
+
+
+def merged_rows(lengths: Sequence[int], most_tokens: int, most_pairs: float) -> int:
+    """Return a lower bound of the rows whose keys are on several ranks, if each rank holds at most so many tokens of a
+    document and computes at most so many pairs.
+
+    The results of a row need no merging only if one rank has the row and all keys before it. These rows are the
+    beginning of the document on the rank that has its first key. If queries are sent to the keys, the results of the
+    other rows come in messages; if heads are exchanged for tokens, those of all rows do. Unpacking these messages takes
+    at least as long as merging.
+
+    >>> merged_rows([8, 3], 5, 1e9)
+    3
+    """
+    alone = min(most_tokens, int((2 * most_pairs + 0.25) ** 0.5 - 0.5))  # n with n (n + 1) / 2 pairs
+    return sum(max(n - alone, 0) for n in lengths)
 
 
 def crossing_bytes(
