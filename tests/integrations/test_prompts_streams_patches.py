@@ -3,6 +3,7 @@ patches of bytes: on two processes against one, in float64."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,10 +69,13 @@ def compare(rank: int, name: str, padded: bool) -> dict[str, float]:
     weights = (
         torch.randn(B, N, streams, VOCABULARY, generator=torch.Generator().manual_seed(2)).double() * kept[..., None, None]
     )
-    model: Any = prepare(prepare(small_model(name)))  # a prepared model stays as it is
+    model: Any = small_model(name)
     with Float64():
         wanted = outputs(model, whole)
         wanted_grads = gradients(model, wanted, weights)
+        if name == "blt":
+            check_patches(model, whole["input_ids"])
+        prepare(prepare(model))  # a prepared model stays as it is
         with cp:
             logits = outputs(model, cp.shard(whole, dim=1))
         grads = gradients(model, logits, cp.shard(weights, dim=1))
@@ -80,6 +84,16 @@ def compare(rank: int, name: str, padded: bool) -> dict[str, float]:
     mine = cp.shard(kept, dim=1)
     found = {"logits": difference(logits[mine], cp.shard(wanted, dim=1)[mine])}
     return found | {x: difference(grads[x], wanted_grads[x]) for x in grads}
+
+
+def check_patches(model: Any, ids: Tensor) -> None:
+    """Patches of one byte, or the same patches in all rows, would not show errors in the patches."""
+    config = model.config
+    _, lengths, _ = model.model.patcher(
+        ids, patch_size=config.patch_size, threshold=config.patching_threshold, max_patch_length=config.max_patch_length
+    )
+    assert 1 < lengths.max() < N // 2
+    assert not (lengths[0] == lengths[1]).all()
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -120,22 +134,28 @@ def test_hidden_states_are_those_of_one_process(pools: Pools) -> None:
 
 
 def given_patches(rank: int) -> None:
-    """Patches that the user gives: the same in all rows, which makes bands; and one without bytes."""
+    """Patches that the user gives: the same in all rows, which makes bands, in a checkpoint; and one without bytes."""
     from ringspan.integrations.transformers import prepare
 
     cp, ids = rs.ContextParallel(None, rs.causal(N), layout=rs.Layout([[(4, 7)], [(0, 4), (7, N)]])), tokens()
     weights = torch.randn(B, N, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
-    for lengths in ([1, 1, 3, 8, 5, 11], [1, 1, 3, 8, 0, 5, 11]):
+    for lengths, checkpointed in (([1, 1, 3, 8, 5, 11], True), ([1, 1, 3, 8, 0, 5, 11], False)):
         model: Any = small_model("blt")
         model.set_attn_implementation("eager")
         given = {"patch_lengths": torch.tensor([lengths]).expand(B, -1), "use_cache": False}
-        with Float64():
-            whole = model(ids, position_ids=torch.arange(N)[None], **given).logits
-            wanted = gradients(model, whole, weights)
-            prepare(model)
-            with cp:
-                mine = model(cp.shard(ids, dim=1), position_ids=cp.positions()[None], **given).logits
-            found = gradients(model, mine, cp.shard(weights, dim=1))
+
+        def logits(ids: Tensor, positions: Tensor, model: Any = model, given: Any = given) -> Tensor:
+            with Float64():
+                return model(ids, position_ids=positions, **given).logits
+
+        whole = logits(ids, torch.arange(N)[None])
+        wanted = gradients(model, whole, weights)
+        prepare(model)
+        with cp:
+            mine_ids, positions = cp.shard(ids, dim=1), cp.positions()[None]
+            run = partial(checkpoint, logits, use_reentrant=False) if checkpointed else logits
+            mine = run(mine_ids, positions)
+        found = gradients(model, mine, cp.shard(weights, dim=1))
         cp.sum_gradients(model.parameters())
         assert found.keys() == wanted.keys()
         assert_close(mine, cp.shard(whole, dim=1), atol=TOLERANCE)
@@ -147,13 +167,15 @@ def test_patches_of_the_user_are_those_of_one_process(pools: Pools) -> None:
     pools(2).run(given_patches)
 
 
-def message(name: str, cp: rs.ContextParallel, *, training: bool = False, **inputs: Any) -> str:
+def message(name: str, cp: rs.ContextParallel, *, training: bool = False, base: bool = False, **inputs: Any) -> str:
     from ringspan.integrations.transformers import prepare
 
     model: Any = prepare(small_model(name)).train(training)
     try:
         with cp:
-            model(**{"input_ids": cp.shard(tokens(), dim=1), "use_cache": False, **inputs})
+            ids = inputs.pop("input_ids", None)
+            ids = cp.shard(tokens(), dim=1) if ids is None else ids
+            (model.model if base else model)(input_ids=ids, use_cache=False, **inputs)
     except rs.RingspanError as error:
         return str(error)
     return ""
@@ -164,38 +186,51 @@ def refused(rank: int) -> dict[str, str]:
 
     cp, whole = (rs.ContextParallel(None, mask, layout="zigzag") for mask in (rs.causal(N), rs.full(N)))
     documents = rs.ContextParallel(None, rs.documents([9, 20]), layout="zigzag")
+    window = rs.ContextParallel(None, rs.causal(N) & rs.window(left=7), layout="zigzag")
+    long = rs.ContextParallel(None, rs.causal(63), layout="zigzag")
+    counted = torch.arange(cp.plan.q_layout.counts[rank])[None]
     states = torch.zeros(B, 4, 32).double()
     cache = DynamicCache()
     cache.update(torch.zeros(B, 4, 1, 8).double(), torch.zeros(B, 4, 1, 8).double(), 0)
     return {
         "blt, documents": message("blt", documents, position_ids=documents.positions()[None]),
+        "blt, window": message("blt", window, position_ids=window.positions()[None]),
         "blt, positions": message("blt", cp),
+        "blt, counted positions": message("blt", cp, base=True, position_ids=counted),
         "blt, patches": message("blt", cp, position_ids=cp.positions()[None], patch_lengths=torch.tensor([[N]] * B)),
         "blt, states": message("blt", cp, position_ids=cp.positions()[None], output_hidden_states=True),
         "cpmant, causal": message("cpmant", cp),
         "cpmant, weights": message("cpmant", whole, output_attentions=True),
         "cpmant, cache": message("cpmant", whole, past_key_values=cache),
+        "cpmant, tokens": message("cpmant", whole, input_ids=tokens()),
         "prophetnet, documents": message("prophetnet", documents),
         "prophetnet, dropout": message("prophetnet", cp, training=True),
         "prophetnet, weights": message("prophetnet", cp, output_attentions=True),
         "prophetnet, encoder": message("prophetnet", cp, encoder_hidden_states=states),
         "prophetnet, tokens": message("prophetnet", cp, input_ids=tokens()),
+        "prophetnet, cache": message("prophetnet", cp, past_key_values=cache),
+        "prophetnet, length": message("prophetnet", long, input_ids=torch.ones(B, long.plan.q_layout.counts[rank]).long()),
     }
 
 
 REFUSED = {
     "blt, documents": "give rs.causal(length)",
+    "blt, window": "give rs.causal(length)",
     "blt, positions": "position_ids=cp.positions()[None]",
+    "blt, counted positions": "the position ids of this rank are 0, 1, 2",
     "blt, patches": "the sequence has 1 patches, fewer than the 2 ranks",
     "blt, states": "output_hidden_states",
     "cpmant, causal": "give ContextParallel rs.full(length)",
     "cpmant, weights": "output_attentions=False",
     "cpmant, cache": "continues a KV cache",
+    "cpmant, tokens": "cp.shard",
     "prophetnet, documents": "give ContextParallel rs.causal(length)",
     "prophetnet, dropout": "an attention dropout of 0.1",
     "prophetnet, weights": "output_attentions=False",
     "prophetnet, encoder": "prophetnet has an encoder in this call",
     "prophetnet, tokens": "pass cp.shard(input_ids, dim=1)",
+    "prophetnet, cache": "continues a KV cache",
+    "prophetnet, length": "the sequence has 63 tokens, but max_position_embeddings=64 is enough for 62",
 }
 
 

@@ -28,13 +28,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.mask_functions import Sequence, by_rows, runs
 from ringspan.integrations.transformers.masks import LayerMask, ModelCall
+from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache
 from ringspan.integrations.transformers.refusals import named_refusals
 from ringspan.layouts import Layout, zigzag
 from ringspan.masks import Mask, causal, full
+
+# Arguments of the loss, which BltForCausalLM passes to its model as well.
+OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,9 @@ class Patches:
 
 def blt_model(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``BltModel.forward``. In a block, over the bytes and the patches of all ranks."""
-    block = current_block()
-    if block is None or was_absent_in_forward(block):
+    block = block_of_model()
+    if block is None:
         return original(self, *args, **kwargs)
-    keep_blocks(entered_blocks())
     with named_refusals(self, block.refuse):
         return _forward(self, block, **_checked(self, block, args, kwargs))
 
@@ -157,6 +158,7 @@ def _forward(
     causal_mask = create_causal_mask(
         config=config, inputs_embeds=embeds_BSM, attention_mask=attention_mask, past_key_values=None, position_ids=position_ids
     )
+    causal_mask.block_of(position_ids, None, None)  # raises unless the positions are those of this rank's bytes
     of_bytes = {"input_ids": input_ids, "attention_mask": causal_mask, "position_ids": position_ids}
     hidden_BSM, states = model.local_encoder(
         **of_bytes,
@@ -223,13 +225,12 @@ def _checked(model: Any, block: ContextParallel, args: Any, kwargs: Any) -> dict
     names = ("input_ids", "patch_lengths", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     given = {name: x for name, x in given.items() if x is not None}
-    cache = given.pop("past_key_values", None)
-    given.pop("use_cache", None)
-    problem = ""
-    if cache is not None and cache.get_seq_length():
-        problem = "this call continues a KV cache, which is not split over ranks: pass no past_key_values"
-    elif block.mask.predicate is not None or len(block.mask.documents()) > 2 or block.plan.q_layout != block.plan.kv_layout:
-        problem = f"the patches of blt do not know the documents of the block's mask {block.mask.name}: give rs.causal(length)"
+    refuse_cache(given.pop("past_key_values", None))
+    for name in ("use_cache", *OF_LOSS):
+        given.pop(name, None)
+    n, problem = block.plan.q_layout.length, ""
+    if block.plan.q_layout != block.plan.kv_layout or block.mask.digest not in (causal(n).digest, full(n).digest):
+        problem = f"the patches of blt cannot attend under the block's mask {block.mask.name}: give rs.causal(length)"
     elif "input_ids" not in given or "position_ids" not in given:
         problem = "blt needs input_ids=cp.shard(ids, dim=1) and position_ids=cp.positions()[None] in a block"
     wanted = [x for x in ("output_attentions", "output_hidden_states") if given.pop(x, getattr(model.config, x, False))]

@@ -27,10 +27,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.mask_functions import Sequence, by_rows
 from ringspan.integrations.transformers.masks import block_with_mask
+from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
 from ringspan.layouts import Layout
 from ringspan.masks import full
@@ -77,13 +76,14 @@ def cpmant_model(
     **kwargs: Any,
 ) -> Any:
     """Run ``CpmAntModel.forward``. In a block, the prompt is before the whole sequence. Nothing is cached then."""
-    outer = current_block()
-    if outer is None or was_absent_in_forward(outer):
+    outer = block_of_model()
+    if outer is None:
         given = (output_attentions, output_hidden_states, past_key_values, use_cache, return_dict)
         return original(self, input_ids, *given, **kwargs)
-    keep_blocks(entered_blocks())
     with named_refusals(self, outer.refuse):
-        _refuse(self, outer, output_attentions, past_key_values)
+        refuse_weights("cpmant", output_attentions, self.config)
+        refuse_cache(past_key_values)
+        _refuse_mask(outer)
         ids_BL = _with_prompt(self, outer.unshard(input_ids.long(), dim=1))
         prompted, bias = _prompted(self, outer, ids_BL)
         mine_S = prompted.block.positions(device=input_ids.device)
@@ -161,17 +161,10 @@ def _longer(outer: ContextParallel, count: int) -> ContextParallel:
     return known[count]
 
 
-def _refuse(model: Any, outer: ContextParallel, output_attentions: bool | None, past_key_values: Any) -> None:
-    n = outer.plan.q_layout.length
-    problem = ""
-    if model.config.output_attentions if output_attentions is None else output_attentions:
-        problem = "cpmant should return its weights, which no rank has: output_attentions=False"
-    elif past_key_values is not None and past_key_values.get_seq_length():
-        problem = "this call continues a KV cache, which is not split over ranks: pass no past_key_values"
-    elif outer.mask.predicate is not None or outer.mask.lengths != (n, n) or outer.mask.area != n * n:
-        problem = (
-            f"every token of cpmant sees all others, also those after it, and the block's mask is {outer.mask.name}: give "
+def _refuse_mask(outer: ContextParallel) -> None:
+    n, mask = outer.plan.q_layout.length, outer.mask
+    if mask.predicate is not None or mask.lengths != (n, n) or mask.area != n * n:
+        raise UnplannedAttention(
+            f"every token of cpmant sees all others, also those after it, and the block's mask is {mask.name}: give "
             "ContextParallel rs.full(length)"
         )
-    if problem:
-        raise UnplannedAttention(problem)

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.mask_functions import Sequence, padding_mask
 from ringspan.integrations.transformers.masks import LayerMask, ModelCall, of_whole_sequence
+from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
 from ringspan.masks import Mask, Predicate, causal
 
@@ -50,29 +49,35 @@ class Streams:
 
 
 def prophetnet_decoder(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``ProphetNetDecoder.forward``. In a block, raise if it should return weights."""
-    block = _block()
-    wanted = kwargs.get("output_attentions")
-    if block is not None and (self.config.output_attentions if wanted is None else wanted):
+    """Run ``ProphetNetDecoder.forward``. In a block, raise if it should return weights, or continues a KV cache."""
+    block = block_of_model()
+    if block is not None:
         with named_refusals(self, block.refuse):
-            raise UnplannedAttention("prophetnet should return its weights, which no rank has: output_attentions=False")
+            refuse_weights("prophetnet", kwargs.get("output_attentions"), self.config)
+            refuse_cache(kwargs.get("past_key_values"))
     return original(self, *args, **kwargs)
 
 
 def prophetnet_positions(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``ProphetNetPositionalEmbeddings.forward``. In a block, return the positions of this rank's tokens."""
-    block = _block()
+    block = block_of_model()
     if block is None:
         return original(self, *args, **kwargs)
     shape = args[0] if args else kwargs["inputs_shape"]
     counted = block.positions(device=self.weight.device) + 1 + self.padding_idx
+    # The predicting streams have the position after that of their token.
+    tokens, limit = block.plan.q_layout.length, self.max_length - 2 - self.padding_idx
     with named_refusals(self, block.refuse):
         if len(counted) != shape[1]:
             raise UnplannedAttention(
                 f"this rank has {len(counted)} tokens of the sequence, and the model got {shape[1]}: pass cp.shard(input_ids, "
                 "dim=1), and no past_key_values"
             )
-    position_ids_BS = counted.clamp(0, self.max_length - 1).expand(*shape)
+        if tokens > limit:
+            raise UnplannedAttention(
+                f"the sequence has {tokens} tokens, but max_position_embeddings={self.max_length} is enough for {limit}"
+            )
+    position_ids_BS = counted.expand(*shape)
     return self._forward(position_ids_BS), position_ids_BS
 
 
@@ -80,7 +85,7 @@ def prophetnet_masks(self: Any, original: Callable[..., Any], hidden_BSM: Tensor
     """Run ``ProphetNetDecoder.prepare_attention_mask``. In a block, return what the layers need of it."""
     from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
 
-    block = _block()
+    block = block_of_model()
     if block is None:
         return original(self, hidden_BSM, attention_mask)
     with named_refusals(self, block.refuse):
@@ -99,12 +104,12 @@ def prophetnet_masks(self: Any, original: Callable[..., Any], hidden_BSM: Tensor
 
 def no_local_masks(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a method of ``ProphetNetDecoder`` that makes a tensor for each pair of tokens. In a block, return None."""
-    return original(self, *args, **kwargs) if _block() is None else None
+    return original(self, *args, **kwargs) if block_of_model() is None else None
 
 
 def no_local_buckets(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``ProphetNetDecoder.compute_buffered_relative_buckets``. In a block, return None twice."""
-    return original(self, *args, **kwargs) if _block() is None else (None, None)
+    return original(self, *args, **kwargs) if block_of_model() is None else (None, None)
 
 
 def prophetnet_attention(
@@ -120,8 +125,7 @@ def prophetnet_attention(
         return original(self, hidden_states, past_key_values, attention_mask, **kwargs)
     streams = attention_mask
     with named_refusals(self, streams.outer.refuse):
-        if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx or 0):
-            raise UnplannedAttention("this call continues a KV cache, which is not split over ranks: pass no past_key_values")
+        refuse_cache(past_key_values, self.layer_idx or 0)
         refuse_layer(self, streams.mask.tokens, self.attention_dropout if self.training else 0.0, {})
         hidden_BRSM = hidden_states.unflatten(1, (1 + self.ngram, -1))
         out_BRSM = self.out_proj(_attend(self, hidden_BRSM, streams))
@@ -130,7 +134,7 @@ def prophetnet_attention(
 
 def refuse_encoder(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``ProphetNetAttention.forward``. In a block, raise: it is attention in or to the encoder."""
-    block = _block()
+    block = block_of_model()
     if block is None:
         return original(self, *args, **kwargs)
     with named_refusals(self, block.refuse):
@@ -138,14 +142,6 @@ def refuse_encoder(self: Any, original: Callable[..., Any], *args: Any, **kwargs
             "prophetnet has an encoder in this call, whose layers cannot run under context parallelism: only the decoder "
             "(ProphetNetForCausalLM, without encoder_hidden_states) can"
         )
-
-
-def _block() -> ContextParallel | None:
-    block = current_block()
-    if block is None or was_absent_in_forward(block):
-        return None
-    keep_blocks(entered_blocks())
-    return block
 
 
 def _attend(layer: Any, hidden_BRSM: Tensor, streams: Streams) -> Tensor:
