@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial, merge
+from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial, accumulators, merge
 from ringspan.testing.assertions import assert_close
 
 ROWS, BATCH, HEADS = 7, 2, 3
@@ -75,7 +75,8 @@ def random_partial(rows: int, heads: int, seed: int, dtype: torch.dtype = torch.
     return Partial(out.movedim(2, 0), lse.movedim(2, 0))
 
 
-heads_or_all = st.none() | st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).filter(lambda h: h[0] < h[1])
+head_ranges = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).filter(lambda h: h[0] < h[1])
+heads_or_all = st.none() | head_ranges
 output_operations = st.lists(
     st.tuples(st.just("add"), row_ranges, heads_or_all, st.integers(0, 2**20))
     | st.tuples(st.just("clear"), row_ranges)
@@ -162,27 +163,40 @@ def test_a_partial_result_of_some_heads_leaves_the_others_empty() -> None:
     assert lse[[0, 1, 5, 6], :, 1].isneginf().all()
 
 
+def test_the_first_partial_results_of_heads_are_copied_and_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulators, "merge_", None)
+    accumulator, whole = output_accumulator(), random_partial(ROWS, HEADS, 0)
+    for heads in ((1, 3), (0, 1)):
+        accumulator.add_to_heads(0, ROWS, heads, *(x[:, :, slice(*heads)] for x in whole))
+    out, lse = accumulator.finish()
+    assert torch.equal(out, whole.out)
+    assert torch.equal(lse, whole.lse)
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def random_gradients(rows: int, seed: int, dtype: torch.dtype, widths: tuple[int, ...] = WIDTHS) -> list[Tensor]:
+def random_gradients(
+    rows: int, seed: int, dtype: torch.dtype, widths: tuple[int, ...] = WIDTHS, heads: int = HEADS
+) -> list[Tensor]:
     source = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, BATCH, HEADS, width, generator=source).to(dtype) for width in widths]
+    return [torch.randn(rows, BATCH, heads, width, generator=source).to(dtype) for width in widths]
 
 
-gradient_operations = st.lists(
-    st.tuples(st.sampled_from(["add", "add message", "clear", "accumulated"]), row_ranges, st.integers(0, 99)), max_size=8
-)
+gradient_kinds = st.sampled_from(["add", "add message", "add to heads", "clear", "accumulated"])
+gradient_operations = st.lists(st.tuples(gradient_kinds, row_ranges, head_ranges, st.integers(0, 99)), max_size=8)
 
 
 @given(operations=gradient_operations, reuse_kernel_output=st.booleans())
-def test_gradients_equal_the_model(operations: list[tuple[str, tuple[int, int], int]], reuse_kernel_output: bool) -> None:
+def test_gradients_equal_the_model(
+    operations: list[tuple[str, tuple[int, int], tuple[int, int], int]], reuse_kernel_output: bool
+) -> None:
     """Partial gradients are those of a kernel in low precision, or a message with all of them side by side."""
     accumulator, model = (
         gradient_accumulator(reuse_kernel_output=reuse_kernel_output),
         torch.zeros(ROWS, BATCH, HEADS, sum(WIDTHS), dtype=torch.float64),
     )
-    for kind, (start, stop), seed in operations:
+    for kind, (start, stop), heads, seed in operations:
         if kind == "add":
             partials = random_gradients(stop - start, seed, torch.float32)
             accumulator.add(start, stop, *partials)
@@ -191,6 +205,10 @@ def test_gradients_equal_the_model(operations: list[tuple[str, tuple[int, int], 
             (message,) = random_gradients(stop - start, seed, torch.float64, (sum(WIDTHS),))
             accumulator.add(start, stop, message)
             model[start:stop] += message
+        elif kind == "add to heads":
+            (message,) = random_gradients(stop - start, seed, torch.float64, (sum(WIDTHS),), heads[1] - heads[0])
+            accumulator.add_to_heads(start, stop, heads, message)
+            model[start:stop, :, slice(*heads)] += message
         elif kind == "clear":
             accumulator.clear(start, stop)
             model[start:stop] = 0

@@ -18,7 +18,7 @@ from ringspan.plans.shape import is_packed
 
 
 class Payload(NamedTuple):
-    """Rows to send. They are copied into a buffer of their own unless they are contiguous in their slot."""
+    """Rows to send. They are copied into a buffer of their own unless they are contiguous in their slot, or stay here."""
 
     transfer: Transfer
     is_packed: bool
@@ -100,14 +100,20 @@ def _messages(step: Step, rank: int) -> StepMessages:
         else:
             n = next(from_others)
             arrivals.append(Arrival(t, buffer=None if n in in_place else n))
+    leaves = {number for _, number in sends}
     return StepMessages(
-        payloads=tuple(Payload(of_number[number], is_packed(of_number[number])) for number in range(len(numbers))),
+        payloads=tuple(Payload(t, is_packed(t) and not _is_copied_once(t, n in leaves)) for n, t in sorted(of_number.items())),
         sends=sends,
         recvs=recvs,
         receive_runs=tuple(_receive_runs(recvs, in_place)),
         arrivals=tuple(arrivals),
         is_on_wire=bool(sends or recvs),
     )
+
+
+def _is_copied_once(t: Transfer, leaves: bool) -> bool:
+    """Return whether rows that stay on this rank are copied from slot 0 when they arrive. Nothing overwrites slot 0."""
+    return not leaves and t.what in ("q", "kv") and t.slot == 0 and len(t.rows) == 1
 
 
 def _receive_runs(recvs: tuple[Transfer, ...], in_place: set[int]) -> list[ReceiveRun]:

@@ -48,7 +48,8 @@ def pack_saved(saved: Saved) -> Tensor:
     """
     q, dout, out, lse, dlse = saved
     d, e = q.shape[-1], out.shape[-1]
-    rows = q.new_zeros((*q.shape[:-1], saved_bytes(d, e, q.element_size()) // q.element_size()))
+    rows = q.new_empty((*q.shape[:-1], saved_bytes(d, e, q.element_size()) // q.element_size()))
+    rows[..., d + 2 * e :].zero_()
     for view, values in zip(unpack_saved(rows, d, e), (q, dout, out, lse, dlse), strict=True):
         if values is not None:
             assert view is not None

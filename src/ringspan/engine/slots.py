@@ -20,7 +20,6 @@ from ringspan.engine.messages import StepMessages
 from ringspan.kernels import GradientAccumulator, OutputAccumulator
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
-from ringspan.plans.shape import is_packed
 from ringspan.transports import PostExchange
 
 
@@ -57,7 +56,7 @@ class Slots:
         self._in_flight.append(arriving)
         payloads: list[Tensor] = []
         for t, packed in messages.payloads:
-            payloads.append(self._pack(t) if packed else self._rows_of(t))
+            payloads.append(self._pack(t) if packed else _heads(self._rows_of(t), t))
         recv_buffers: dict[int, Tensor] = {}
         for run in messages.receive_runs:
             rows = self.rows[run.what][run.slot][run.start : run.stop]
@@ -131,12 +130,11 @@ class Slots:
             at += stop - start
 
     def _add(self, t: Transfer, message: Tensor) -> None:
-        if is_packed(t):
+        if len(t.rows) > 1:
             rows = _heads(self._rows_of(t), t)
-            if len(t.rows) == 1:
-                rows.add_(message)
-            else:
-                rows.index_add_(0, _index(t.rows, message.device), message.to(rows.dtype))
+            rows.index_add_(0, _index(t.rows, message.device), message.to(rows.dtype))
+        elif t.heads is not None:
+            self.gradients[t.what][t.slot].add_to_heads(*t.rows[0], t.heads, message)
         elif message.dtype == self.gradients[t.what][t.slot].like.dtype:
             self.gradients[t.what][t.slot].add(*t.rows[0], message)
         else:  # a rounded message is not a kernel's result: the accumulator must not keep it as it is

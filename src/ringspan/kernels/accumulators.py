@@ -17,9 +17,11 @@ one partial result or two, so these cases must be cheap. Each row is in one of f
     ACCUMULATED  the combination so far, in a buffer of the accumulation dtype (at least float32)
 
 Three operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
-ACCUMULATED, from any state, and so does ``add_to_heads``. They exist because partial results move between ranks:
-``accumulated`` gives the rows of a message, in the accumulation dtype; ``clear`` frees a slot for the rows of another
-rank; ``add_to_heads`` receives the result of some heads from the rank that computed them.
+ACCUMULATED, from any state. They exist because partial results move between ranks: ``accumulated`` gives the rows of a
+message, in the accumulation dtype; ``clear`` frees a slot for the rows of another rank. ``add_to_heads`` receives the
+result of some heads from the rank that computed them. The first result of some heads of EMPTY rows is copied into the
+buffer, and these rows stay EMPTY; the accumulator notes which heads they have. When such rows become ACCUMULATED, only
+the other heads are filled. So rows whose heads come from several ranks cost one copy.
 
 A kernel that computes in bfloat16 returns bfloat16, which has lower precision than the accumulation dtype. Only an
 accumulator with ``reuse_kernel_output=True`` has the states BORROWED and PENDING. ``finish`` combines each pending
@@ -39,6 +41,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +143,28 @@ class PendingPartials:
         return popped
 
 
+class HeadPart(NamedTuple):
+    """The rows ``start:stop`` of the head range ``heads``."""
+
+    start: int
+    stop: int
+    heads: tuple[int, int]
+
+    def overlaps(self, start: int, stop: int, heads: tuple[int, int] | None = None) -> bool:
+        """Return whether the part has one of these rows, in one of these heads."""
+        has_head = heads is None or (self.heads[0] < heads[1] and heads[0] < self.heads[1])
+        return has_head and self.start < stop and start < self.stop
+
+    def cut(self, start: int, stop: int) -> list[HeadPart]:
+        """Return the part without the rows ``start:stop``.
+
+        >>> HeadPart(0, 8, (2, 4)).cut(3, 5)
+        [HeadPart(start=0, stop=3, heads=(2, 4)), HeadPart(start=5, stop=8, heads=(2, 4))]
+        """
+        both = HeadPart(self.start, min(self.stop, start), self.heads), HeadPart(max(self.start, stop), self.stop, self.heads)
+        return [part for part in both if part.start < part.stop]
+
+
 class RowAccumulator(ABC):
     """The state machine. Subclasses define how partial results are written, combined and read.
 
@@ -151,10 +177,13 @@ class RowAccumulator(ABC):
         self._states, self._pending = RowStates(self.shape[0]), PendingPartials()
         self._borrowed: Tensors | None = None
         self._buffers: Tensors | None = None
+        self._head_parts: list[HeadPart] = []  # of EMPTY rows
 
     def add(self, start: int, stop: int, *partial: Tensor) -> None:
         """Combine a partial result, rows first, with those of the rows ``start:stop`` so far."""
         is_low_precision = partial[0].dtype != self.like.dtype
+        if any(part.overlaps(start, stop) for part in self._head_parts):
+            self.accumulated(start, stop)
         for first, last, state in self._states.between(start, stop):
             new = partial if (first, last) == (start, stop) else _rows(partial, first - start, last - start)
             covers_all = last - first == self.shape[0]
@@ -174,9 +203,23 @@ class RowAccumulator(ABC):
                 accumulated = self.accumulated(first, last)
                 self._combine_(accumulated, new, old=accumulated)
 
+    def add_to_heads(self, start: int, stop: int, heads: tuple[int, int], *partial: Tensor) -> None:
+        """Combine a partial result of the head range ``heads`` with those of the rows ``start:stop`` so far."""
+        is_first = all(state == RowState.EMPTY for *_, state in self._states.between(start, stop)) and not any(
+            part.overlaps(start, stop, heads) for part in self._head_parts
+        )
+        rows = self._buffer_rows(start, stop) if is_first else self.accumulated(start, stop)
+        of_heads = tuple([x[:, :, slice(*heads)] for x in rows])
+        if is_first:
+            self._copy_(of_heads, partial)
+            self._head_parts.append(HeadPart(start, stop, heads))
+        else:
+            self._combine_(of_heads, partial, old=of_heads)
+
     def clear(self, start: int, stop: int) -> None:
         """Discard the partial results of the rows ``start:stop``."""
         self._pending.pop(start, stop)
+        self._drop_head_parts(start, stop)
         self._set_state(start, stop, RowState.EMPTY)
 
     def accumulated(self, start: int, stop: int) -> Tensors:
@@ -187,12 +230,13 @@ class RowAccumulator(ABC):
             return accumulated
         for first, last, state in runs:
             if state == RowState.EMPTY:
-                self._fill_neutral_(self._buffer_rows(first, last))
+                self._fill_missing_heads_(first, last)
             elif state == RowState.BORROWED:
                 self._copy_(self._buffer_rows(first, last), self._borrowed_rows(first, last))
             elif state == RowState.PENDING:
                 for low, high, partial in self._pending.pop(first, last):
                     self._combine_(self._buffer_rows(low, high), partial, old=self._borrowed_rows(low, high))
+        self._drop_head_parts(start, stop)
         self._set_state(start, stop, RowState.ACCUMULATED)
         return accumulated
 
@@ -209,6 +253,26 @@ class RowAccumulator(ABC):
             if state != RowState.BORROWED:
                 self._copy_(self._borrowed_rows(start, stop), self.accumulated(start, stop))
         return self._borrowed
+
+    def _fill_missing_heads_(self, start: int, stop: int) -> None:
+        """Write the neutral element to the heads of EMPTY rows that have no partial result."""
+        parts = [part for part in self._head_parts if part.overlaps(start, stop)]
+        edges = {start, stop}
+        for part in parts:
+            edges |= {max(part.start, start), min(part.stop, stop)}
+        for first, last in pairwise(sorted(edges)):
+            rows, head = self._buffer_rows(first, last), 0
+            ends = (self.shape[2], self.shape[2])
+            for heads in [*sorted(part.heads for part in parts if part.overlaps(first, last)), ends]:
+                if head < heads[0]:
+                    self._fill_neutral_(tuple([x[:, :, head : heads[0]] for x in rows]))
+                head = heads[1]
+
+    def _drop_head_parts(self, start: int, stop: int) -> None:
+        """Forget which heads the rows ``start:stop`` have."""
+        if self._head_parts:
+            cut = [part.cut(start, stop) for part in self._head_parts]
+            self._head_parts = [part for parts in cut for part in parts]
 
     def _set_state(self, start: int, stop: int, state: RowState) -> None:
         """Set the state of rows, and release the borrowed tensors if no row is left in them."""
@@ -257,11 +321,6 @@ class OutputAccumulator(RowAccumulator):
             return super().finish()
         out, lse = self.accumulated(0, self.shape[0])
         return out, lse.to(self.like.dtype)
-
-    def add_to_heads(self, start: int, stop: int, heads: tuple[int, int], out: Tensor, lse: Tensor) -> None:
-        """Merge a partial result of the head range ``heads`` into the rows ``start:stop``."""
-        so_far = [x[:, :, slice(*heads)] for x in self.accumulated(start, stop)]
-        merge_(Partial(*so_far), Partial(out, lse))
 
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
         if self._buffers is None:
