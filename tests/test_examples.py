@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,8 @@ def test_train_long(tmp_path: Path) -> None:
     assert whole[3] < whole[0]
 
     saved = ["--save", str(tmp_path / "saved"), "--trace", str(tmp_path / "step")]
+    has_tensorboard = find_spec("tensorboard") is not None
+    saved += ["--tensorboard", str(tmp_path / "curve")] if has_tensorboard else []
     first = losses_of(torchrun(program, 4, *common, *saved, "--steps", "2"))
     rest = losses_of(torchrun(program, 4, *common, *saved, "--steps", "4"))
     assert (list(first), list(rest)) == ([0, 1], [2, 3])
@@ -80,3 +83,14 @@ def test_train_long(tmp_path: Path) -> None:
         assert abs(loss - whole[step]) <= 2e-6
     for rank in range(4):
         assert "ringspan" in (tmp_path / f"step.{rank}.json").read_text()
+    curve = {}
+    for file in (tmp_path / "curve").glob("events.*"):
+        curve.update(losses_of_events(file))
+    assert not has_tensorboard or curve == pytest.approx(whole, abs=2e-6)
+
+
+def losses_of_events(file: Path) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(file)).Reload()
+    return {x.step: x.value for tag in found.Tags()["scalars"] for x in found.Scalars(tag) if "loss" in tag}

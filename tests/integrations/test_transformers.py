@@ -418,6 +418,15 @@ def test_what_is_not_exact_is_refused(pools: Pools) -> None:
             assert bool(said) == bool(found), case
 
 
+def test_indexed_layers_are_named() -> None:
+    from transformers import DeepseekV32Config
+
+    from ringspan.integrations.transformers.refusals import refuse_config
+
+    with pytest.raises(rs.UnplannedAttention, match=r"deepseek_v32 has layers .* \(indexed_attention: layers 0, 1\)"):
+        refuse_config(DeepseekV32Config(num_hidden_layers=2))
+
+
 def outside_and_unregistered(rank: int) -> dict[str, Any]:
     """Outside a block the name means SDPA. A name that the mask interface does not know gets no mask, in silence."""
     from transformers import AttentionInterface
