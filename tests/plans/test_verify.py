@@ -369,3 +369,22 @@ def test_a_loaded_plan_is_verified_with_newly_made_plans_of_the_other_ranks() ->
 def test_verify_needs_all_ranks_in_order_and_with_equal_digests(given: Callable[[list[Plan]], list[Plan]]) -> None:
     with pytest.raises(rs.PlanError, match="verify needs the plans of all 3 ranks, in rank order and with equal digests"):
         verify(given(a_ring()))
+
+
+def test_a_slot_may_send_some_rows_while_others_arrive() -> None:
+    """Rows that are forwarded share a slot with those that arrive, but no row is sent while it is overwritten."""
+    plans = all_plans(rs.causal(64), 4, "hierarchical(per_node=2, pieces=2)", "contiguous")
+    verify(plans)
+    for rank, plan in enumerate(plans):
+        for n, step in enumerate(plan.program.forward):
+            sent = {t.slot: t.rows for t in step.sends if t.what == "kv" and t.slot != 0}
+            for i, t in enumerate(step.recvs):
+                if t.what == "kv" and t.slot in sent:
+                    changed = list(plans)
+                    onto_sent = replace(t, rows=sent[t.slot])
+                    recvs = (*step.recvs[:i], onto_sent, *step.recvs[i + 1 :])
+                    edit("forward", rank, n, recvs=lambda _, recvs=recvs: recvs)(changed)
+                    with pytest.raises(rs.PlanError, match=f"receives kv into slot {t.slot}, which is in use in the same step"):
+                        verify(changed)
+                    return
+    pytest.fail("no slot sends and receives in one step")

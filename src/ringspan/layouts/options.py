@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from inspect import signature
 from typing import Any, TypeVar
 
+from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import RingspanError, unknown_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-_signature = lru_cache(64)(signature)  # reading one takes longer than parsing the text
+_signature = cache_by_digest(64, plain=True)(signature)  # reading one takes longer than parsing the text
 
 
 def parse_options(
