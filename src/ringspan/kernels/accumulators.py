@@ -182,7 +182,7 @@ class RowAccumulator(ABC):
     def add(self, start: int, stop: int, *partial: Tensor) -> None:
         """Combine a partial result, rows first, with those of the rows ``start:stop`` so far."""
         is_low_precision = partial[0].dtype != self.like.dtype
-        if any(part.overlaps(start, stop) for part in self._head_parts):
+        if self._head_parts and any(part.overlaps(start, stop) for part in self._head_parts):
             self.accumulated(start, stop)
         for first, last, state in self._states.between(start, stop):
             new = partial if (first, last) == (start, stop) else _rows(partial, first - start, last - start)
