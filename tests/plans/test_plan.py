@@ -134,7 +134,7 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("gather(stages=)", "gather takes (stages=1)"),
         ("gather(stages=open('x'))", "gather takes (stages=1)"),
         ("exchange(**{})", "exchange takes (stages=2)"),
-        ("ring(stages=2)", "cannot read strategy 'ring(stages=2)': ring takes ()"),
+        ("ring(stages=2)", "cannot read strategy 'ring(stages=2)': ring takes no options"),
     ],
 )
 def test_text_that_is_no_strategy_is_refused(text: str, message: str) -> None:

@@ -25,10 +25,11 @@ def check_inputs_finite(plan: Plan, phase: Phase, tensors: dict[str, Tensor | No
             continue
         layout = plan.kv_layout if name in ("k", "v") else plan.q_layout
         token = int(layout.positions(plan.rank)[row])
-        count = int((~torch.isfinite(x)).sum())
+        nans, count = int(torch.isnan(x).sum()), int((~torch.isfinite(x)).sum())
         raise InputError(
-            f"rank {plan.rank}, {phase}: {name} has {count} non-finite values, the first in row {row}, which is token {token} "
-            "(found by RINGSPAN_DEBUG=1)"
+            f"rank {plan.rank}, {phase}: {name} has {nans} NaN and {count - nans} infinities, the first in row {row}, which is "
+            f"token {token} (found by RINGSPAN_DEBUG=1). They come from an operation before this attention: "
+            "torch.autograd.set_detect_anomaly(True) finds those of gradients"
         )
 
 

@@ -309,8 +309,8 @@ class LocalWorld:
         rows = rows_of(plans[0].mask)
         if rows is not None and score_mod is not None:
             raise InputError(
-                "a score_mod does not support masks that differ between the rows of a batch: give one mask_mod(b, h, q, k) of "
-                "the whole batch"
+                "a score_mod does not support masks that differ between the rows of a batch: give one function of the "
+                "whole batch, mask=rs.mask_mod(function, n, batch=rows) with function(b, h, q, k)"
             )
         attend = partial(
             self._run_sequence,

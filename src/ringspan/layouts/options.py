@@ -38,8 +38,8 @@ def parse_options(
         options = {} if match[2] is None else _read_options(match[2])
         takes.bind(*[None] * positional, **options)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):  # the last two: deep nesting
-        listed = [str(p.replace(annotation=p.empty)) for p in list(takes.parameters.values())[positional:]]
-        raise error(f"cannot read {kind} {text!r}: {match[1]} takes ({', '.join(listed)})") from None
+        listed = ", ".join([str(p.replace(annotation=p.empty)) for p in list(takes.parameters.values())[positional:]])
+        raise error(f"cannot read {kind} {text!r}: {match[1]} takes {f'({listed})' if listed else 'no options'}") from None
     return function, options
 
 

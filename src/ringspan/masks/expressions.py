@@ -45,7 +45,8 @@ def parse_mask(text: str) -> Mask:
         counts = [(a, text.count(a), b, text.count(b)) for a, b in (("(", ")"), ("[", "]"))]
         unpaired = [f": it has {n} {a} and {m} {b}" for a, n, b, m in counts if n != m]
         raise MaskError(
-            f"cannot read {text!r}{''.join(unpaired[:1])}. A mask looks like `documents([700, 324]) & window(128)`"
+            f"cannot read {text!r}{''.join(unpaired[:1])}. A mask looks like `documents([700, 324]) & window(128)`; the "
+            "operators are & | - ~"
         ) from None
 
 

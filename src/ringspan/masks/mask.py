@@ -106,7 +106,7 @@ class Mask:
         if self.q_len is None or self.k_len is None:
             raise MaskError(
                 f"{self.name} holds at any length and has none of its own: combine it with a mask that has one, as in "
-                f"full(n) & {self.name}"
+                f"causal(n) & {self.name}, or full(n) & {self.name} for queries that see later keys, too"
             )
         return self.q_len, self.k_len
 

@@ -106,7 +106,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
     for name, assumed in (("heads", 32), ("kv_heads", 8)):
         if getattr(args, name) is None:
             setattr(args, name, assumed)
-            notes.append(f"--{name.replace('_', '-')} was not given: {assumed} is assumed, and heads may be split")
+            notes.append(f"--{name.replace('_', '-')} was not given: {assumed} is assumed, also by strategies that split heads")
     for name in ("heads", "kv_heads", "head_dim", "batch", "world"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")

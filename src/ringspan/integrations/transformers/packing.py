@@ -85,7 +85,8 @@ def positions_of_model() -> tuple[bool, Tensor | None]:
 def missing_positions() -> UnplannedAttention:
     return UnplannedAttention(
         "this model was called without position_ids, and counts the tokens of this rank from 0: pass "
-        "position_ids=cp.positions()[None], or cp.shard(position_ids, dim=1), to the model"
+        "position_ids=cp.positions()[None], for packed documents cp.positions(documents=lengths)[None], or "
+        "cp.shard(position_ids, dim=1), to the model"
     )
 
 
@@ -130,7 +131,7 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
     where = f"row {i} of this rank is token {tokens_S[i]}"
     if (given_BS == np.arange(len(tokens_S))).all():
         raise UnplannedAttention(
-            f"the position ids of this rank are 0, 1, 2, …, but {where}: pass position_ids=cp.positions()[None], or "
+            f"the position ids of this rank are 0, 1, 2, …, but {where}: pass position_ids={_positions_of(mask)}[None], or "
             "cp.shard(position_ids, dim=1), to the model"
         )
     raise UnplannedAttention(
@@ -139,6 +140,13 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
         "For a packed batch, make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids) of the "
         "whole sequence, or rs.documents(lengths)"
     )
+
+
+def _positions_of(mask: Mask | None) -> str:
+    """Return the call that makes the positions of this rank, for error messages."""
+    if mask is None or mask.predicate is not None or len(mask.documents()) > 1:
+        return "cp.positions(documents=lengths)"  # not those of the whole sequence, which are accepted, too
+    return "cp.positions()"
 
 
 def _restarts(token: int, mask: Mask) -> UnplannedAttention:
