@@ -1,12 +1,13 @@
 """What ``auto`` takes on this GPU, against the fastest of all strategies by the clock.
 
-    ringspan bench calibrate --device cuda --heads 32 --kv-heads 8 --head-dim 128 --tokens 2048 8192 32768 --out here.json
+    ringspan bench calibrate --device cuda --heads 32 --kv-heads 8 --head-dim 128 --tokens 2048 8192 32768 \\
+        --out here.json
     python benchmarks/choices.py --hardware here.json
     python benchmarks/choices.py --hardware here.json --json
 
-One rank of 8, the one that computes longest by the cost model; 32 query and 8 key heads of 128, bfloat16. *Clock* is the
-time of forward and backward on the device, from back-to-back replays of a CUDA graph, without messages: one GPU has no
-links. *Wire* is the time that the messages add by the cost model, with the links of the hardware file. The fastest
+One rank of 8, the one that computes longest by the cost model; 32 query and 8 key heads of 128, bfloat16. *Clock* is
+the time of forward and backward on the device, from back-to-back replays of a CUDA graph, without messages: one GPU has
+no links. *Wire* is the time that the messages add by the cost model, with the links of the hardware file. The fastest
 strategy has the least sum of both.
 """
 
@@ -82,8 +83,8 @@ def clock_seconds(plan: Plan) -> float:
 
 
 def wire_seconds(plan: Plan, machine: Hardware) -> float:
-    """Return the seconds that messages add, by the cost model: with the links of the machine, less those with links that
-    take no time."""
+    """Return the seconds that messages add, by the cost model: with the links of the machine, less those with links
+    that take no time."""
     no_time = Link(latency_s=0.0, bytes_per_s=float("inf"))
     return plan.cost(machine, SHAPE).seconds - plan.cost(replace(machine, within=no_time, between=no_time), SHAPE).seconds
 

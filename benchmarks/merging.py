@@ -13,8 +13,9 @@
 **merge**: partial results of all rows, as FA4 returns them, in bfloat16, merged by::
 
     accumulator   OutputAccumulator: one launch for each part after the first, as the parts are computed
-    combine       flash_attn_combine: one launch for all parts, which are all kept in memory until then. It takes float32
-                  (parts of less precision are an illegal memory access, flash-attn-4 4.0.0b36); the conversion is not timed
+    combine       flash_attn_combine: one launch for all parts, which are all kept in memory until then. It takes
+                  float32 (parts of less precision are an illegal memory access, flash-attn-4 4.0.0b36); the conversion
+                  is not timed
 
 *error* is the largest difference from a merge in float64; rounding to bfloat16 is part of it. Times are medians. Those
 of merging are times of CUDA graphs, so the host does not count. 32 query and 8 key heads of 128.
@@ -48,7 +49,8 @@ def milliseconds(step: Callable[[], object]) -> float:
 
 
 def attend(qkv: Sequence[Tensor], sink_H: Tensor, *, add: Callable[..., Any] | None = None, own: bool = False) -> Tensor:
-    """Return the out of one causal FA4 call, with a sink that is added to its result, with FA4's own, or without one."""
+    """Return the out of one causal FA4 call, with a sink that is added to its result, with FA4's own, or without
+    one."""
     options = {"learnable_sink": sink_H} if own else {}
     out_BSHE, lse_BHS = fa4.load().flash_attn_func(*qkv, causal=True, return_lse=True, **options)
     if add is None:

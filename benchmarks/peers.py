@@ -8,9 +8,9 @@
 
 Peers that are not installed are left out, with a line that says so. Each process has one thread. In each round every
 library runs once, in turn, so that the load of the machine affects all alike; a round of a library takes as long as its
-slowest process. The seconds are medians of the rounds. The ratio is the median of the peer's time over ringspan's in the
-same round. *cpu s* is the processor time of the process with the most, all its threads together: it depends less on the
-load of the machine, and has no waiting in it. The error is the largest difference of out, dq, dk and dv from dense
+slowest process. The seconds are medians of the rounds. The ratio is the median of the peer's time over ringspan's in
+the same round. *cpu s* is the processor time of the process with the most, all its threads together: it depends less on
+the load of the machine, and has no waiting in it. The error is the largest difference of out, dq, dk and dv from dense
 attention in float64, relative to the largest value of each.
 
 What runs: ringspan as ``rs.ContextParallel`` chooses it for this shape and ``hardware="cpu"``; ``ulysses_attn_func`` of

@@ -36,7 +36,8 @@ MASKS = {
 
 @cache_by_stream(256)
 def rectangle(bands: tuple[Band, ...], device: torch.device) -> list[tuple[slice, slice, Tensor]]:
-    """Return all bands as one rectangle and its visible pairs, a constant. The kernel's own parts are not recordable."""
+    """Return all bands as one rectangle and its visible pairs, a constant. The kernel's own parts are not
+    recordable."""
     if not bands:
         return []
     q0, q1, k0, k1, *_ = zip(*bands, strict=True)

@@ -50,7 +50,8 @@ def shard_and_back(rank: int, layout: str) -> Claims:
 
 
 def rotary_tables(rank: int, layout: str) -> Claims:
-    """Positions that start again with each document, and tables of rotary embeddings that are sharded like the tokens."""
+    """Positions that start again with each document, and tables of rotary embeddings that are sharded like the
+    tokens."""
     cp = made(layout=layout)
     within = torch.tensor([i for length in LENGTHS for i in range(length)])
     angles = torch.outer(torch.arange(N), torch.tensor([1.0, 0.1]))

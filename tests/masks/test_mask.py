@@ -1,4 +1,5 @@
-"""Expressions over all constructors, compared with the same expressions over dense arrays; and the methods for planning."""
+"""Expressions over all constructors, compared with the same expressions over dense arrays; and the methods for
+planning."""
 
 from __future__ import annotations
 

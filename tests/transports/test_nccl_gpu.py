@@ -363,8 +363,8 @@ def survive(rank: int, when: str, port: int) -> None:
     cp = rs.ContextParallel(None, rs.causal(N), strategy="ring", layout="zigzag", timeout=LIMIT)
     q, k, v, grad = [x.detach() for x in cp.shard(*tensors(torch.bfloat16), dim=2)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    # CUDA loads a kernel at its first use, and waits then for NCCL's kernels, which wait for a dead rank. So both passes are
-    # executed, recorded and replayed before.
+    # CUDA loads a kernel at its first use, and waits then for NCCL's kernels, which wait for a dead rank. So both
+    # passes are executed, recorded and replayed before.
     for _ in range(3):
         torch.autograd.grad(cp.attention(*leaves), leaves, grad)
     torch.cuda.synchronize()

@@ -35,9 +35,9 @@ def least_seconds(
        nodes and latency are left out.
     4. Merging: an equal share of the rows whose keys are on several ranks (:func:`merged_rows`). Their results are
        merged, and their gradients added, once in each direction at least. This overlaps with nothing.
-    5. Attention and messages overlap as well as the machine allows: the time is ``max(a, m) + (1 - overlap) min(a, m)``.
-       This function is convex, so its value for the means is not above the mean of its values for ranks and steps.
-       Matrix products do not overlap with messages: no strategy sends during them.
+    5. Attention and messages overlap as well as the machine allows: the time is ``max(a, m) + (1 - overlap) min(a,
+       m)``. This function is convex, so its value for the means is not above the mean of its values for ranks and
+       steps. Matrix products do not overlap with messages: no strategy sends during them.
 
     The rows that must cross depend on the time: in more time a node can compute longer documents alone. So the bound is
     the time T at which these figures, with the rows that must cross within T, are just T. It is found by bisection.
@@ -89,8 +89,8 @@ def crossing_bytes(
     Take key x of a document whose keys are sent to the queries. The rows from x to the end of the document have more
     tokens or pairs than one node may have, so several nodes share them. All of these see key x, and all but its owner
     receive it, with its gradient on the way back. The same holds with time reversed if queries are sent to the keys,
-    and a query takes at least as many bytes. If heads are exchanged for tokens instead, all nodes that share the document
-    receive their heads of all rows.
+    and a query takes at least as many bytes. If heads are exchanged for tokens instead, all nodes that share the
+    document receive their heads of all rows.
 
     >>> crossing_bytes([8], 4, 18, Shape(heads=1, kv_heads=1, head_dim=1), "bfloat16") / (3 * 4)  # keys 0 to 5, once
     6.0

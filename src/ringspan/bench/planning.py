@@ -23,8 +23,8 @@ ROUNDS = 8
 
 
 def planning_rows(*, documents: int, seq_len: int, world: int, seed: int) -> Iterator[Row]:
-    """Yield a row for each mask of a batch with ``"auto"``, and for one with a given layout and strategy. Then a row for
-    each of some layouts and strategies of a large mask, for one on twice as many ranks, and for the packing of a
+    """Yield a row for each mask of a batch with ``"auto"``, and for one with a given layout and strategy. Then a row
+    for each of some layouts and strategies of a large mask, for one on twice as many ranks, and for the packing of a
     batch."""
     rs.plan(rs.documents([3, 5]), world=2)  # imports and first uses are not part of the first row
     n = BATCH_TOKENS

@@ -138,7 +138,8 @@ def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, sour
         tile=128,
         memory=int(memory_gb * 1e9),
         source=source,
-        # Measured on an H200 (benchmarks/overlap.py): 0.92 for copies by 8 multiprocessors at 250 GB/s, 0.86 by 16 at 460.
+        # Measured on an H200 (benchmarks/overlap.py): 0.92 for copies by 8 multiprocessors at 250 GB/s, 0.86 by 16 at
+        # 460.
         overlap=0.9,
         copy_bytes_per_s=1e12,  # a copy reads and writes; the memory of these GPUs does 2 to 8 TB/s
     )

@@ -94,7 +94,8 @@ def simulate(loads: Loads, overlap: float) -> Timeline:
 
 
 def _simulate_one_in_flight(loads: Loads, overlap: float) -> Timeline:
-    """Do :func:`simulate` for programs whose steps end with their own exchange. Arrays have a row for each step here."""
+    """Do :func:`simulate` for programs whose steps end with their own exchange. Arrays have a row for each step
+    here."""
     computing, communication = np.ascontiguousarray(loads.computing.T), np.ascontiguousarray(loads.communication.T)
     extra = (1 - overlap) * np.minimum(computing, communication) + loads.copying.T
     is_sent = communication > 0

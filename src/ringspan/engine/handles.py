@@ -44,8 +44,8 @@ log = logging.getLogger("ringspan.engine")
 
 MAX_PREPARED = 256  # calls of one plan
 
-# The scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device of q, k and v: all that the
-# preparation of a call depends on.
+# The scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device of q, k and v: all that
+# the preparation of a call depends on.
 CallKey: TypeAlias = tuple[object, ...]
 
 
@@ -116,11 +116,11 @@ class PlanHandle:
         A rank checks its tensors and functions and selects its kernel before it communicates. If it cannot make the
         call, what its peers do depends on the calls before:
 
-        - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The rank takes
-          part, so that they raise :class:`~ringspan.errors.PeerFailed`, and raises its own error.
-        - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A rank that
-          entered the handshake would wait until the time limit. It raises at once and writes its error to the store,
-          where waiting peers read it. They raise :class:`~ringspan.errors.PeerFailed`.
+        - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The
+          rank takes part, so that they raise :class:`~ringspan.errors.PeerFailed`, and raises its own error.
+        - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A
+          rank that entered the handshake would wait until the time limit. It raises at once and writes its error to the
+          store, where waiting peers read it. They raise :class:`~ringspan.errors.PeerFailed`.
         """
         # fmt: off
         key = (

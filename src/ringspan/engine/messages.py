@@ -18,7 +18,8 @@ from ringspan.plans.shape import is_packed
 
 
 class Payload(NamedTuple):
-    """Rows to send. They are copied into a buffer of their own unless they are contiguous in their slot, or stay here."""
+    """Rows to send. They are copied into a buffer of their own unless they are contiguous in their slot, or stay
+    here."""
 
     transfer: Transfer
     is_packed: bool

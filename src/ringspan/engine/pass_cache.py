@@ -64,7 +64,8 @@ class PassCache:
             self.passes.popitem(last=False)
 
     def restore_constants(self) -> None:
-        """Put the constants of all recordings back into their caches: a CUDA graph that is captured reads them there."""
+        """Put the constants of all recordings back into their caches: a CUDA graph that is captured reads them
+        there."""
         for found in list(self.passes.values()):
             if not isinstance(found, NotRecorded):
                 found.restore_constants()

@@ -18,8 +18,8 @@ memory than the pass itself.
 What is noted is complete, or the pass is not recorded. The dispatcher of PyTorch shows every operator
 (:class:`PassRecorder` is a dispatch mode); launches that bypass it are reported by :mod:`ringspan.kernels.launches`. A
 tensor must be an input of the pass, memory that it allocated, or a constant that :mod:`ringspan.caching.by_stream`
-keeps. Memory must be written before an operator reads it: otherwise a launch was not reported. If the host reads a value
-of a tensor, the pass is not recorded: the next time it may take another path.
+keeps. Memory must be written before an operator reads it: otherwise a launch was not reported. If the host reads a
+value of a tensor, the pass is not recorded: the next time it may take another path.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
 
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
 
-    ``cuda_graphs=True`` captures attention in CUDA graphs from its fourth call on, for ranks with few tokens. Results are
-    the same bits. It costs copies and up to 2 GiB of memory (docs/training.md).
+    ``cuda_graphs=True`` captures attention in CUDA graphs from its fourth call on, for ranks with few tokens. Results
+    are the same bits. It costs copies and up to 2 GiB of memory (docs/training.md).
 
     A block in which no attention was intercepted raises :class:`ringspan.UnplannedAttention` when it ends, if it was
     never used before or a softmax over this rank's keys was computed in it: the model computes attention in a way that

@@ -158,9 +158,10 @@ class LocalWorld:
         """Compute attention of whole sequences: q (B, H, S, D), k (B, G, T, D), v (B, G, T, E). Returns the whole
         result.
 
-        The sequence is split over the ranks, and every rank executes its own plan. Differentiable.
-        ``score_mod(score, b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. ``dkv_dtype`` is as in
-        :func:`ringspan.plan`, ``return_lse``, ``return_max_logits`` and ``cuda_graphs`` are as in :func:`ringspan.attention`.
+        The sequence is split over the ranks, and every rank executes its own plan. Differentiable. ``score_mod(score,
+        b, h, q, k)`` changes the score of each visible pair, as in FlexAttention. ``dkv_dtype`` is as in
+        :func:`ringspan.plan`, ``return_lse``, ``return_max_logits`` and ``cuda_graphs`` are as in
+        :func:`ringspan.attention`.
         """
         plans = self.plans(mask, strategy=strategy, layout=layout, kv_layout=kv_layout, dkv_dtype=dkv_dtype)
         found: list[Tensor] | None = [] if return_max_logits else None

@@ -326,8 +326,8 @@ def _functions_of_rows(
     q_tokens_S: Tensor | None,
     k_tokens_T: Tensor | None,
 ) -> tuple[ScoreMod | None, MaskMod]:
-    """Return a ``score_mod`` and a ``mask_mod`` of the rows and heads of one call, from those of tokens and global heads.
-    The second also has the interval of each query. Compiled."""
+    """Return a ``score_mod`` and a ``mask_mod`` of the rows and heads of one call, from those of tokens and global
+    heads. The second also has the interval of each query. Compiled."""
 
     def head(h: Tensor) -> Tensor:
         return h + heads if isinstance(heads, int) else heads[h]

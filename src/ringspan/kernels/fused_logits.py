@@ -1,7 +1,7 @@
 """A Triton kernel for the largest logit of each head: one launch for any number of bands.
 
-The rows of a band are cut into tiles of ``ROWS``. A program computes the scores of one tile and one head, some keys at a
-time, and stores the largest. The tiles are a table on the device, so documents are data of the launch::
+The rows of a band are cut into tiles of ``ROWS``. A program computes the scores of one tile and one head, some keys at
+a time, and stores the largest. The tiles are a table on the device, so documents are data of the launch::
 
     tile    first row, end of rows, first key, end of keys, lo, hi
 
@@ -26,8 +26,8 @@ from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Ints
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ROWS = 128
-# A tile of queries and two of keys must fit into shared memory: rows of up to 256 bytes allow tiles of 128 keys, rows of
-# up to 512 bytes tiles of 32.
+# A tile of queries and two of keys must fit into shared memory: rows of up to 256 bytes allow tiles of 128 keys, rows
+# of up to 512 bytes tiles of 32.
 KEYS_BY_ROW_BYTES = {256: 128, 512: 32}
 OPTIONS = {"num_warps": 8, "num_stages": 2}
 

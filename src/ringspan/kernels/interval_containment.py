@@ -76,8 +76,8 @@ class NonfiniteRows(NamedTuple):
         return Saved(*(None if x is None else self.zero_queries(x) for x in saved))  # type: ignore[arg-type]
 
     def zero_keys(self, k_BGTD: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies with zeros in these keys. Keys and values that are side by side in memory stay so: a program was
-        compiled for their strides."""
+        """Return copies with zeros in these keys. Keys and values that are side by side in memory stay so: a program
+        was compiled for their strides."""
         zero_BGT1, d = self.keys_BGT.unsqueeze(-1), k_BGTD.shape[-1]
         if v_BGTE.data_ptr() - k_BGTD.data_ptr() != d * k_BGTD.element_size() or k_BGTD.stride() != v_BGTE.stride():
             return _zeroed(k_BGTD, zero_BGT1), _zeroed(v_BGTE, zero_BGT1)
@@ -98,8 +98,8 @@ class NonfiniteRows(NamedTuple):
         return Partial(result.out.masked_fill(is_nan.unsqueeze(-1), torch.nan), result.lse.masked_fill(is_nan, torch.nan))
 
     def write_to_gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Write NaN to the queries that have it, and to all keys that they see. Of ``dq, dk, dv, *dlearned``, the last are
-        sums over all documents: they are NaN if any query is."""
+        """Write NaN to the queries that have it, and to all keys that they see. Of ``dq, dk, dv, *dlearned``, the last
+        are sums over all documents: they are NaN if any query is."""
         dq, dk, dv, *dlearned = grads
         queries = self.nan_queries
         seen_BHT = self.intervals.seen_by_any(queries, self.keys_BGT.shape[2])

@@ -40,7 +40,8 @@ def max_logits(
     scale: float,
     mods: IndexedMods | None = None,
 ) -> Tensor:
-    """Return the largest logit of each query head over all batch rows and all pairs of the bands: (H,), at least float32.
+    """Return the largest logit of each query head over all batch rows and all pairs of the bands: (H,), at least
+    float32.
 
     A head without a visible pair has -inf. If a logit is NaN, so is the largest.
     """

@@ -54,8 +54,8 @@ def tighten_indexed(t: Table) -> tuple[Table, Ints]:
 def area(t: Table) -> Ints:
     """Return the number of pairs in each band of a tight table.
 
-    They are those of the rectangle, less a triangle beyond each diagonal. In a tight band no row and no column is empty,
-    so the triangles lie inside the rectangle.
+    They are those of the rectangle, less a triangle beyond each diagonal. In a tight band no row and no column is
+    empty, so the triangles lie inside the rectangle.
     """
     q0, q1, k0, k1, lo, hi = t.T
     above, below = k1 - q0 - hi, lo - k0 + q1  # one more than the diagonals beyond hi, and beyond lo
@@ -208,8 +208,8 @@ def _join_neighbours(t: Table, group: Ints, sizes: Ints, keys: tuple[int, int, i
 
 
 def _every_second(index: Ints) -> Ints:
-    """Return which of these increasing numbers to take: of consecutive ones every second, so that no band is joined twice
-    in one pass.
+    """Return which of these increasing numbers to take: of consecutive ones every second, so that no band is joined
+    twice in one pass.
 
     >>> _every_second(np.array([2, 3, 4, 5, 9, 10])).tolist()
     [0, 2, 4]

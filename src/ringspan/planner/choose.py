@@ -109,9 +109,9 @@ def choose(
     comes first.
 
     Each iteration takes the candidate with the lowest estimate and refines it: first the compute time of the busiest
-    rank, then the time of the messages alone, then the strategy's lower bound, then the plans of a sample of ranks, then
-    those of all ranks (in worlds of ``exact_up_to`` ranks or fewer). So most candidates are never planned. A strategy that
-    makes columns is costed on all ranks of the workload without plans.
+    rank, then the time of the messages alone, then the strategy's lower bound, then the plans of a sample of ranks,
+    then those of all ranks (in worlds of ``exact_up_to`` ranks or fewer). So most candidates are never planned. A
+    strategy that makes columns is costed on all ranks of the workload without plans.
     """
     queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
     fastest = float("inf")

@@ -92,8 +92,8 @@ def _crossing_rows(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes
 
 
 def _most_crossing(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes) -> float:
-    """Return the largest fraction of a rank's work that is with rows of other nodes, of the ranks with at least half the
-    mean work."""
+    """Return the largest fraction of a rank's work that is with rows of other nodes, of the ranks with at least half
+    the mean work."""
     keys = by_node(kv_layout, nodes)
     if estimated_tiles(mask, q_layout, keys) > MAX_NODE_TILES:
         return UNKNOWN_CROSSING
@@ -131,8 +131,8 @@ def spread(
     weights: Shares | None = None,
     near_until: int = -1,
 ) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
-    """Split the bands of the rank's own rows, and of those of its node, over the steps, so that the work of the steps is
-    in proportion to the weights.
+    """Split the bands of the rank's own rows, and of those of its node, over the steps, so that the work of the steps
+    is in proportion to the weights.
 
     ``busy`` is the work of each step with rows of other nodes. Without weights, steps before the first and after the
     last of it get half as much as the others. Rows of the node arrive in step 0. They are computed before the step

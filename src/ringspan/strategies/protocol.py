@@ -86,8 +86,8 @@ class Strategy(ABC):
         return 0.0 if self.moving_side is None else workload.busiest(self.moving_side)
 
     def transfer_seconds(self, workload: Workload) -> float:
-        """Return a lower bound of the time in which a rank receives its messages. It is cheaper than ``least_seconds``, and
-        excludes strategies that send much more than is needed. By default it is zero."""
+        """Return a lower bound of the time in which a rank receives its messages. It is cheaper than ``least_seconds``,
+        and excludes strategies that send much more than is needed. By default it is zero."""
         return 0.0
 
     def least_seconds(self, workload: Workload) -> float:

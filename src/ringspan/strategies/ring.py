@@ -141,7 +141,8 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _transfer_seconds(workload: Workload) -> float:
-    """Return a lower bound of the time in which a rank receives the blocks that pass it, all from the rank before it."""
+    """Return a lower bound of the time in which a rank receives the blocks that pass it, all from the rank before
+    it."""
     world, rank = workload.world, np.array(workload.ranks)
     hop = (rank[:, None] - np.arange(world)[None, :]) % world
     reach = np.array(block_reach(workload.mask, workload.q_layout, workload.kv_layout))

@@ -116,7 +116,8 @@ _refusal = _Refusal()
 
 @contextmanager
 def refuse_calls(reason: str) -> Iterator[None]:
-    """Raise an :class:`InputError` with this reason at every call that this thread makes on a group of several ranks."""
+    """Raise an :class:`InputError` with this reason at every call that this thread makes on a group of several
+    ranks."""
     _refusal.reason = reason
     try:
         yield

@@ -99,9 +99,9 @@ class ProcessGroupTransport:
     ) -> list[T]:
         """Run the generator of this process's rank to the end and return its result in a list of one.
 
-        ``description`` is what must be equal on all ranks. If it is not, the ranks raise PeerMismatch. ``device`` is that
-        of the messages. With it, a rank without messages takes part in the comparison of calls at once; the messages of
-        other ranks wait for it.
+        ``description`` is what must be equal on all ranks. If it is not, the ranks raise PeerMismatch. ``device`` is
+        that of the messages. With it, a rank without messages takes part in the comparison of calls at once; the
+        messages of other ranks wait for it.
         """
         (generator,) = generators
         if self.world == 1:
@@ -340,8 +340,8 @@ class ProcessGroupTransport:
         return self._backends.get(device.type) == "gloo"
 
     def _compares_calls(self, device: torch.device) -> bool:
-        """Whether the calls of all ranks are compared. Messages with tags match equal calls only. The ranks of PyTorch's
-        fake backend exist in this process alone."""
+        """Whether the calls of all ranks are compared. Messages with tags match equal calls only. The ranks of
+        PyTorch's fake backend exist in this process alone."""
         return not self._has_tags(device) and self._backends.get(device.type) != "fake"
 
     def _run_collective(self, start: Callable[[], Any], compared: Sequence[Tensor], description: CallDescription) -> None:
@@ -358,7 +358,8 @@ class ProcessGroupTransport:
             self._apply_comparison(comparison, compared, call)
 
     def _start_comparison(self, device: torch.device | None, call: Call) -> PendingComparison | None:
-        """Start to compare this call, and those before it, with the calls of all ranks, unless the device is unknown."""
+        """Start to compare this call, and those before it, with the calls of all ranks, unless the device is
+        unknown."""
         if device is None or not self._compares_calls(device):
             return None
         checksum = self._state.calls.checksum_with(call)

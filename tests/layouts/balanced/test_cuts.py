@@ -49,7 +49,8 @@ def test_the_nearest_interval_is_at_most_a_token_off(made: DrawnRing, data: st.D
 
 
 def test_a_cut_costs_the_keys_that_are_seen_across_it() -> None:
-    """Two documents of 8, blocks of 4: a whole document costs nothing, half of one 4 keys across the cut and a block."""
+    """Two documents of 8, blocks of 4: a whole document costs nothing, half of one 4 keys across the cut and a
+    block."""
     ring = PieceRings.of(WorkProfile(rs.documents([8, 8])), ints(0, 0), ints(0, 8), ints(8, 16), 1)
     resolution = Resolution(block=4, step=1)
     assert best_interval(ring, Goal(8, 8, 8, 36, 36, 36), resolution) == RingInterval(cost=0, off_work=0, place=0, tokens=8)

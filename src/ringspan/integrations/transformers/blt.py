@@ -1,7 +1,7 @@
 """BLT: bytes, and patches of them, whose boundaries a small model finds in the bytes.
 
-The bytes have the layout of the user's block. Every rank gathers the ids of all bytes and their entropies, and so knows all
-patches. The patches get a layout of their own, zigzag, and three more blocks::
+The bytes have the layout of the user's block. Every rank gathers the ids of all bytes and their entropies, and so knows
+all patches. The patches get a layout of their own, zigzag, and three more blocks::
 
     patches -> bytes of each patch        encoder: a patch has K queries, in a block of K · P queries and N keys
     patches -> patches before             global transformer: causal, P patches
@@ -9,8 +9,8 @@ patches. The patches get a layout of their own, zigzag, and three more blocks::
 
 The first states of a patch are the largest of its bytes' states, which are gathered for it.
 
-Legend: B batch, N bytes of the whole sequence, S bytes of this rank, P patches, Q patches of this rank, K = cross_attn_k, M
-features.
+Legend: B batch, N bytes of the whole sequence, S bytes of this rank, P patches, Q patches of this rank, K =
+cross_attn_k, M features.
 """
 
 from __future__ import annotations

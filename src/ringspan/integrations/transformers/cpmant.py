@@ -9,8 +9,8 @@ Every token sees all others, also those after it. Scores have a bias for each he
 tokens of the same segment, and on the segments of two others. The segment is 2 for a token and 0 for the prompt and for
 padding.
 
-Legend: B batch, N tokens of the whole sequence, P tokens of the prompt, L = P + N, S of these on this rank, H heads, D head
-dim, M features of the model, K biases.
+Legend: B batch, N tokens of the whole sequence, P tokens of the prompt, L = P + N, S of these on this rank, H heads, D
+head dim, M features of the model, K biases.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ predicting stream has one more key, its own::
                               x x x x   x x x x          x x x .
     own key                   none      its own of each  its own of each
 
-So the streams are query heads of one attention over the keys of the main stream. The own key is on the rank of its query,
-and is merged into the result. Each query computes a bias for each bucket of distances. As in Inkling, these biases are
-gathered, and a ``score_mod`` reads them.
+So the streams are query heads of one attention over the keys of the main stream. The own key is on the rank of its
+query, and is merged into the result. Each query computes a bias for each bucket of distances. As in Inkling, these
+biases are gathered, and a ``score_mod`` reads them.
 
-Legend: B batch, N tokens of the whole sequence, S tokens of this rank, H heads, G predicting streams, R = 1 + G streams,
-J = H · R query heads, D head dim, M features of the model, K buckets.
+Legend: B batch, N tokens of the whole sequence, S tokens of this rank, H heads, G predicting streams, R = 1 + G
+streams, J = H · R query heads, D head dim, M features of the model, K buckets.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _biases(layer: Any, hidden_BRSM: Tensor, block: ContextParallel) -> Tensor:
     made_BRSKH = layer.relative_pos_embeddings(hidden_BRSM).unflatten(-1, (layer.num_buckets, layer.num_attn_heads))
     bias_BRNKH = block.unshard(made_BRSKH, dim=2, grad="partial")
     main_B1HNK = bias_BRNKH[:, :1].permute(0, 1, 4, 2, 3)
-    # transformers 5.22 writes the biases of the predicting streams in the order (token, stream, head), and reads them in
-    # the order (stream, head, token). A query then has the biases of another one, perhaps of another rank.
+    # transformers 5.22 writes the biases of the predicting streams in the order (token, stream, head), and reads them
+    # in the order (stream, head, token). A query then has the biases of another one, perhaps of another rank.
     written_BNGHK = bias_BRNKH[:, 1:].permute(0, 2, 1, 4, 3)
     batch, n, streams, heads, buckets = written_BNGHK.shape
     read_BGHNK = written_BNGHK.reshape(batch, streams, heads, n, buckets)

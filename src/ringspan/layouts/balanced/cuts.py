@@ -166,8 +166,8 @@ def _places(rings: PieceRings, wanted: Ints, limits: Ints, resolution: Resolutio
 
 
 def _grid_intervals(rings: PieceRings, wanted: Ints, step: int) -> Grid:
-    """Return the intervals with the wanted tokens of their ring that begin or end at a place of the grid, in order, with
-    their work instead of the work before their place."""
+    """Return the intervals with the wanted tokens of their ring that begin or end at a place of the grid, in order,
+    with their work instead of the work before their place."""
     grid = rings.grid(step)
     tokens, end_of_ring, all_work = (x[grid.ring] for x in (wanted, rings.base[1:], rings.work))
     start, stop = rings.wrapped(grid.place - tokens, grid.ring), grid.place + tokens

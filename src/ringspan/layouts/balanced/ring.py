@@ -29,7 +29,8 @@ from ringspan.masks.table import ranges
 
 @dataclass(frozen=True, slots=True)
 class PieceRings:
-    """Pieces ``[start, stop)`` of the sequence in rings, ring after ring. No piece is empty, but a ring may have none."""
+    """Pieces ``[start, stop)`` of the sequence in rings, ring after ring. No piece is empty, but a ring may have
+    none."""
 
     profile: WorkProfile
     ring: Ints  # the ring of each piece
@@ -156,8 +157,8 @@ class PieceRings:
 
 
 class Grid(NamedTuple):
-    """Places in rings, in order, and the ring and the work of all pieces before each. ``first`` is the index of the first
-    place of each ring, then the number of all."""
+    """Places in rings, in order, and the ring and the work of all pieces before each. ``first`` is the index of the
+    first place of each ring, then the number of all."""
 
     place: Ints
     ring: Ints
