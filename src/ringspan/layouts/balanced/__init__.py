@@ -8,9 +8,9 @@ by at most two per rank.
 
 ::
 
-    causal(8) on 2 ranks                    0 1 2 3 4 5 6 7 (0 1 2 …          token t is t + 1 pairs of work, 18 for each rank
-    an interval of 4 tokens, 18 pairs           [-------)                     3 + 4 + 5 + 6
-    the rest of the ring                    0 1         6 7 (0 1 …            1 + 2 + 7 + 8: zigzag
+    causal(8) on 2 ranks                    0 1 2 3 4 5 6 7 (0 1 2 …      token t has t + 1 pairs, each rank 18
+    an interval of 4 tokens, 18 pairs           [-------)                 3 + 4 + 5 + 6
+    the rest of the ring                    0 1         6 7 (0 1 …        1 + 2 + 7 + 8: zigzag
 
 The ring begins with the document that has the least work per token and ends with the one that has the most. An interval
 across the end takes the heavy part of a document that is too large for one rank, and light documents.
@@ -20,6 +20,9 @@ separates keys that stay in the node, so few keys cross nodes::
 
     2 nodes of 2 ranks      [------ node 0 ------)[------ node 1 ------)      the cheapest cuts are between nodes
                             [-rank 0-)[-rank 1-)  [-rank 2-)[-rank 3-)
+
+Before that, nodes get whole documents, or chunks of long ones (``whole_documents.py``), and the ring has the rest. The
+ranks of a node get equal parts of the documents that other nodes have, too (``dealing.py``).
 """
 
 from __future__ import annotations
@@ -46,14 +49,15 @@ from ringspan.masks import Mask
 # The work of a rank may exceed the mean by 1/80, to have a choice of cuts that cost little.
 TOLERANCE = 80
 
-# The work of a node that holds whole documents is not always met to the token. Then 1/75 is accepted.
-OF_NODES = 75
+# A node that holds whole documents cannot always get exactly its share of the work. It may exceed it by 1/75.
+NODE_TOLERANCE = 75
 
-# Within a node, whose work may exceed the mean as well, the work of a rank may exceed the mean of all by 1/55.
-WITHIN_NODES = 55
+# Within a node, whose work may exceed the mean as well, the work of a rank may exceed the mean of all ranks by 1/55.
+TOLERANCE_IN_NODE = 55
 
-# Chunks of documents that are dealt among the ranks of a node are not all cut at the best token. Then 1/50 is accepted.
-AT_MOST = 50
+# If documents are dealt among the ranks of a node, where they are cut does not depend on the work of other documents.
+# Then the work of a rank may exceed the mean of all ranks by 1/50.
+DEALT_TOLERANCE = 50
 
 # Columns of a goal.
 TOKENS, MOST_WORK = Goal._fields.index("tokens"), Goal._fields.index("most_work")
@@ -82,24 +86,11 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
     n, block, slack = mask.lengths[0], _count("block", block, 1), _count("slack", slack, 0)
     per_node = world if per_node is None else _count("per_node", per_node, 1, "ranks")
     fair = mask.area // world
-    among_nodes = Limits(1, max(n // world - slack, 0), -(-n // world) + slack, fair, fair + max(fair // TOLERANCE, 1))
-    limits = among_nodes if per_node >= world else among_nodes._replace(most_work=fair + max(fair // WITHIN_NODES, 1))
+    limits = Limits(1, max(n // world - slack, 0), -(-n // world) + slack, fair, fair + max(fair // TOLERANCE, 1))
+    if per_node < world:
+        return _over_nodes(mask, world, per_node, limits, block, slack)
     resolution = _resolution(n // world, block)
-    ring = _documents(mask, resolution.block)
-    nodes = [min(per_node, world - first) for first in range(0, world, per_node)]
-    if len(nodes) > 1:
-        parts = [among_nodes.times(ranks) for ranks in nodes]
-        pieces = _among_nodes(ring, parts, _resolution(n // len(nodes), block))
-        of_nodes = [limits.times(ranks) for ranks in nodes]
-        cuts = _cuts(mask)
-        # First with documents that are dealt among the ranks of a node, then without.
-        for bounds, most_work in ((cuts, fair + fair // AT_MOST), (cuts[:0], limits.most_work)):
-            spans = _within_nodes(ring.profile, bounds, pieces, of_nodes, resolution)
-            solved = Layout(spans, length=n, name=f"balanced(per_node={per_node})")
-            if int(areas(mask, solved).max(initial=0)) <= most_work:
-                return solved
-        return solved if slack else _best(mask, solved)
-    shares = _share_among(ring, [[limits] * world], resolution)[0]
+    shares = _share_among(_documents(mask, resolution.block), [[limits] * world], resolution)[0]
     of_ranks = (_joined([*zip(start.tolist(), stop.tolist(), strict=True)]) for start, stop in shares)
     solved = Layout(sorted(of_ranks), name="balanced")
     best = solved if slack else _best(mask, solved)
@@ -125,6 +116,24 @@ class Limits(NamedTuple):
         return Limits(self.ranks, self.fewest - tokens, self.most - tokens, self.fair - work, self.most_work - work)
 
 
+def _over_nodes(mask: Mask, world: int, per_node: int, limits: Limits, block: int, slack: int) -> Layout:
+    """Do :func:`balanced` for several nodes. ``limits`` are those of a rank."""
+    n = mask.lengths[0]
+    resolution = _resolution(n // world, block)
+    ring = _documents(mask, resolution.block)
+    nodes = [min(per_node, world - first) for first in range(0, world, per_node)]
+    pieces = _among_nodes(ring, [limits.times(ranks) for ranks in nodes], _resolution(n // len(nodes), block))
+    in_node = limits._replace(most_work=limits.fair + max(limits.fair // TOLERANCE_IN_NODE, 1))
+    cuts = _cuts(mask)
+    # First with documents that are dealt among the ranks of a node, then without.
+    for dealt, most_work in ((cuts, limits.fair + limits.fair // DEALT_TOLERANCE), (cuts[:0], in_node.most_work)):
+        spans = _within_nodes(ring.profile, dealt, pieces, [in_node.times(ranks) for ranks in nodes], resolution)
+        solved = Layout(spans, length=n, name=f"balanced(per_node={per_node})")
+        if int(areas(mask, solved).max(initial=0)) <= most_work:
+            return solved
+    return solved if slack else _best(mask, solved)
+
+
 def _share_among(rings: PieceRings, parts: Sequence[Sequence[Limits]], resolution: Resolution) -> list[list[tuple[Ints, Ints]]]:
     """Return, for each ring, the starts and stops of the pieces of each of its parts.
 
@@ -148,8 +157,11 @@ def _share_among(rings: PieceRings, parts: Sequence[Sequence[Limits]], resolutio
 
 
 def _among_nodes(ring: PieceRings, parts: Sequence[Limits], resolution: Resolution) -> list[tuple[Ints, Ints]]:
-    """Return the starts and stops of the pieces of each node: whole documents as far as possible, and parts of those
-    that are too large for a node. If this does not balance the work, the ring is shared as it is."""
+    """Return the starts and stops of the pieces of each node.
+
+    If some documents have more work than a node may have, nodes get chunks of these, else whole documents. The rest of
+    the ring fills them up. If this does not balance the work, the ring is shared as it is.
+    """
     chunks = long_chunks(ring, parts[0].most, parts[0].fair, resolution.block, len(parts) - 1)
     size, work = np.diff(ring.edge), np.diff(ring.work_at)
     node = np.full(len(size), -1)
@@ -168,7 +180,7 @@ def _among_nodes(ring: PieceRings, parts: Sequence[Limits], resolution: Resoluti
     others = PieceRings.of(ring.profile, np.zeros_like(rest), ring.start[rest], stop[rest], 1)
     pieces = _fill_up(others, parts, held, resolution)
     works = (int((ring.profile.work_before(high) - ring.profile.work_before(low)).sum()) for low, high in pieces)
-    if all(of_node <= part.fair + part.fair // OF_NODES for of_node, part in zip(works, parts, strict=True)):
+    if all(of_node <= part.fair + part.fair // NODE_TOLERANCE for of_node, part in zip(works, parts, strict=True)):
         return pieces
     return _share_among(ring, [parts], resolution)[0]
 
@@ -252,8 +264,12 @@ def _within_nodes(
     limits: Sequence[Limits],
     resolution: Resolution,
 ) -> list[Spans]:
-    """Return the spans of each rank of nodes that have these pieces: first its part of the documents that other nodes
-    have, too, and then of all others. ``limits`` are those of each node."""
+    """Return the spans of each rank of nodes that have these pieces. On each rank, its part of the documents that other
+    nodes have, too, comes first.
+
+    ``cuts`` are the bounds of the documents; without them, no document is dealt among the ranks of a node. ``limits``
+    are those of each node.
+    """
     dealt = [deal(cuts, *pieces, limit.ranks) for pieces, limit in zip(of_nodes, limits, strict=True)]
     parts = []
     for of_node, limit in zip(dealt, limits, strict=True):

@@ -3,14 +3,15 @@
 Keys cross between nodes only if a document is on several nodes. So documents that fit into a node are assigned to nodes
 as they are, the heaviest first, and only the lightest ones are left to fill the nodes up exactly::
 
-    node 0    [--- document 0 ---)[- 4 -)[.....)        [.....) light documents, cut wherever tokens and work require it:
-    node 1    [-- document 1 --)[-- 3 --)[.....)        few keys cross at their cuts
+    node 0    [--- document 0 ---)[- 4 -)[.....)     [.....) light documents, cut wherever tokens and work require it:
+    node 1    [-- document 1 --)[-- 3 --)[.....)     few keys cross at their cuts
     node 2    [- document 2 -)[- 5 -)[- 6 -)[..)
 
-A document with more work than a node may have is cut from its end. Each *chunk* has as much work as a node can take if
-the rest of its tokens are light documents. The head of the document remains, and is shared like other documents::
+If a document has more work than a node may have, no document is assigned as a whole. Instead, such documents are cut
+from their ends. Each *chunk* has as much work as a node can take if the rest of its tokens are light documents. The
+beginning of the document is shared like the documents that are not cut::
 
-    document     [------ head ------)[-- chunk 2 --)[- chunk 1 -)[chunk 0)      equal work: later rows see more keys
+    document     [---- beginning ----)[-- chunk 2 --)[- chunk 1 -)[chunk 0)     equal work: later rows see more keys
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ringspan.layouts.layout import Ints
 # The fraction of the tokens, in the lightest documents, that is not assigned as a whole: 1/20.
 RESERVE = 20
 
-# The density of the light documents depends on how many of them are needed, and this on the density.
+# The work per token of the light documents depends on how many of them are needed, and their number on the work per
+# token. Both are computed in turn, this many times.
 ROUNDS = 4
 
 
@@ -41,9 +43,9 @@ class Chunk(NamedTuple):
 
 
 def long_chunks(ring: PieceRings, tokens: int, work: int, block: int, most: int) -> list[Chunk]:
-    """Return at most so many chunks, one for a node each, of all documents with more work than a node may have.
+    """Return at most ``most`` chunks of the documents with more work than a node may have, one for each node.
 
-    ``tokens`` and ``work`` are those of a node.
+    ``tokens`` and ``work`` are those of a node. Documents are cut at multiples of ``block``.
     """
     size, of_pieces = np.diff(ring.edge), np.diff(ring.work_at)
     long = np.flatnonzero(of_pieces > work)
@@ -56,7 +58,7 @@ def long_chunks(ring: PieceRings, tokens: int, work: int, block: int, most: int)
     chunks: list[Chunk] = []
     filled = 0
     for _ in range(ROUNDS):
-        # Light documents are in the order of their density. The first ones with as many tokens as needed are used.
+        # Light documents are in the order of their work per token. The first ones are used, as many as are needed.
         last = min(int(light_tokens.searchsorted(filled)), len(light) - 1)
         density = int(light_work[last]) / int(light_tokens[last])
         chunks, filled = [], 0
@@ -94,7 +96,7 @@ def _cut_from_end(rows: Ints, before: Ints, stop: int, tokens: int, work: int, d
 def assign_whole(
     size: Ints, work: Ints, tokens: Sequence[int], fair: Sequence[int], most_work: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return the node of each document, -1 for those that are left to fill the nodes up.
+    """Return the node of each document, -1 for those that remain on the ring to fill the nodes up.
 
     ``size`` and ``work`` are those of the documents, in ascending order of work per token. ``tokens``, ``fair`` and
     ``most_work`` are the tokens of each node, its share of the work and its limit. With light documents of density d in
@@ -102,7 +104,7 @@ def assign_whole(
     are balanced: each document is given to the node that lacks most, if it fits.
 
     >>> assign_whole(*np.array([[2, 3, 3, 4, 4], [1, 6, 6, 10, 10]]), [8, 8], [17, 17], [18, 18]).tolist()
-    [-1, 1, 0, 1, 0]
+    [-1, 0, 1, 0, 1]
     """
     node = np.full(len(size), -1)
     left = int(np.cumsum(size).searchsorted(int(size.sum()) // RESERVE)) + 1
