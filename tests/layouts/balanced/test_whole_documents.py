@@ -69,3 +69,15 @@ def test_no_node_gets_more_than_its_limits(lengths: list[int], nodes: int) -> No
         assert size[node == i].sum() <= tokens
         assert work[node == i].sum() <= fair + fair // 80
     assert (node[: int((size.cumsum() < size.sum() // 20).sum())] == -1).all()  # the lightest ones are left
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "slack"), [(16, 6, 0), (33, 8, 0), (18, 4, 0), (30, 19, 3), (6, 1, 100), (6, 4, 7)]
+)
+def test_every_rank_gets_its_tokens_if_they_cannot_be_shared_equally(world: int, per_node: int, slack: int) -> None:
+    """A node that holds a few tokens more than its minimum leaves enough for the others."""
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).lognormal(4, 1.0, 60).astype(int).clip(1).tolist()
+        layout = balanced(rs.documents(lengths), world, per_node=per_node, slack=slack)
+        assert max(layout.counts) <= -(-sum(lengths) // world) + slack
+        assert min(layout.counts) >= sum(lengths) // world - slack

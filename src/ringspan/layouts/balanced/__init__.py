@@ -113,7 +113,8 @@ class Limits(NamedTuple):
 
     def less(self, tokens: int, work: int) -> Limits:
         """Return the limits for the rest, if the ranks already have this many tokens and this much work."""
-        return Limits(self.ranks, self.fewest - tokens, self.most - tokens, self.fair - work, self.most_work - work)
+        fewest = max(self.fewest - tokens, 0)  # tokens above the minimum must not count for other ranks
+        return Limits(self.ranks, fewest, self.most - tokens, self.fair - work, self.most_work - work)
 
 
 def _over_nodes(mask: Mask, world: int, per_node: int, limits: Limits, block: int, slack: int) -> Layout:
@@ -162,11 +163,13 @@ def _among_nodes(ring: PieceRings, parts: Sequence[Limits], resolution: Resoluti
     If some documents have more work than a node may have, nodes get chunks of these, else whole documents. The rest of
     the ring fills them up. If this does not balance the work, the ring is shared as it is.
     """
-    chunks = long_chunks(ring, parts[0].most, parts[0].fair, resolution.block, len(parts) - 1)
     size, work = np.diff(ring.edge), np.diff(ring.work_at)
+    # With more tokens than its share, a node could leave too few for the others.
+    shares = [int(size.sum()) * part.ranks // sum(part.ranks for part in parts) for part in parts]
+    chunks = long_chunks(ring, shares[0], parts[0].fair, resolution.block, len(parts) - 1)
     node = np.full(len(size), -1)
     if not chunks and work.max(initial=0) <= parts[0].fair:
-        node = assign_whole(size, work, *zip(*((part.most, part.fair, part.most_work) for part in parts), strict=True))
+        node = assign_whole(size, work, shares, [part.fair for part in parts], [part.most_work for part in parts])
     stop = ring.stop.copy()
     held: list[Spans] = [[] for _ in parts]
     for of_node, chunk in zip(held, chunks, strict=False):
