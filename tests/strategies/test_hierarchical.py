@@ -88,20 +88,20 @@ def test_rows_that_do_not_cross_are_in_no_piece_of_their_own() -> None:
 def test_own_work_fills_the_steps_evenly() -> None:
     own, near = (Band(0, 100, 0, 100, -99, 0),), (Band(0, 50, 0, 20, -49, 19),)
     busy = [0, 0, 2000, 2000, 0, 0]
-    of_own, of_near = spread(own, near, busy)
+    of_own, of_near = spread(own, near, busy, np.array([0.5, 0.5, 1, 1, 0.5, 0.5]), near_until=5)
     assert sum(b.area for part in of_own for b in part) == own[0].area
     assert sum(b.area for part in of_near for b in part) == near[0].area
     assert not of_near[0]
-    assert not of_near[-1]  # they arrive in the first step, and their gradients leave in the last
+    assert not of_near[-1]  # they arrive in the first step, and are computed before the last
     total = [sum(b.area for b in (*x, *y)) + z for x, y, z in zip(of_own, of_near, busy, strict=True)]
     # 10,050 pairs: a quarter for each of the steps with received rows, an eighth for each of the others, to about two rows.
     assert total == pytest.approx([1256, 1256, 2512, 2512, 1256, 1256], abs=200)
 
 
 def test_bands_without_work_and_steps_without_messages() -> None:
-    assert spread((), (), [0, 0, 0]) == ([(), (), ()], [(), (), ()])
+    assert spread((), (), [0, 0, 0], np.ones(3), near_until=3) == ([(), (), ()], [(), (), ()])
     own = (Band(0, 4, 0, 4, -3, 3),)
-    of_own, _ = spread(own, (), [0, 10**6, 0])
+    of_own, _ = spread(own, (), [0, 10**6, 0], np.ones(3), near_until=3)
     assert sum(b.area for part in of_own for b in part) == 16
 
 
@@ -110,7 +110,7 @@ def test_steps_without_rows_of_other_nodes_have_as_much_work_as_the_rank_with_mo
     assert step_weights(3, 5, 0.0).tolist() == [1, 1, 1, 1, 1]
     assert step_weights(2, 4, 1.0).tolist() == [0.1, 0.1, 1, 1]
     own = (Band(0, 100, 0, 100, -99, 0),)
-    of_own, _ = spread(own, (), [0, 0, 2000, 2000, 0, 0], step_weights(2, 6, 0.5))
+    of_own, _ = spread(own, (), [0, 0, 2000, 2000, 0, 0], step_weights(2, 6, 0.5), near_until=6)
     total = [sum(b.area for b in x) + y for x, y in zip(of_own, [0, 0, 2000, 2000, 0, 0], strict=True)]
     assert total == pytest.approx([1131, 1131, 2262, 2262, 1131, 1131], abs=200)
 

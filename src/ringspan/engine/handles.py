@@ -118,9 +118,10 @@ class PlanHandle:
 
         - The group has agreed on no call of this plan yet. The peers are in the handshake, or about to enter it. The
           rank takes part, so that they raise :class:`~ringspan.errors.PeerFailed`, and raises its own error.
-        - It has. The peers most likely come with the same shapes as before, skip the handshake and exchange rows. A
-          rank that entered the handshake would wait until the time limit. It raises at once and writes its error to the
-          store, where waiting peers read it. They raise :class:`~ringspan.errors.PeerFailed`.
+        - The group has agreed on a call of this plan. The peers most likely come with the same shapes as before, skip
+          the handshake and exchange rows. A rank that entered the handshake would wait until the time limit. It raises
+          at once and writes its error to the store, where waiting peers read it. They raise
+          :class:`~ringspan.errors.PeerFailed`.
         """
         # fmt: off
         key = (

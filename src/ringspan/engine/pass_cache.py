@@ -8,8 +8,8 @@
     the fourth call  captured in CUDA graphs, with ``cuda_graphs=True`` (:mod:`ringspan.engine.graph_replay`)
 
 Calls are the same if they have one plan, phase, kernel and scale, on one stream, with tensors of the same shapes,
-strides, dtypes and alignment, and if deterministic algorithms are enabled in all of them or in none, and CUDA graphs. A
-pass that cannot be recorded is always executed. The logger ``ringspan.engine`` says why, at level INFO.
+strides, dtypes and alignment, and if deterministic algorithms are enabled in all of them or in none, and likewise CUDA
+graphs. A pass that cannot be recorded is always executed. The logger ``ringspan.engine`` says why, at level INFO.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ Ints = NDArray[np.int64]
 # Microbatches of similar lengths may have this fraction more tokens than an equal share, 1/1000.
 SPARE = 1000
 
-# The rows that cross between nodes are sent in so many pieces: over fewer nodes than ``NODES_FOR_PIECES``, and over
-# more.
+# The numbers of pieces of the rows that cross between nodes, of which the fastest is taken: over fewer nodes than
+# ``NODES_FOR_PIECES``, and over more.
 FEW_PIECES, MORE_PIECES = (1, 2, 3), (1, 3, 4)
 
 

@@ -210,7 +210,8 @@ def _check_races(r: SymbolicSlots, steps: Sequence[Step], where: str) -> None:
     sent_now, sent = _rows_sent(steps[:1]), _rows_sent(steps)
     arriving: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     for n, t in ((n, t) for n, step in enumerate(steps) for t in step.recvs):
-        is_sent = _overlap((sent if n == 0 else sent_now).get((t.what, t.slot)), t.rows)  # later sends: in their own windows
+        # For a receive of a later step, the sends of later steps are checked with the windows of those steps.
+        is_sent = _overlap((sent if n == 0 else sent_now).get((t.what, t.slot)), t.rows)
         if t.what in ("q", "kv"):
             if t.slot == 0:
                 raise PlanError(f"{where}: receives {t.what} into slot 0, which is reserved for the rank's local rows")

@@ -114,7 +114,7 @@ def step_weights(pieces: int, steps: int, most_crossing: float) -> Shares:
     forwarded rows have arrived, and only the rest can be in the steps before and after::
 
         pieces=3, backward     step 0   1      2   3   4      5   6
-        weight                 w        w      1   1   1      w   w        4 w : 3 = rest : work with rows of other nodes
+        weight                 w        w      1   1   1      w   w      4 w : 3 = rest : work with rows of other nodes
     """
     inside = slice(2, pieces + 2)
     edges = steps - pieces
@@ -128,21 +128,16 @@ def spread(
     own: tuple[Band, ...],
     near: tuple[Band, ...],
     busy: Sequence[int],
-    weights: Shares | None = None,
-    near_until: int = -1,
+    weights: Shares,
+    near_until: int,
 ) -> tuple[list[tuple[Band, ...]], list[tuple[Band, ...]]]:
     """Split the bands of the rank's own rows, and of those of its node, over the steps, so that the work of the steps
     is in proportion to the weights.
 
-    ``busy`` is the work of each step with rows of other nodes. Without weights, steps before the first and after the
-    last of it get half as much as the others. Rows of the node arrive in step 0. They are computed before the step
-    ``near_until``: by default the last one, in which their gradients are sent.
+    ``busy`` is the work of each step with rows of other nodes. Rows of the node arrive in step 0, and are computed
+    before the step ``near_until``.
     """
     own_area, near_area = (sum(band.area for band in bands) for bands in (own, near))
-    if weights is None:
-        working = np.flatnonzero(busy)
-        weights = np.full(len(busy), 0.5)
-        weights[slice(working[0], working[-1] + 1) if len(working) else slice(None)] = 1.0
     share = _fill(np.array(busy, dtype=np.float64), own_area + near_area, weights)
     of_near, allowed = np.zeros_like(share), slice(1, near_until)
     of_near[allowed] = share[allowed]

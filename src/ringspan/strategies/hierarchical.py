@@ -18,8 +18,8 @@
 
 With ``pieces=m``, the rows that cross are sent in m pieces, in a pipeline. Piece p makes each of these steps p steps
 later, except that its rows are computed together when the forwarded ones have arrived: one task instead of two, whose
-results are merged once. The rank's own rows are computed bit by bit in all steps, so that every step has about equal
-work::
+results are merged once. The rank's own rows and those of its node are split over all steps, so that every step has
+about equal work::
 
     pieces=2, backward    step 0     step 1     step 2     step 3     step 4     step 5
     across                piece 0    piece 1
@@ -60,7 +60,8 @@ from ringspan.strategies.incoming_rows import OWN, IncomingRows, assign_slot_row
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
 
-PIECES = 6  # that the automatic choice considers, from this number of nodes on:
+# The automatic choice considers this number of pieces, from this number of nodes on.
+PIECES = 6
 NODES_FOR_PIECES = 16
 
 
@@ -116,7 +117,7 @@ class Hierarchical(Strategy):
 
 def _fan_out(problem: Problem, nodes: Nodes, count: int) -> Program:
     rank, world, node = problem.rank, problem.world, nodes.of(problem.rank)
-    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # of an owner here: itself
+    forwarder_of = [nodes.forwarder(owner, node) for owner in range(world)]  # owners of this node: themselves
     near = [peer for peer in nodes.ranks(node) if peer != rank]
     # Owners on other nodes: those whose rows this rank receives from them and forwards, and those whose rows another
     # rank of this node forwards to it.
@@ -194,8 +195,8 @@ _StageBands = list[tuple[int, tuple[Band, ...]]]
 def _bands_of_steps(
     bands: Mapping[int, tuple[Band, ...]], stages: _Stages, pieces: CrossingPieces, phase: Phase
 ) -> list[_StageBands]:
-    """Return the bands of each step. With several pieces, the rank's own rows and those of its node are computed bit by
-    bit in all steps."""
+    """Return the bands of each step. With several pieces, the bands of the rank's own rows and of those of its node are
+    split over all steps."""
     count = stages.steps(phase)
     made: list[_StageBands] = [[] for _ in range(count)]
     own, near = bands.get(OWN, ()), bands.get(stages.near, ())

@@ -1,4 +1,4 @@
-"""BLT: bytes, and patches of them, whose boundaries a small model finds in the bytes.
+"""BLT, which attends between bytes and patches of bytes. A small model computes the boundaries of the patches.
 
 The bytes have the layout of the user's block. Every rank gathers the ids of all bytes and their entropies, and so knows
 all patches. The patches get a layout of their own, zigzag, and three more blocks::
@@ -68,8 +68,8 @@ class Patches:
     def encoder_mask(self) -> LayerMask:
         """Return the mask of patches and their bytes.
 
-        A patch without bytes sees all. Its queries are 0, so that it gets the mean of all, as in one process with eager
-        attention. (SDPA on CPUs computes this mean, too, but another gradient of it.)
+        A patch without bytes sees all bytes. Its queries are 0, so its result is the mean of all values, as in one
+        process with eager attention. (SDPA on CPUs computes this mean, too, but another gradient of it.)
         """
         n, k, ids_BN = self.ids_BN.shape[1], self.per_patch, self.ids_BN
         has_bytes_BP = torch.zeros(len(ids_BN), self.count, dtype=torch.bool, device=ids_BN.device).scatter(1, ids_BN, True)
@@ -99,8 +99,8 @@ class Patches:
         if (ids_BN == ids_BN[:1]).all():
             pairs = [((p * k, p * k + k), (start, stop)) for start, stop, p in runs(ids_BN[0].cpu().numpy())]
             pairs += [((p * k, p * k + k), (0, n)) for p in sees_all_BP[0].nonzero()[:, 0].tolist()]
-            sides = [(*patch, *some) if queries_are_patches else (*some, *patch) for patch, some in pairs]
-            return Mask.from_bands([(*side, -lengths[0], lengths[1]) for side in sides], *lengths)
+            rectangles = [(*patch, *rows) if queries_are_patches else (*rows, *patch) for patch, rows in pairs]
+            return Mask.from_bands([(*rectangle, -lengths[0], lengths[1]) for rectangle in rectangles], *lengths)
 
         def sees(b: Any, h: Any, q: Any, key: Any) -> Any:
             patch, byte = (q // k, key) if queries_are_patches else (key // k, q)

@@ -58,7 +58,8 @@ class SegmentBias:
 
 @dataclass(frozen=True)
 class Prompted:
-    """What the layers get in place of a mask tensor: the user's block, and one over the prompt and the sequence."""
+    """The argument ``attention_mask`` of the layers in a block, in place of a mask tensor: the user's block, and one
+    over the prompt and the sequence."""
 
     outer: ContextParallel
     block: ContextParallel

@@ -29,6 +29,6 @@ def refuse_cache(past_key_values: Any, layer: int = 0) -> None:
 
 
 def refuse_weights(model_type: str, output_attentions: bool | None, config: Any) -> None:
-    """Raise if a model should return the weights of its attention."""
+    """Raise if a model should return its attention weights."""
     if config.output_attentions if output_attentions is None else output_attentions:
         raise UnplannedAttention(f"{model_type} should return its weights, which no rank has: output_attentions=False")

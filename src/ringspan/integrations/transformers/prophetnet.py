@@ -38,7 +38,7 @@ from ringspan.masks import Mask, Predicate, causal
 
 @dataclass(frozen=True)
 class Streams:
-    """What the layers get in place of a mask tensor.
+    """The argument ``attention_mask`` of the layers in a block, in place of a mask tensor.
 
     ``mask`` has a head for each head and stream, heads first. ``buckets_N`` are the buckets of the distances 0 to N.
     """
@@ -49,7 +49,8 @@ class Streams:
 
 
 def prophetnet_decoder(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``ProphetNetDecoder.forward``. In a block, raise if it should return weights, or continues a KV cache."""
+    """Run ``ProphetNetDecoder.forward``. In a block, raise if it should return attention weights or continue a KV
+    cache."""
     block = block_of_model()
     if block is not None:
         with named_refusals(self, block.refuse):
