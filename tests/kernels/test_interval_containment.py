@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.kernels import flex
-from ringspan.kernels.interval_containment import Intervals
+from ringspan.kernels.interval_containment import Intervals, NonfiniteRows
 from ringspan.kernels.kernel import Saved
 from tests.kernels.test_containment import documents_of
 from tests.kernels.test_flex import N, backward, forward, indexed, inputs
@@ -73,6 +73,16 @@ def test_gradients_of_captured_tensors_are_nan() -> None:
     saved.dout_BHSE[0, 0, 100] = torch.nan
     (grads,) = flex.attend_backward(saved, k, v, mask.bands, scale=0.3, mods=mods)
     assert grads.dlearned[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_finite_values_are_no_infinities(dtype: torch.dtype) -> None:
+    x = torch.full((1, 1, 3, 16), torch.finfo(dtype).max, dtype=dtype)
+    x[0, 0, 1, 5], x[0, 0, 2, 5] = torch.inf, torch.nan
+    intervals = Intervals(torch.zeros(3, dtype=torch.int64), torch.arange(1, 4))
+    found = NonfiniteRows.of_inputs(x, x, x, intervals)
+    assert found.queries_BHS.tolist() == found.keys_BGT.tolist() == [[[False, True, True]]]
+    assert found.nan_queries.tolist() == [[[False, True, True]]]
 
 
 def test_intervals() -> None:

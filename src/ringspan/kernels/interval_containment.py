@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.kernels.kernel import Saved, accumulation_dtype
+from ringspan.kernels.kernel import Saved
 from ringspan.kernels.partial import Partial
 
 
@@ -109,8 +109,11 @@ class NonfiniteRows(NamedTuple):
 
 
 def _nonfinite(*tensors: Tensor) -> Tensor:
-    """Return whether a row (B, H, S) of any of the tensors has a value that is not finite: then its sum is not."""
-    first, *others = [~x.sum(-1, dtype=accumulation_dtype(x.dtype)).isfinite() for x in tensors]
+    """Return whether a row (B, H, S) of any of the tensors has a value that is not finite: then its sum is not.
+
+    In float64, since finite values of bfloat16 and float32 can have a sum that is infinite in float32.
+    """
+    first, *others = [~x.sum(-1, dtype=torch.float64).isfinite() for x in tensors]
     for other in others:
         first |= other
     return first
