@@ -377,6 +377,7 @@ def test_what_prepared_models_refuse(pools: Pools) -> None:
 
 def refused(rank: int) -> dict[str, str]:
     cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    packed = rs.ContextParallel(None, rs.documents([20, 9]), layout="zigzag")
     types = torch.zeros(B, N, dtype=torch.long)
     types[:, 4:10] = 1
     images = {"inputs_embeds": torch.zeros(B, cp.plan.q_layout.counts[rank], 32).double(), "input_ids": None}
@@ -385,6 +386,7 @@ def refused(rank: int) -> dict[str, str]:
         "linear layers": message("qwen3_next", cp),
         "recurrent layers": message("recurrent_gemma", cp),
         "no positions": message("llama", cp, position_ids=None),
+        "no positions of documents": message("llama", packed, position_ids=None),
         "no positions, added to the tokens": message("bert", cp, position_ids=None),
         "not prepared": message("bart", cp, position_ids=None),
         "convolutions, not prepared": message("lfm2", cp),
@@ -400,6 +402,7 @@ REFUSALS = {
     "linear layers": "qwen3_next has layers that are not softmax attention under a mask (linear_attention: layers 0, 1, 2)",
     "recurrent layers": "recurrent_gemma cannot run under context parallelism: it has recurrent layers",
     "no positions": "pass position_ids=cp.positions()[None]",
+    "no positions of documents": "pass position_ids=cp.positions(documents=lengths)[None]",
     "no positions, added to the tokens": "pass position_ids=cp.positions()[None]",
     "not prepared": "bart counts the positions of its tokens",
     "convolutions, not prepared": "lfm2 has convolutions over its tokens",

@@ -91,7 +91,7 @@ JOBS: dict[str, tuple[Callable[[bool], None], str, str]] = {
         (
             non_finite_input,
             "InputError",
-            "rank 1, forward: k has 16 NaN and 0 infinities, the first in row 3, which is token",
+            "rank 1, forward: k has 16 NaN and 0 infinities, the first in row 3, which is token 7",
         ),
         (non_finite_gradient, "InputError", "rank 1, backward: dout has "),
         (non_finite_result, "KernelError", " of query slot 0. It computed query slot 0 with key slot"),

@@ -144,9 +144,8 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
 
 def _positions_of(mask: Mask | None) -> str:
     """Return the call that makes the positions of this rank, for error messages."""
-    if mask is None or mask.predicate is not None or len(mask.documents()) > 1:
-        return "cp.positions(documents=lengths)"  # not those of the whole sequence, which are accepted, too
-    return "cp.positions()"
+    # Positions in the whole sequence are accepted for packed documents, too, but are rarely meant.
+    return "cp.positions()" if mask is None or len(mask.documents()) <= 2 else "cp.positions(documents=lengths)"
 
 
 def _restarts(token: int, mask: Mask) -> UnplannedAttention:
