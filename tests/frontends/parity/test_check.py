@@ -88,12 +88,12 @@ def test_parameters_or_inputs_that_differ_between_ranks_are_named(pools: Pools) 
         assert of_rank == [("ranks_differ", "embed.weight"), ("ranks_differ", "batch")]
 
 
-def without_cp(model: broken.Model, batch: torch.Tensor) -> torch.Tensor:
+def without_cp(model: broken.Model, batch: torch.Tensor, length: int = N) -> torch.Tensor:
     """The loss of one document under a causal mask, in plain PyTorch."""
     own = broken.Attention.attend
     broken.Attention.attend = lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # type: ignore[method-assign]
     try:
-        logits = model(batch, torch.arange(N))
+        logits = model(batch, torch.arange(length))
     finally:
         broken.Attention.attend = own  # type: ignore[method-assign]
     return F.cross_entropy(logits[:, :-1].mT, batch[:, 1:])
@@ -112,6 +112,29 @@ def run_without_cp(rank: int) -> list[tuple[Any, str, str]]:
 def test_another_mask_than_that_of_the_model_is_named(pools: Pools) -> None:
     for of_rank in pools(2).run(run_without_cp):
         assert of_rank == [(None, "without cp", ""), ("other_mask", "without cp", "layers.0.attention.out")]
+
+
+def per_document(model: broken.Model, batch: torch.Tensor) -> torch.Tensor:
+    """The loss of documents that the model is given one by one: the mean over documents, not over tokens."""
+    means = [without_cp(model, document, len(document[0])) for document in batch.split(LENGTHS, dim=1)]
+    return torch.stack(means).mean()
+
+
+def run_calls_per_document(rank: int) -> tuple[Any, str]:
+    torch.manual_seed(0)
+    parity = rs.check_parity(intact(), tokens(), context("zigzag"), step=broken.right, without_cp=per_document)
+    return parity.cause, " ".join(str(parity).split())
+
+
+def test_modules_that_cannot_be_compared_are_not_said_to_be_equal(pools: Pools) -> None:
+    for cause, text in pools(2).run(run_calls_per_document):
+        assert cause == "other_calls"
+        assert "without_cp calls them another number of times than step, or with tensors of other shapes" in text
+        assert (
+            f"embed, output: shape (2, {N}, {broken.WIDTH}) in step, shape (2, {LENGTHS[0]}, {broken.WIDTH}) in without_cp"
+            in text
+        )
+        assert "same outputs" not in text
 
 
 def run_other_functions(rank: int) -> dict[str, Any]:

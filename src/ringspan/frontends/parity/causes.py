@@ -13,6 +13,7 @@ Cause = Literal[
     "other_mask",
     "other_inputs",
     "other_loss",
+    "other_calls",
     "mixing",
     "attention",
     "labels",
@@ -63,6 +64,13 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "other_loss": (
         "step and without_cp compute different losses of the same outputs",
         "compute the same loss in both: the same labels, and the mean over the same tokens",
+    ),
+    "other_calls": (
+        "the losses of step and without_cp differ, and modules could not be compared: without_cp calls them another number of "
+        "times than step, or with tensors of other shapes",
+        "to find the first module that differs, call the model in without_cp as in step: as often, with the whole sequences "
+        "and the dense mask of the model. Else compare by hand the mask, the positions, the labels, and the tokens "
+        "that the mean is over",
     ),
     "mixing": (
         "a layer mixes tokens outside attention, so it needs tokens of other ranks (a convolution, a norm over the sequence)",

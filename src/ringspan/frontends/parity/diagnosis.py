@@ -125,10 +125,36 @@ def compare_without_cp(whole: StepRun, plain: StepRun, tolerance: float) -> tupl
     name, label, error = wrong[0]
     cause: Cause = "other_mask"
     if name == "loss":
+        not_compared = _outputs_not_compared(whole, plain)
+        if not_compared:
+            return replace(row, name=name, tensor=label, error=error), Diagnosis("other_calls", not_compared)
         cause = "other_loss"
     elif _is_before_attention(whole, name, label):
         cause = "other_inputs"
     return replace(row, name=name, tensor=label, error=error), Diagnosis(cause, f"first seen in {name}, {label}")
+
+
+def _outputs_not_compared(whole: StepRun, plain: StepRun) -> str:
+    """Return how many outputs of modules only one of the runs has in this shape, and the first of them; empty if none.
+
+    Inputs do not count: without_cp may give a mask that the step does not need, or an argument by its name.
+    """
+    shapes = [
+        {
+            (key, label): tuple(x.shape)
+            for (key, label), x in run.trace.tensors.items()
+            if key.kind == "module" and label.startswith("output") and x.is_floating_point()
+        }
+        for run in (whole, plain)
+    ]
+    of_step, of_other = shapes
+    places = list(of_step | of_other)
+    unlike = [place for place in places if of_step.get(place) != of_other.get(place)]
+    if not unlike:
+        return ""
+    (key, label), *_ = unlike
+    first, second = (f"shape {found[unlike[0]]}" if unlike[0] in found else "missing" for found in shapes)
+    return f"{len(unlike)} of {len(places)} outputs not compared; {key}, {label}: {first} in step, {second} in without_cp"
 
 
 def _is_before_attention(run: StepRun, name: str, label: str) -> bool:
