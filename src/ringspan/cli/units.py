@@ -8,10 +8,19 @@ def seconds(value: float) -> str:
     >>> seconds(1.574), seconds(0.0337), seconds(4.2e-5), seconds(0)
     ('1.57 s', '33.7 ms', '42 µs', '0 s')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{_short(value / size)} {unit}"
-    return "0 s" if value == 0 else f"{value / 1e-6:.2g} µs"
+    unit, size = time_unit(value)
+    if value < size:
+        return "0 s" if value == 0 else f"{value / size:.2g} {unit}"
+    return f"{_short(value / size)} {unit}"
+
+
+def time_unit(value: float) -> tuple[str, float]:
+    """Return the unit in which :func:`seconds` writes a value, and how many seconds it is.
+
+    >>> time_unit(0.0337), time_unit(4.2e-7)
+    (('ms', 0.001), ('µs', 1e-06))
+    """
+    return next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if value >= size), ("µs", 1e-6))
 
 
 def size(value: float) -> str:

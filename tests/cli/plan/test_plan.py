@@ -11,12 +11,14 @@ import pytest
 
 import ringspan as rs
 from ringspan.cli.main import main
+from ringspan.cli.pictures import COLOURS
 from ringspan.cli.plan import drawings, png
 from ringspan.cli.plan.facts import facts
 from ringspan.cli.plan.mask_data import mask_data
 from ringspan.cli.plan.page import page
 from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Question, Study, study
+from ringspan.cli.units import seconds, time_unit
 from ringspan.costs import HARDWARE
 from ringspan.layouts import LAYOUTS, named_layout
 from ringspan.planner import best_on, bytes_moved
@@ -270,6 +272,18 @@ def test_a_picture_can_be_drawn(ring: Study, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     png.draw(tmp_path / "plan.png", ring)
     assert image.imread(tmp_path / "plan.png")[..., :3].std() > 0.05
+
+
+def test_the_timeline_of_the_picture_has_no_colour_of_a_rank_and_the_unit_of_the_title(ring: Study) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    png._timeline(axes, ring)
+    unit, size = time_unit(ring.cost.seconds)
+    assert seconds(ring.cost.seconds).endswith(f" {axes.get_xlabel()}")
+    assert axes.get_xlim() == pytest.approx((0, ring.cost.seconds / size)), unit
+    shades = {png.FORWARD, png.BACKWARD, png.EXPOSED, png.IDLE}
+    assert len(shades) == len(axes.get_legend().get_texts()) == 4
+    assert not shades & set(COLOURS)
 
 
 def test_without_matplotlib_it_says_what_to_install(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ringspan.cli.pictures import COLOURS, DPI, GRID, INK, PAPER, cells, rank_colours, why_not
+from ringspan.cli.pictures import DPI, GRID, INK, PAPER, cells, rank_colours, why_not
 from ringspan.cli.plan.drawings import slowest_of_groups
 from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Study
-from ringspan.cli.units import seconds
+from ringspan.cli.units import seconds, time_unit
 from ringspan.errors import InputError
 
 # With more steps than this, the edges of the bars would hide the bars.
 MAX_STEPS_WITH_EDGES = 60
-FORWARD, BACKWARD, EXPOSED = COLOURS[0], COLOURS[2], COLOURS[1]
+# Not colours of ranks, which the mask beside the timeline has.
+FORWARD, BACKWARD, EXPOSED, IDLE = "#444444", "#8C8C8C", "#FF9900", "#E3E6EC"
+# The legend names as many ranks at most, evenly spaced.
+MAX_NAMED_RANKS = 8
 
 
 def check_drawable(path: Path) -> None:
@@ -49,7 +53,8 @@ def _mask(axes: Any, study: Study) -> None:
     plan = study.plans[0]
     drawn = picture(study.question.mask, plan.q_layout, plan.kv_layout)
     q_len, k_len = study.question.mask.lengths
-    image = cells(drawn.seen(), drawn.q_owner, drawn.k_owner, rank_colours(plan.world))
+    colours = rank_colours(plan.world)
+    image = cells(drawn.seen(), drawn.q_owner, drawn.k_owner, colours)
     axes.imshow(image, extent=(0, k_len, q_len, 0), aspect="auto", interpolation="nearest")
     axes.set_title("Which rank computes which pair (pale: the key comes from another rank)", color=INK, fontsize=10)
     axes.set_xlabel("key", color=INK)
@@ -57,31 +62,56 @@ def _mask(axes: Any, study: Study) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:,.0f}")
     axes.tick_params(axis="x", labelrotation=20)
+    named = _evenly_spaced(plan.world, MAX_NAMED_RANKS)
+    _legend(axes, {f"rank {rank}": colours[rank].tolist() for rank in named} | {"hidden by the mask": PAPER})
 
 
 def _timeline(axes: Any, study: Study) -> None:
     rows = slowest_of_groups(study)
+    unit, size = time_unit(study.cost.seconds)
     start = 0.0
     edge = PAPER if study.cost.backward.begin.shape[1] <= MAX_STEPS_WITH_EDGES else "none"
-    for name, line, colour in (("forward", study.cost.forward, FORWARD), ("backward", study.cost.backward, BACKWARD)):
-        for begin, end, shade, words in (
-            (line.begin, line.computed, colour, f"computing, {name}"),
-            (line.computed, line.end, EXPOSED, "exposed"),
-        ):
+    for line, colour in ((study.cost.forward, FORWARD), (study.cost.backward, BACKWARD)):
+        # The background of a pass: what stays of it is the time in which a rank waits for the slowest one.
+        axes.barh(range(len(rows)), line.seconds / size, left=start / size, height=0.84, color=IDLE, linewidth=0)
+        for begin, end, shade in ((line.begin, line.computed, colour), (line.computed, line.end, EXPOSED)):
             for place, row in enumerate(rows):
-                bars = np.stack([start + begin[row], (end - begin)[row]], axis=1)
+                bars = np.stack([start + begin[row], (end - begin)[row]], axis=1) / size
                 axes.broken_barh(
                     bars[bars[:, 1] > 0],
                     (place - 0.42, 0.84),
                     facecolors=shade,
                     edgecolors=edge,
                     linewidth=0.4,
-                    label=words if place == 0 and not (name == "backward" and shade == EXPOSED) else None,
                 )
         start += line.seconds
-    few = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 16)).round().astype(int)).tolist()
+    few = _evenly_spaced(len(rows), 16)
     axes.set_yticks(few, [f"rank {study.plans[rows[n]].rank}" for n in few])
+    axes.set_xlim(0, start / size or None)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds", color=INK)
+    axes.set_xlabel(unit, color=INK)
     axes.set_title("Timeline of the ranks", color=INK, fontsize=10)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=9)
+    words = ("computing, forward", "computing, backward", "exposed: messages and copies", "waits for the slowest rank")
+    _legend(axes, dict(zip(words, (FORWARD, BACKWARD, EXPOSED, IDLE), strict=True)))
+
+
+def _legend(axes: Any, colours: Mapping[str, Any]) -> None:
+    """Name colours below the axes."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, edgecolor=GRID, linewidth=0.5, label=words) for words, colour in colours.items()]
+    axes.legend(
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+        ncols=min(5, len(handles)),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
+
+
+def _evenly_spaced(count: int, limit: int) -> list[int]:
+    """Return at most ``limit`` of the numbers below ``count``, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)).tolist()  # type: ignore[no-any-return]
