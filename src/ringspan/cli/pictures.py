@@ -36,9 +36,9 @@ def why_not() -> str | None:
     return None
 
 
-def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[int]) -> None:
+def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[int], caption: str = "") -> None:
     """Draw every visible pair in the colour of the rank that owns the query; pale if the key comes from another
-    rank."""
+    rank. ``caption`` is written below the picture."""
     from matplotlib.figure import Figure
 
     colours = rank_colours(plan.world)
@@ -70,6 +70,7 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
     strategy = plan.strategy.partition("(")[0]
     chosen = f"{len(lengths)} packed documents  ·  {strategy} on {plan.q_layout.name}  ·  plan {plan.digest[:8]}"
     figure.text(MIDDLE, 0.942, chosen, ha="center", color=INK, fontsize=9)
+    figure.text(MIDDLE, 0.03, caption, ha="center", va="top", color=INK, fontsize=9)
     figure.savefig(path, dpi=DPI)
 
 
@@ -103,12 +104,10 @@ def draw_losses(
     above.legend(frameon=False)
     above.set_title(f"The same training, with the sequence split {world} ways and whole", color=INK)
     _difference(below, steps, differences, tolerance, off)
-    if len(off) and np.nanmin(off) > tolerance:
-        rounding = max(float(np.nanmax(differences, initial=0.0)), float(np.finfo(np.float32).eps))
-        factor = float(np.nanmedian(off)) / rounding
-        power = int(np.log10(factor)) if np.isfinite(factor) and factor >= 10 else 0
-        if power:
-            below.set_title(f"Own keys only: some 10$^{{{power}}}$ times as far from the right loss", color=INK, fontsize=10)
+    if factor := _least_factor(off, differences):
+        words = f"Own keys only: at least {factor:,} times as far from the right loss as ringspan.\n"
+        words += "Its loss is that of another function, with fewer visible keys: a lower one is not better."
+        below.set_title(words, color=INK, fontsize=10)
     below.set(xlabel="step", xlim=(0.5, len(steps) + 0.5))
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, below):
@@ -190,6 +189,21 @@ def _difference(axes: Any, steps: NDArray[Any], difference: NDArray[Any], tolera
     axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=9)
 
 
+def _least_factor(off: NDArray[Any], differences: NDArray[Any]) -> int:
+    """Return how many times farther the nearest step of ``off`` is than the farthest of ``differences``, rounded down to
+    one digit; 0 if it is less than ten times, or a value is not finite.
+
+    >>> _least_factor(np.array([0.07, 0.0066]), np.array([0.0, 4.8e-7]))
+    10000
+    """
+    if not len(off) or not np.isfinite([*off, *differences]).all():
+        return 0
+    rounding = max(float(differences.max(initial=0.0)), float(np.finfo(np.float32).eps))
+    factor = int(off.min() / rounding)
+    digit = 10 ** (len(str(factor)) - 1)
+    return factor // digit * digit if factor >= 10 else 0
+
+
 def _name_documents(axes: Any, names: Sequence[str], lengths: Sequence[int]) -> None:
     """Write each document's name beside its triangle: on the right, the left, or above the diagonal of a long one."""
     n, stop = sum(lengths), 0
@@ -225,14 +239,14 @@ def _mask_legend(figure: Any, plan: Plan, colours: NDArray[Any]) -> None:
         labels,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
         loc="lower center",
-        bbox_to_anchor=(MIDDLE, 0.032),
+        bbox_to_anchor=(MIDDLE, 0.05),
         ncols=min(6, plan.world),
         frameon=False,
         fontsize=9,
         handlelength=3,
     )
     note = "share of all pairs  ·  full colour: the rank owns the key  ·  pale: another rank sends it"
-    figure.text(MIDDLE, 0.02, note, ha="center", fontsize=9, color=INK)
+    figure.text(MIDDLE, 0.038, note, ha="center", fontsize=9, color=INK)
 
 
 def _ticks(n: int) -> list[int]:

@@ -25,7 +25,9 @@ from ringspan.cli.demo.model import build
 from ringspan.cli.demo.report import TOLERANCE, LossComparison, as_json, failure, rank_table
 from ringspan.cli.demo.training import RankReport, Training, dense_mask, token_losses, train_alone
 from ringspan.cli.main import main
+from ringspan.cli.units import seconds
 from ringspan.errors import InputError
+from ringspan.layouts import areas
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 
@@ -162,6 +164,25 @@ def test_the_report_is_that_of_a_plan_that_most_steps_used(passed: Ran, folder: 
     strategy, layout = choice.split(" on ")
     assert re.search(rf"<title>\s*{strategy}[^<]* on {layout}, {WORLD} ranks", page)
     assert str(folder / "plan.html") in passed.out
+
+
+def test_unequal_shares_are_explained_with_the_estimates_of_the_cost_model(passed: Ran, training: Training) -> None:
+    plans = [rs.plan(rs.documents(pack.lengths), world=WORLD) for pack in training.packs]
+    shares = [areas(plan.mask, plan.q_layout).max() / plan.mask.area for plan in plans]
+    step = shares.index(max(shares))
+    equal = rs.plan(plans[step].mask, world=WORLD, layout="balanced")
+    taken, instead = (seconds(plan.cost("h200x8").seconds) for plan in (plans[step], equal))
+    text = " ".join(passed.out.split())
+    assert f"Step {step + 1}, with {shares[step]:.0%} of the pairs on one rank" in text
+    assert f"is estimated to take {taken} a layer, and {instead} with equal shares" in text
+    drawn = demo.caption(demo.plans_of(training, WORLD))
+    assert drawn.startswith(f"step {shares.index(min(shares)) + 1} of {STEPS}, the one with the most equal shares; ")
+    assert f"in step {step + 1} one rank has {shares[step]:.0%}" in drawn
+
+
+def test_equal_shares_need_no_explanation(training: Training) -> None:
+    assert demo.why_uneven(training, 1) == ""
+    assert demo.caption(demo.plans_of(training, 1)).endswith("the one with the most equal shares")
 
 
 @pytest.mark.slow  # the workers import transformers

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import ringspan as rs
-from ringspan.cli import pictures
+from ringspan.cli import pictures, units
 from ringspan.cli.argument_types import at_least
 from ringspan.cli.console import show, show_error
 from ringspan.cli.demo import hf_model, report
@@ -29,13 +30,19 @@ from ringspan.cli.plan.study import Question, study
 from ringspan.cli.progress import Progress
 from ringspan.costs import named_hardware
 from ringspan.errors import InputError
+from ringspan.layouts import balance
 from ringspan.planner import plan
+from ringspan.planner.auto import ASSUMED
 from ringspan.testing.workers import Pool
 
 EPILOG = """\
 The processes communicate over gloo. The text is the standard library of your Python. Every step packs new
 documents, so every step has a new mask and a new plan. It takes less than a minute on two cores.
 """
+
+# The largest share of a rank ÷ the mean, up to which shares are called equal.
+EVEN = 1.1
+FEW_TOKENS = "for so few tokens messages and launches of kernels cost more than pairs"
 
 BROKEN = {
     "positions": f"the last rank shifted the positions of its tokens by {SHIFT}",
@@ -108,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     show("\nMemory of the fullest rank for one step (activations, buffers of attention)\n", report.memory_table(comparison))
     show("\nWork of each rank in all steps together (pairs: of each head of each layer)\n", report.rank_table(comparison))
     show(report.traffic(comparison))
+    show(why_uneven(training, args.world))
     drawn = [] if no_pictures else [str(path) for path in draw(args.out, training, comparison)]
     seconds = time.monotonic() - started
     if comparison.parted_at is None:
@@ -152,9 +160,8 @@ def train_all(training: Training, world: int) -> report.LossComparison:
 
 
 def draw(folder: Path, training: Training, comparison: report.LossComparison) -> list[Path]:
-    """Draw the curves, the memory, and the mask and the report of a plan that most steps have used."""
-    step = most_used(comparison.ranks[0].choices)
-    pack = training.packs[step]
+    """Draw the curves, the memory, the mask of the step with the most equal shares, and the report of a plan that most
+    steps have used."""
     losses, mask, memory, html = (folder / name for name in ("losses.png", "mask.png", "memory.png", "plan.html"))
     pictures.draw_losses(
         losses,
@@ -164,10 +171,62 @@ def draw(folder: Path, training: Training, comparison: report.LossComparison) ->
         world=comparison.world,
         tolerance=report.TOLERANCE,
     )
-    pictures.draw_mask(mask, plan(rs.documents(pack.lengths), world=comparison.world), pack.names, pack.lengths)
+    plans = plans_of(training, comparison.world)
+    best = min(plans, key=lambda made: made.balance)
+    pack = training.packs[best.step]
+    pictures.draw_mask(mask, best.plan, pack.names, pack.lengths, caption(plans))
     pictures.draw_memory(memory, comparison.memory)
-    html.write_text(report_page(training, pack.lengths, comparison.world), encoding="utf-8")
+    usual = training.packs[most_used(comparison.ranks[0].choices)]
+    html.write_text(report_page(training, usual.lengths, comparison.world), encoding="utf-8")
     return [losses, mask, memory, html]
+
+
+class PlanOfStep(NamedTuple):
+    step: int
+    plan: rs.Plan
+    balance: float
+    """the pairs of the fullest rank ÷ the mean"""
+
+    @property
+    def largest_share(self) -> float:
+        return self.balance / self.plan.world
+
+
+def plans_of(training: Training, world: int) -> list[PlanOfStep]:
+    """Return the plan of each step, as rank 0 has made it."""
+    made = []
+    for step, pack in enumerate(training.packs):
+        used = plan(rs.documents(pack.lengths), world=world)
+        made.append(PlanOfStep(step, used, balance(used.mask, used.q_layout)))
+    return made
+
+
+def caption(plans: Sequence[PlanOfStep]) -> str:
+    """Return which step is drawn, and how unequal the shares of others are."""
+    best, worst = (choose(plans, key=lambda made: made.balance) for choose in (min, max))
+    words = f"step {best.step + 1} of {len(plans)}, the one with the most equal shares"
+    if worst.balance <= EVEN:
+        return words
+    if worst.step != best.step:
+        words += f"; in step {worst.step + 1} one rank has {worst.largest_share:.0%}"
+    return f"{words}:\n{FEW_TOKENS}"
+
+
+def why_uneven(training: Training, world: int) -> str:
+    """Return why the cost model has chosen unequal shares of pairs, with the estimates of the most unequal step; empty
+    if all shares are nearly equal."""
+    worst = max(plans_of(training, world), key=lambda made: made.balance)
+    if worst.balance <= EVEN:
+        return ""
+    even = plan(worst.plan.mask, world=world, layout="balanced")
+    taken, instead = (made.cost(ASSUMED).seconds for made in (worst.plan, even))
+    if not taken <= instead:
+        return ""
+    return (
+        f"shares differ: {FEW_TOKENS},\nand a plan is that of the least estimated time "
+        f"(on {ASSUMED}, the default). Step {worst.step + 1}, with {worst.largest_share:.0%} of the pairs on\n"
+        f"one rank, is estimated to take {units.seconds(taken)} a layer, and {units.seconds(instead)} with equal shares"
+    )
 
 
 def _make_folder(folder: Path) -> None:

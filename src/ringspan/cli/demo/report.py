@@ -34,9 +34,9 @@ RANK_COLUMNS = {
 }
 WHAT_IS_DRAWN = {
     "losses.png": "the curves, and their differences",
-    "mask.png": "which rank computes which pair",
+    "mask.png": "which rank computes which pair, in the step with the most equal shares",
     "memory.png": "the memory of a rank as ranks are added",
-    "plan.html": "the plan of that mask: candidates, traffic, timeline (open it in a browser)",
+    "plan.html": "a plan of the kind that most steps used: candidates, traffic, timeline (open it in a browser)",
 }
 SUMS = ("tokens", "area", "sent", "received", "gather_received")
 
@@ -110,7 +110,8 @@ def naive_difference(comparison: LossComparison) -> str:
     return (
         ""
         if off is None
-        else f"with attention over each rank's own keys they differ by {off:.1e}: such a model trains, wrongly"
+        else f"with attention over each rank's own keys they differ by {off:.1e}: such a model trains, wrongly.\n"
+        "It is another function, with fewer visible keys, so a lower loss is not a better one"
     )
 
 
