@@ -45,10 +45,10 @@ def draw_mask(path: Path, plan: Plan, names: Sequence[str], lengths: Sequence[in
     n = plan.mask.lengths[0]
     thin = slice(None, None, -(-n // MAX_CELLS_PER_SIDE))
     q_owner, k_owner = owners(plan.q_layout)[thin], owners(plan.kv_layout)[thin]
-    figure = Figure(figsize=(9.0, 9.6), facecolor=PAPER)
-    main = figure.add_axes((0.13, 0.13, 0.83, 0.83 * 9.0 / 9.6))
-    left = figure.add_axes((0.106, 0.13, 0.018, 0.83 * 9.0 / 9.6))
-    top = figure.add_axes((0.13, 0.914, 0.83, 0.017))
+    figure = Figure(figsize=(9.0, 10.0), facecolor=PAPER)
+    main = figure.add_axes((0.13, 0.16, 0.83, 0.83 * 9.0 / 10.0))
+    left = figure.add_axes((0.106, 0.16, 0.018, 0.83 * 9.0 / 10.0))
+    top = figure.add_axes((0.13, 0.914, 0.83, 0.016))
     picture = cells(plan.mask.dense()[thin, thin], q_owner, k_owner, colours)
     main.imshow(picture, extent=(0, n, n, 0), interpolation="antialiased")
     left.imshow(colours[q_owner][:, None], extent=(0, 1, n, 0), aspect="auto", interpolation="nearest")
@@ -243,7 +243,8 @@ def _mask_legend(figure: Any, plan: Plan, colours: NDArray[Any]) -> None:
         ncols=min(6, plan.world),
         frameon=False,
         fontsize=9,
-        handlelength=3,
+        handlelength=2.0,
+        columnspacing=0.9,
     )
     note = "share of all pairs  ·  full colour: the rank owns the key  ·  pale: another rank sends it"
     figure.text(MIDDLE, 0.038, note, ha="center", fontsize=9, color=INK)

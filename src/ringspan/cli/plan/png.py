@@ -114,4 +114,4 @@ def _legend(axes: Any, colours: Mapping[str, Any]) -> None:
 
 def _evenly_spaced(count: int, limit: int) -> list[int]:
     """Return at most ``limit`` of the numbers below ``count``, the first and the last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)).tolist()  # type: ignore[no-any-return]
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)).tolist()
