@@ -9,10 +9,10 @@ Legend: B batch, H query heads, G key heads (G divides H), R = H / G, S queries,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from ringspan.masks import MAX_LENGTH, Band
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, K1, Q0, Q1
 from ringspan.user_functions.captures import SubstituteTensors, enable_function_mode
+
+T = TypeVar("T")
 
 # The most scores in memory at a time, and the most rows of a block. Small blocks compute fewer hidden pairs.
 MAX_SCORES = 2**22
@@ -56,7 +58,7 @@ def attend(
         rows, keys, *_ = block
         q, k, v = q_BHSD[:, :, rows], k_BGTD[:, :, keys], v_BGTE[:, :, keys]
         for share in _shares(block, (q,), (k, v)):
-            compute = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods)
+            compute = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods, reduce=_softmax)
             if share.queries_S is None:
                 result = compute(q, k, v)
             else:
@@ -80,7 +82,7 @@ def attend_backward(
         of_block, k, v = saved.rows(rows.start, rows.stop), k_BGTD[:, :, keys], v_BGTE[:, :, keys]
         of_queries = [x for x in of_block._replace(lse_BHS=finite_lse(of_block.lse_BHS)) if x is not None]
         for share in _shares(block, of_queries, (k, v)):
-            again = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods)
+            again = partial(_attend, block=block, bands=share.bands, scale=scale, mods=mods, reduce=_softmax)
             if share.queries_S is None:
                 dq, dk, dv, *dlearned = gradients(again, of_block, k, v, learned)
             else:
@@ -102,8 +104,8 @@ def max_logits(
     largest_H = q_BHSD.new_full(q_BHSD.shape[1:2], EMPTY_LSE, dtype=accumulation_dtype(q_BHSD.dtype))
     for block in _blocks(bands, q_BHSD, k_BGTD):
         q, k = q_BHSD[:, :, block.rows], k_BGTD[:, :, block.keys]
-        score_BHST = _scores(q, k, block=block, bands=block.bands, scale=scale, mods=mods)
-        largest_H = torch.maximum(largest_H, score_BHST.amax((0, 2, 3)))
+        of_block = _attend(q, k, k, block=block, bands=block.bands, scale=scale, mods=mods, reduce=_largest)
+        largest_H = torch.maximum(largest_H, of_block)
     return largest_H
 
 
@@ -160,25 +162,12 @@ def _attend(
     bands: Sequence[Band],
     scale: float,
     mods: IndexedMods | None,
-) -> Partial:
-    """Compute some bands of a block with operations that autograd records.
+    reduce: Callable[[Tensor, Tensor], T],
+) -> T:
+    """Return ``reduce(scores, values)`` of some bands of a block, with operations that autograd records.
 
-    ``learned`` replaces the tensors of ``Mods.learned``.
+    Hidden pairs have the score -inf. ``learned`` replaces the tensors of ``Mods.learned``.
     """
-    score_BHST = _scores(q_BHSD, k_BGTD, *learned, block=block, bands=bands, scale=scale, mods=mods)
-    return _softmax(score_BHST, v_BGTE.to(score_BHST.dtype))
-
-
-def _scores(
-    q_BHSD: Tensor,
-    k_BGTD: Tensor,
-    *learned: Tensor,
-    block: RowBlock,
-    bands: Sequence[Band],
-    scale: float,
-    mods: IndexedMods | None,
-) -> Tensor:
-    """Return the scores of some bands of a block, after the user's functions. Hidden pairs have -inf."""
     dtype = accumulation_dtype(k_BGTD.dtype)
     q, k = q_BHSD.to(dtype), k_BGTD.to(dtype)
     score_BHST = (_product(q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2).mT) * scale).flatten(1, 2)
@@ -190,7 +179,7 @@ def _scores(
             score_BHST = mods.apply_score_mod(score_BHST)
         shown = mods.apply_mask_mod(*score_BHST.shape[:2])
         seen = seen if shown is None else seen & shown
-    return score_BHST.to(dtype).masked_fill(~seen, EMPTY_LSE)
+    return reduce(score_BHST.to(dtype).masked_fill(~seen, EMPTY_LSE), v_BGTE.to(dtype))
 
 
 def _seen(block: RowBlock, bands: Sequence[Band], device: torch.device) -> Tensor:
@@ -212,6 +201,11 @@ def _softmax(score_BHST: Tensor, v_BGTE: Tensor) -> Partial:
     lse_BHS = (top_BHS1 + total_BHS1.log()).masked_fill(empty, EMPTY_LSE).squeeze(-1)
     share_BGRST = (weight_BHST / total_BHS1).unflatten(1, (v_BGTE.shape[1], -1))
     return Partial(_product(share_BGRST, v_BGTE.unsqueeze(2)).flatten(1, 2), lse_BHS)
+
+
+def _largest(score_BHST: Tensor, v_BGTE: Tensor) -> Tensor:
+    """Return the largest score of each head, (H,)."""
+    return score_BHST.amax((0, 2, 3))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
