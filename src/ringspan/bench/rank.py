@@ -2,7 +2,7 @@
 
 Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is
 the time of the slowest rank × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but
-communication.
+communication. A rank and the whole are timed in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ringspan as rs
 from ringspan.bench import torch_baseline
 from ringspan.bench.gpu_memory import held_bytes, scratch_bytes
 from ringspan.bench.rows import OnProgress, Row, ignore_progress
-from ringspan.bench.timing import device_profile, host_seconds, replay_seconds, step_seconds
+from ringspan.bench.timing import device_profile, host_seconds, replay_seconds, seconds_in_turn
 from ringspan.engine import attend_ranks, config_for
 from ringspan.frontends.validate import check_scale
 from ringspan.kernels import Saved
@@ -84,10 +84,8 @@ def rank_rows(options: RankOptions, *, on_progress: OnProgress = ignore_progress
     for name, n in product(options.masks, options.seq_len):
         mask = MASKS[name](n, options.window)
         on_progress(done, total, f"measuring {mask.name}, whole")
-        step = _whole(mask, options)
-        whole = step_seconds(step, rounds=options.rounds, on_gpu=options.on_gpu)
-        profiled = {"whole_device_us": device_profile(step)} if options.profile else {}
-        del step  # it holds the tensors of the whole sequence
+        whole = _whole(mask, options)
+        profiled = {"whole_device_us": device_profile(whole)} if options.profile else {}
         for world in options.world:
             for backend, layout, strategy in product(options.backends, options.layout, options.strategies):
                 on_progress(done, total, f"measuring {mask.name}, {world} ranks, {layout}, {strategy}, {backend}")
@@ -96,6 +94,7 @@ def rank_rows(options: RankOptions, *, on_progress: OnProgress = ignore_progress
                 done += 1
             if name == "causal":
                 yield from (_torch(mask, world, whole, backend, options) for backend in options.torch)
+        del whole  # it holds the tensors of the whole sequence
         if options.on_gpu:
             torch.cuda.empty_cache()
 
@@ -115,15 +114,15 @@ def _record(mask: rs.Mask, world: int, options: RankOptions) -> Row:
     }
 
 
-def _share_of(first: rs.Plan, whole: float, backend: str, options: RankOptions) -> Row:
-    times: dict[int, float] = {}
+def _share_of(first: rs.Plan, whole: Callable[[], object], backend: str, options: RankOptions) -> Row:
+    times: dict[int, list[float]] = {}
     host, replay = 0.0, 0.0
     memory: dict[str, Any] = {}
     for rank in range(first.world) if options.ranks is None else options.ranks:
         plan = first.at(rank)
         share, qkv = _share(plan, backend, cuda_graphs=options.cuda_graphs), _tensors(plan.q_rows, options)
         kernel: Any = config_for(plan, qkv[0], qkv[2], 1.0, backend).kernel
-        times[rank] = step_seconds(_step(share, *qkv), rounds=options.rounds, on_gpu=options.on_gpu)
+        times[rank] = seconds_in_turn([_step(share, *qkv), whole], rounds=options.rounds, on_gpu=options.on_gpu)
         host = max(host, host_seconds(share, *qkv))
         if options.on_gpu:
             replay = max(replay, replay_seconds(share, *qkv))
@@ -131,14 +130,14 @@ def _share_of(first: rs.Plan, whole: float, backend: str, options: RankOptions) 
                 name: max(size, memory.get(name, 0)) for name, size in _memory(plan, share, backend, options, *qkv).items()
             }
     if options.profile:
-        plan = first.at(max(times, key=lambda rank: times[rank]))
+        plan = first.at(max(times, key=lambda rank: times[rank][0]))
         memory["device_us"] = device_profile(_step(_share(plan, backend), *_tensors(plan.q_rows, options)))
     return {
         "backend": kernel.__name__.rpartition(".")[2],
         "strategy": first.strategy,
         "layout": first.q_layout.name,
         "plan": first.digest,
-        **_times(whole, times, first.world),
+        **_times(times, first.world),
         "host_us": round(host * 1e6),
         **({"replay_us": round(replay * 1e6)} if replay else {}),
         "steps": len(first.program.forward),
@@ -146,13 +145,15 @@ def _share_of(first: rs.Plan, whole: float, backend: str, options: RankOptions) 
     }
 
 
-def _times(whole: float, times: dict[int, float], world: int) -> Row:
-    slowest = max(times.values())
+def _times(times: dict[int, list[float]], world: int) -> Row:
+    """Return the fields of the times of each rank, and of the whole in turn with it."""
+    slowest = max(times, key=lambda rank: times[rank][0] / times[rank][1])
+    share, whole = times[slowest]
     return {
         "whole_ms": round(whole * 1e3, 2),
-        "rank_ms": {rank: round(t * 1e3, 2) for rank, t in times.items()},
-        "slowest_ms": round(slowest * 1e3, 2),
-        "rank_cost": round(slowest * world / whole, 3),
+        "rank_ms": {rank: round(t * 1e3, 2) for rank, (t, _) in times.items()},
+        "slowest_ms": round(share * 1e3, 2),
+        "rank_cost": round(share * world / whole, 3),
     }
 
 
@@ -164,18 +165,18 @@ def _memory(plan: rs.Plan, share: Callable[..., Tensor], backend: str, options: 
     return {name: round(size / 2**20) for name, size in found.items()}
 
 
-def _torch(mask: rs.Mask, world: int, whole: float, backend: str, options: RankOptions) -> Row:
+def _torch(mask: rs.Mask, world: int, whole: Callable[[], object], backend: str, options: RankOptions) -> Row:
     """Time PyTorch's own context parallelism, one rank at a time."""
     times = {}
     for rank in range(world) if options.ranks is None else options.ranks:
         with torch_baseline.rank_of(rank, world, backend, *_tensors(mask.lengths[0], options)) as step:
-            times[rank] = step_seconds(step, rounds=options.rounds, on_gpu=options.on_gpu)
+            times[rank] = seconds_in_turn([step, whole], rounds=options.rounds, on_gpu=options.on_gpu)
     return {
         **_record(mask, world, options),
         "backend": backend,
         "strategy": "torch context_parallel",
         "layout": "head-tail",
-        **_times(whole, times, world),
+        **_times(times, world),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,24 +14,39 @@ from torch.profiler import ProfilerActivity, profile
 from ringspan.bench.graphs import captured
 
 # The least duration of a timed round on a GPU, so that the host is ahead of it for most of the round, as in training.
-ROUND_SECONDS = 0.1
+ROUND_SECONDS = 0.25
+WARM_UP = 3  # the first call of a plan is executed and compiles, the second is recorded, the third is replayed
 
 
 def step_seconds(step: Callable[[], object], *, rounds: int, on_gpu: bool) -> float:
     """Return the seconds of one step: the median of the rounds, each of which ends with a synchronisation."""
+    (seconds,) = seconds_in_turn([step], rounds=rounds, on_gpu=on_gpu)
+    return seconds
+
+
+def seconds_in_turn(steps: Sequence[Callable[[], object]], *, rounds: int, on_gpu: bool) -> list[float]:
+    """Return the seconds of each step, as :func:`step_seconds` does. In each round every step is timed once.
+
+    A GPU that has been busy for some seconds has lower clocks than one that was idle. Steps that are to be compared
+    must therefore be timed in turn.
+    """
     synchronize = _synchronize(on_gpu)
 
-    def round_of(steps: int) -> float:
+    def round_of(step: Callable[[], object], repeats: int) -> float:
         synchronize()
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(repeats):
             step()
         synchronize()
-        return (time.perf_counter() - start) / steps
+        return (time.perf_counter() - start) / repeats
 
-    round_of(1)  # warm-up: compiles, and allocates memory
-    steps = math.ceil(ROUND_SECONDS / round_of(1)) if on_gpu else 1
-    return statistics.median(round_of(steps) for _ in range(rounds))
+    repeats = []
+    for step in steps:
+        for _ in range(WARM_UP if on_gpu else 1):
+            round_of(step, 1)
+        repeats.append(math.ceil(ROUND_SECONDS / round_of(step, 1)) if on_gpu else 1)
+    timed = [[round_of(step, n) for step, n in zip(steps, repeats, strict=True)] for _ in range(rounds)]
+    return [statistics.median(of_step) for of_step in zip(*timed, strict=True)]
 
 
 def host_seconds(attention: Callable[..., Tensor], *qkv: Tensor) -> float:
