@@ -24,8 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
+from ringspan.plans.data import PHASES, Phase
 from ringspan.testing import workers
 from ringspan.testing.workers import Pool, WorkerFailed, send_message
+from ringspan.transports import PostExchange, ProcessGroupTransport
+from ringspan.transports.calls import Call
 from tests.frontends.small_model import truth
 from tests.frontends.test_compose import ddp, fsdp
 from tests.kernels.compare import error, sdpa_math
@@ -358,8 +361,20 @@ def test_no_number_follows_calls_in_another_order(nccl_pools: Callable[[int], Po
         assert ("different calls, as cp.sum_gradients found" in message) == differs
 
 
-def survive(rank: int, when: str, port: int) -> None:
-    """Rank 1 is killed. The others report their error, and what a fresh group of theirs computes afterwards."""
+def die_in(step: str) -> None:
+    """Kill this process when it is about to post the messages of this step."""
+    post = ProcessGroupTransport._post
+
+    def post_or_die(self: ProcessGroupTransport, request: PostExchange, call: Call) -> Any:
+        if request.label == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return post(self, request, call)
+
+    ProcessGroupTransport._post = post_or_die  # type: ignore[method-assign]
+
+
+def survive(rank: int, step: str, port: int) -> None:
+    """Rank 1 is killed in this step. The others report their error, and what a fresh group of theirs computes afterwards."""
     cp = rs.ContextParallel(None, rs.causal(N), strategy="ring", layout="zigzag", timeout=LIMIT)
     q, k, v, grad = [x.detach() for x in cp.shard(*tensors(torch.bfloat16), dim=2)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -369,15 +384,11 @@ def survive(rank: int, when: str, port: int) -> None:
         torch.autograd.grad(cp.attention(*leaves), leaves, grad)
     torch.cuda.synchronize()
     dist.barrier()
-    if when == "forward" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        die_in(step)
     start, report = time.monotonic(), "no error"
     try:
-        out = cp.attention(*leaves)
-        if rank == 1:
-            torch.cuda.synchronize()
-            os.kill(os.getpid(), signal.SIGKILL)
-        torch.autograd.grad(out, leaves, grad)
+        torch.autograd.grad(cp.attention(*leaves), leaves, grad)
     except rs.TransportError as found:
         report = f"{type(found).__name__}: {found}"
     seconds = time.monotonic() - start
@@ -389,18 +400,19 @@ def survive(rank: int, when: str, port: int) -> None:
     send_message((report, seconds, compare(fresh, fresh.attention, torch.bfloat16)))
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_killed_rank_is_an_error_on_every_survivor(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_rank_is_an_error_on_every_survivor(phase: Phase, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # else PyTorch ends the process when a message times out
     monkeypatch.setattr(workers, "GRACE_SECONDS", 90.0)  # survivors wait for the time limit, and start a new group
     reports: dict[int, tuple[str, float, Figures]] = {}
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
     with new_pool(3) as pool, pytest.raises(WorkerFailed, match="worker 1: ended") as failed:
-        pool.run(survive, when, port, on_message=lambda rank, message: reports.__setitem__(rank, message))
+        pool.run(survive, f"{phase} step {step}", port, on_message=lambda rank, message: reports.__setitem__(rank, message))
     assert set(reports) == {0, 2}, failed.value
     for report, seconds, found in reports.values():
         assert report.startswith(("PeerLost: rank", "PeerTimeout: rank"))
         assert "rank 1" in report
-        assert f"{when} step" in report
+        assert f"{phase} step" in report
         assert seconds < LIMIT + 5
         assert_within([found])
