@@ -68,16 +68,18 @@ def documents(
     k_lengths = q_lengths if kv_lengths is None else as_lengths("kv_lengths", kv_lengths)
     if len(q_lengths) != len(k_lengths):
         raise MaskError(f"{len(q_lengths)} documents have lengths but {len(k_lengths)} have kv_lengths: both need one each")
+    return _end_to_end(q_lengths, k_lengths, causal, align)
+
+
+def _end_to_end(q_lengths: NDArray[np.int64], k_lengths: NDArray[np.int64], causal: bool, align: Align | None) -> Mask:
     q1, k1 = np.cumsum(q_lengths), np.cumsum(k_lengths)
     q0, k0 = q1 - q_lengths, k1 - k_lengths
     far = np.full_like(q0, MAX_LENGTH)
-    offsets = far
-    if causal and kv_lengths is None:
-        offsets = np.zeros_like(q0)
-    elif causal:
-        each = [diagonal(q, k, align) for q, k in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True)]
-        offsets = np.array(each, dtype=np.int64)
-    hi = k0 - q0 + offsets if causal else far
+    hi = far
+    if causal:
+        for n in np.flatnonzero(q_lengths != k_lengths)[:1]:
+            diagonal(int(q_lengths[n]), int(k_lengths[n]), align)  # rejects a missing align
+        hi = k1 - q1 if align == "end" else k0 - q0
     bands = tables.tighten(np.stack([q0, q1, k0, k1, -far, hi], axis=1))
     return _named(bands, int(q_lengths.sum()), int(k_lengths.sum()), len(q_lengths), causal)
 

@@ -18,6 +18,7 @@ in their message. Examples, gloo's as seen with torch 2.13, NCCL's from public b
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -54,6 +55,29 @@ def error_class_of(error: RuntimeError) -> type[TransportError]:
     if isinstance(error, dist.DistNetworkError) or CONNECTION_LOST.search(message):
         return PeerLost
     return PeerTimeout if TIMED_OUT.search(message) else TransportError
+
+
+def described_error(
+    error: RuntimeError, *, rank: int, label: str, peers: Mapping[int, int], where: str | None = None
+) -> TransportError:
+    """Return an error that says which operation failed on this rank, and which peers it waited for.
+
+    ``peers`` are their ranks and global ranks. ``where`` says what they do, if that is known.
+
+    >>> print(described_error(RuntimeError("Connection closed by peer"), rank=0, label="forward step 2", peers={1: 5}))
+    rank 0: lost the connection to rank 1 (global rank 5) in forward step 2: see the error of that process first \
+(Connection closed by peer)
+    """
+    kind, cause = error_class_of(error), first_line(error)
+    names = " or ".join(f"rank {peer} (global rank {global_rank})" for peer, global_rank in peers.items())
+    if kind is PeerTimeout:
+        text = f"timed out in {label} waiting for {names}: that rank hangs or is in another call ({cause})"
+        text += f"\n{where}" if where else ""
+    elif kind is PeerLost:
+        text = f"lost the connection to {names} in {label}: see the error of that process first ({cause})"
+    else:
+        text = f"{label} failed: {cause}"
+    return kind(f"rank {rank}: {text}")
 
 
 def first_line(error: RuntimeError) -> str:

@@ -34,3 +34,14 @@ def group_and_ranks(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.
         return given, dist.get_process_group_ranks(given)
     except KeyError:
         raise InputError(DESTROYED) from None
+
+
+def is_destroyed(group: dist.ProcessGroup | None) -> bool:
+    """Return whether ``destroy_process_group`` has ended the group. None: nothing holds it any more."""
+    if group is None:
+        return True
+    try:
+        dist.get_backend(group)
+    except (AssertionError, RuntimeError, ValueError):
+        return True
+    return False

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.debugging.settings import settings
 from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, TransportError
 from ringspan.torch_private.process_groups import own_global_rank
-from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
+from ringspan.transports.backend_errors import described_error, error_class_of, is_backend_error
 from ringspan.transports.call_comparison import PendingComparison, apply_comparison, start_comparison
 from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.flight_record import record_failure
-from ringspan.transports.group_argument import DESTROYED, group_and_ranks
+from ringspan.transports.group_argument import DESTROYED, group_and_ranks, is_destroyed
 from ringspan.transports.pending import PendingExchange
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 from ringspan.transports.watchdog import group_state
@@ -81,14 +81,7 @@ class ProcessGroupTransport:
     @property
     def is_destroyed(self) -> bool:
         """Whether ``destroy_process_group`` has ended the group."""
-        group = self._group()
-        if group is None:
-            return True
-        try:
-            dist.get_backend(group)
-        except (AssertionError, RuntimeError, ValueError):
-            return True
-        return False
+        return is_destroyed(self._group())
 
     def run(
         self,
@@ -280,16 +273,9 @@ class ProcessGroupTransport:
         if found is None and kind is PeerLost:
             found = state.await_failure(ranks)
         if found is None:
-            names = " or ".join(f"rank {peer} (global rank {self.global_ranks[peer]})" for peer in ranks)
-            if kind is PeerTimeout:
-                text = f"timed out in {label} waiting for {names}: that rank hangs or is in another call ({first_line(error)})"
-                where = state.describe_peers(ranks)
-                text += f"\n{where}" if where else ""
-            elif kind is PeerLost:
-                text = f"lost the connection to {names} in {label}: see the error of that process first ({first_line(error)})"
-            else:
-                text = f"{label} failed: {first_line(error)}"
-            found = kind(f"rank {self.rank}: {text}")
+            named = {peer: self.global_ranks[peer] for peer in ranks}
+            where = state.describe_peers(ranks) if kind is PeerTimeout else None
+            found = described_error(error, rank=self.rank, label=label, peers=named, where=where)
         if kind is not TransportError:
             state.fail_group(found)
         raise found from error
