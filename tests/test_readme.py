@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ringspan as rs
 from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parent.parent
@@ -25,9 +26,17 @@ def test_all_examples_were_found() -> None:
 
 def test_the_readme_is_short_and_its_links_exist() -> None:
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 122
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (ROOT / target).exists(), target
+
+
+def test_all_names_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    found = re.findall(r"\b(rs|cp)\.(\w+)", text)
+    assert len(found) > 10
+    for of, name in found:
+        assert hasattr(rs if of == "rs" else rs.ContextParallel, name), f"{of}.{name}"
 
 
 @pytest.mark.parametrize("block", LOCAL, ids=["LocalWorld", "plan"])
