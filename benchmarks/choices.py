@@ -7,15 +7,16 @@
 
 One rank of 8, the one that computes longest by the cost model; 32 query and 8 key heads of 128, bfloat16. *Clock* is
 the time of forward and backward on the device, from back-to-back replays of a CUDA graph, without messages: one GPU has
-no links. *Wire* is the time that the messages add by the cost model, with the links of the hardware file. The fastest
-strategy has the least sum of both.
+no links. The candidates of a case are timed in turn, since a GPU lowers its clocks after some seconds of work, and the
+median of the rounds counts. *Wire* is the time that the messages add by the cost model, with the links of the hardware
+file. The fastest strategy has the least sum of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 
 import ringspan as rs
-from ringspan.bench.calibration_rounds import time_on_device
+from ringspan.bench.graphs import captured
+from ringspan.bench.timing import seconds_in_turn
 from ringspan.costs import Hardware, Link, named_hardware
 from ringspan.engine import attend_ranks, config_for
 from ringspan.planner import Plan
@@ -32,7 +34,7 @@ from ringspan.transports.null import NullTransport
 WORLD = 8
 SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 STRATEGIES = ("exchange(stages=1)", "exchange(stages=2)", "gather(stages=1)", "ring", "ulysses", "pass_q(stages=2)")
-ROUNDS = 3
+ROUNDS = 5
 CLOSE = 1.02
 
 
@@ -66,8 +68,13 @@ def slowest_rank(plan: Plan, machine: Hardware) -> int:
     return cost.ranks[int(np.argmax(computing))]
 
 
-def clock_seconds(plan: Plan) -> float:
-    """Return the seconds of forward and backward of a rank."""
+def clock_seconds(plans: Sequence[Plan]) -> list[float]:
+    """Return the seconds of forward and backward of each plan's rank, timed in turn."""
+    return seconds_in_turn([replayed_step(plan) for plan in plans], rounds=ROUNDS, on_gpu=True)
+
+
+def replayed_step(plan: Plan) -> Callable[[], object]:
+    """Return forward and backward of a rank as the replay of a CUDA graph."""
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     heads = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
     qkv = tuple(torch.randn(1, h, plan.q_rows, SHAPE.head_dim, **made) for h in heads)
@@ -78,8 +85,11 @@ def clock_seconds(plan: Plan) -> float:
         out = attend_ranks([plan], [qkv], config, NullTransport().run)[0].out
         torch.autograd.grad(out, qkv, grad)
 
-    step()
-    return min(time_on_device(step) for _ in range(ROUNDS))
+    step()  # compiles
+    replay = captured(step)
+    if replay is None:
+        raise SystemExit(f"{plan.strategy} cannot be captured in a CUDA graph with the kernel {config.kernel.__name__}")
+    return lambda: (replay(), qkv, grad)  # the graph reads these tensors, but does not keep them
 
 
 def wire_seconds(plan: Plan, machine: Hardware) -> float:
@@ -98,10 +108,11 @@ def rows(machine: Hardware, only: list[str]) -> Iterator[dict[str, Any]]:
             plan = rs.plan(mask, world=WORLD, strategy=strategy, hardware=machine, shape=SHAPE)
             plan = plan.for_heads(SHAPE.heads, SHAPE.kv_heads)
             plans.setdefault((str(plan.strategy), plan.q_layout.name), plan)
+        clocks = clock_seconds([plan.at(slowest_rank(plan, machine)) for plan in plans.values()])
+        torch.cuda.empty_cache()  # the memory of the graphs
         times = {}
-        for key, plan in plans.items():
-            clock, wire = clock_seconds(plan.at(slowest_rank(plan, machine))), wire_seconds(plan, machine)
-            predicted = plan.cost(machine, SHAPE).seconds
+        for (key, plan), clock in zip(plans.items(), clocks, strict=True):
+            wire, predicted = wire_seconds(plan, machine), plan.cost(machine, SHAPE).seconds
             times[key] = {"clock_ms": clock * 1e3, "wire_ms": wire * 1e3, "predicted_ms": predicted * 1e3}
         total = {key: ms["clock_ms"] + ms["wire_ms"] for key, ms in times.items()}
         best = min(total, key=total.__getitem__)
