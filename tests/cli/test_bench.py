@@ -135,12 +135,14 @@ def test_calibrate_writes_a_hardware_file(tmp_path: Path, capsys: pytest.Capture
     small = ["--tokens", "64", "192", "--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--rounds", "1"]
     assert main(["bench", "calibrate", "--device", "cpu", "--out", str(file), *small, "--json"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(records) == 13
+    assert len(records) == 16
     machine = named_hardware(str(file))
     assert machine.per_node == 2
     assert "2 query and 1 key heads of 8" in machine.source
     assert min(machine.forward.full, machine.backward.window, machine.within.bytes_per_s) > 0
     assert 0 <= machine.overlap <= 1
+    assert 0 <= machine.copy_launch_s < 0.1
+    assert min(machine.query_passes, machine.key_passes) >= 0
     plan = rs.plan(rs.causal(64), world=2, hardware=str(file), shape=rs.Shape(heads=2, kv_heads=2, head_dim=8, dtype="float32"))
     assert plan.cost(str(file)).seconds > 0
     wrongs = {("--tokens", "64"): "two lengths or more", ("--world", "1"): "at least 2", ("--kv-heads", "3"): "must divide"}

@@ -54,6 +54,38 @@ def test_rows_that_go_to_several_peers_are_packed_once() -> None:
     assert (loads[16.0] - loads[float("inf")]).tolist() == pytest.approx([4 * 8 / 16] * 3)
 
 
+def test_each_copy_is_a_launch_and_an_output_is_two_tensors() -> None:
+    """The results of the other rank are packed and unpacked, out and lse alike, and merged; in the backward pass dq is
+    added, and dkv nothing, since keys stay."""
+    plan = plans(rs.full(4), 2, "pass_q(stages=1)")
+    machines = [replace(SLOW, copy_launch_s=launch_s) for launch_s in (0.0, 0.125)]
+    free, found = (cost(plan, machine, TINY) for machine in machines)
+    assert found.forward.seconds - free.forward.seconds == pytest.approx(0.125 * (2 + 2))
+    assert found.backward.seconds - free.backward.seconds == pytest.approx(0.125 * 1)
+
+
+def test_results_are_merged_where_bands_share_queries() -> None:
+    """Both bands of the second task have queries of the first: 2 + 3 rows of out and lse (8 bytes), and of dq (4)."""
+    mask = rs.Mask.from_bands([(0, 4, 0, 4, -9, 9), (0, 2, 4, 6, -9, 9), (1, 4, 6, 8, -9, 9)], 4, 8)
+    layouts = {"layout": [[(0, 4)], []], "kv_layout": [[(0, 4)], [(4, 8)]]}
+    both = [rs.plan(mask, world=2, rank=rank, strategy="exchange(stages=1)", **layouts) for rank in range(2)]  # type: ignore[arg-type]
+    free, found = (cost(both, replace(SLOW, copy_bytes_per_s=rate), TINY) for rate in (float("inf"), 16.0))
+    assert found.forward.end[0, 1] - free.forward.end[0, 1] == pytest.approx(5 * 8 / 16)
+    assert found.backward.end[0, 1] - free.backward.end[0, 1] == pytest.approx(5 * 4 / 16)
+
+
+@pytest.mark.parametrize(("kv_heads", "key_bytes"), [(2, 2 * 2 * 4), (4, 0)])
+def test_the_backward_pass_makes_passes_over_the_rows_of_each_band(kv_heads: int, key_bytes: int) -> None:
+    """Over keys only where query heads share them: then their gradients are summed in float32."""
+    shape = rs.Shape(heads=4, kv_heads=kv_heads, head_dim=1, dtype="float32")
+    made = plans(rs.Mask.from_bands([(0, 6, 0, 3, -9, 9), (2, 6, 3, 8, -9, 9)], 6, 8), 1, "gather")
+    machine = replace(SLOW, copy_bytes_per_s=32.0)
+    free, found = cost(made, machine, shape), cost(made, replace(machine, query_passes=3.0, key_passes=2.0), shape)
+    assert found.forward.seconds == free.forward.seconds
+    rows = 3 * (6 + 4) * 4 * 4 + 2 * (3 + 5) * key_bytes
+    assert found.backward.seconds - free.backward.seconds == pytest.approx(rows / 32)
+
+
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
 def test_computing_and_sending_may_slow_each_other_down(overlap: float) -> None:
     """The same, where a share of the 0.82 s of communication is not hidden behind the 16.25 s of computing."""

@@ -24,6 +24,9 @@ WRONG: dict[str, list[Any]] = {
     "memory": [0, -1, 1.5, NAN, "141 GB"],
     "overlap": [-0.1, 1.1, NAN, "most"],
     "copy_bytes_per_s": [0, -1.0, NAN, "fast"],
+    "copy_launch_s": [-1e-6, NAN, float("inf"), "4 us"],
+    "query_passes": [-1, NAN, float("inf"), None],
+    "key_passes": [-0.5, NAN, "two"],
     "within.latency_s": [-1e-6, NAN, float("inf"), "5 us"],
     "within.bytes_per_s": [0, -1.0, NAN, "900 GB/s"],
     "between.latency_s": [-1e-6],
@@ -88,6 +91,15 @@ def test_the_error_for_a_wrong_file_names_it(tmp_path: Any) -> None:
 def test_round_trip_of_a_machine(machine: Hardware, tmp_path: Any) -> None:
     (tmp_path / "here.json").write_text(machine.to_json())
     assert named_hardware(str(tmp_path / "here.json")) == machine
+
+
+def test_a_file_from_before_copies_had_launches_has_none() -> None:
+    given = asdict(H200)
+    for name in ("copy_launch_s", "query_passes", "key_passes"):
+        del given[name]
+    read = Hardware.from_json(json.dumps(given))
+    assert (read.copy_launch_s, read.query_passes, read.key_passes) == (0, 0, 0)
+    assert read == replace(H200, copy_launch_s=0.0, query_passes=0.0, key_passes=0.0)
 
 
 def test_machines_by_name() -> None:

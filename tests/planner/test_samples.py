@@ -48,8 +48,13 @@ STRATEGIES = {
     "ring": 0.001,
     "ulysses(heads=128, kv_heads=8)": 0.001,
 }
-# A block waits for the slowest rank of a step, which is another one in each step.
-FURTHER = {("documents", "ring"): 0.08, ("window", "hierarchical(per_node=8)"): 0.04}
+# A block waits for the slowest rank of a step, which is another one in each step. And the ranks of a node that forward
+# rows to others add more messages of gradients than the rest.
+FURTHER = {
+    ("documents", "ring"): 0.08,
+    ("window", "hierarchical(per_node=8)"): 0.04,
+    ("documents", "hierarchical(per_node=8)"): 0.03,
+}
 
 
 @pytest.mark.parametrize("world", [64, 128])

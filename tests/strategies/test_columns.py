@@ -18,7 +18,7 @@ from ringspan.planner.auto import plans_at, workload_of
 from ringspan.plans.data import PHASES, DkvDtype
 from ringspan.strategies import parse_strategy
 from tests.hypothesis_strategies import Drawn, masks
-from tests.plans.machines import LAPTOP, SLOW
+from tests.plans.machines import COPYING, LAPTOP, SLOW
 
 STRATEGIES = [
     "exchange(stages=1)",
@@ -61,7 +61,7 @@ def check(
     assert (found.ranks, found.world) == (expected.ranks, expected.world)
 
 
-MACHINES = st.sampled_from([SLOW, LAPTOP, *(named_hardware(f"h200x{n}") for n in (1, 2, 3, 8))])
+MACHINES = st.sampled_from([SLOW, LAPTOP, COPYING, *(named_hardware(f"h200x{n}") for n in (1, 2, 3, 8))])
 ON = st.sampled_from(["contiguous", "zigzag", "striped", "round_robin", "balanced"])
 
 

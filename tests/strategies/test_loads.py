@@ -17,7 +17,7 @@ from ringspan.planner.auto import plans_at, workload_of
 from ringspan.strategies import parse_strategy
 from ringspan.strategies.protocol import described
 from tests.hypothesis_strategies import Drawn, masks
-from tests.plans.machines import LAPTOP, SLOW
+from tests.plans.machines import COPYING, LAPTOP, SLOW
 
 STRATEGIES = [
     "exchange(stages=1)",
@@ -65,7 +65,7 @@ RATES = st.integers(1, 1000).map(lambda rate: rate * 1e11)
 
 def machines(speeds: st.SearchStrategy[Speed]) -> st.SearchStrategy[rs.Hardware]:
     """Tiles apart, which round what is computed a little differently before and after tiles are joined."""
-    bases = st.sampled_from([SLOW, LAPTOP, HARDWARE["h200"]])
+    bases = st.sampled_from([SLOW, LAPTOP, COPYING, HARDWARE["h200"]])
     return st.builds(
         lambda base, forward, backward: replace(base, forward=forward, backward=backward, tile=0), bases, speeds, speeds
     )

@@ -42,4 +42,7 @@ def hardware_rows(machine: Hardware) -> Iterator[Row]:
     yield row("link, both ways at once", machine.within.bytes_per_s / 1e9, "GB/s")
     yield row("overlap", machine.overlap, "of what could be hidden")
     yield row("copying", machine.copy_bytes_per_s / 1e9, "GB/s")
+    yield row("copying, launch", machine.copy_launch_s * 1e6, "µs")
+    yield row("backward, passes over queries", machine.query_passes, "copies")
+    yield row("backward, passes over keys", machine.key_passes, "copies")
     yield row("memory", machine.memory / 2**30, "GiB for each rank")

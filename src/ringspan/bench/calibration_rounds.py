@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.bench.fit import FittedKernel, Message, TimedAttention, fit_kernel, fit_link, fit_overlap
+from ringspan.bench.fit import (
+    FittedCopies,
+    FittedKernel,
+    Message,
+    TimedAttention,
+    fit_copies,
+    fit_kernel,
+    fit_link,
+    fit_overlap,
+)
 from ringspan.bench.graphs import captured
 from ringspan.costs import Hardware
 from ringspan.engine import attend_ranks, config_for
@@ -32,9 +41,9 @@ Seconds = NDArray[np.float64]
 
 # Message sizes in bytes: small ones for the latency, large ones for the bandwidth.
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
-# Bytes of the tensor in time_copy. Half of it is copied twice, to pack and to unpack. It is larger on a GPU than its
-# cache.
-COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
+# Bytes of each copy in time_copies, and how often it is repeated in one measurement: small ones for the launch, large
+# ones for the bandwidth. On a GPU the large ones are larger than its cache.
+COPIES = {"cpu": ((1 << 13, 64), (1 << 21, 1)), "cuda": ((1 << 13, 64), (1 << 27, 1))}
 GRAPH_REPLAYS = 10
 MIN_SECONDS = 1e-6  # noise can make the difference of two timings smaller or negative
 # CPU time of the thread, so that other processes on a loaded machine do not count. A worker computes in one thread.
@@ -43,7 +52,8 @@ CLOCK = time.thread_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """The kernel calls to time: each kind of band in several sizes, for tensors of this shape."""
+    """The kernel calls to time: each kind of band in several sizes, for tensors of this shape. And in the two smallest
+    sizes, where rows take the largest part of the time, rectangles of as many pairs and other numbers of rows."""
 
     shape: rs.Shape
     tokens: tuple[int, ...]
@@ -52,16 +62,19 @@ class Probes:
 
     @property
     def masks(self) -> list[rs.Mask]:
-        """Masks of one band each: full, causal, and sliding windows of two widths."""
+        """Masks of one band each: full, causal, sliding windows of two widths, and rectangles of other proportions."""
         windows = [rs.causal(n) & rs.window(left=n // part) for n in self.tokens for part in (4, 8)]
-        return [*map(rs.full, self.tokens), *map(rs.causal, self.tokens), *windows]
+        oblong = [
+            rs.full(*sides) for n in sorted(self.tokens)[:2] for sides in ((4 * n, max(1, n // 4)), (max(1, n // 4), 4 * n))
+        ]
+        return [*map(rs.full, self.tokens), *map(rs.causal, self.tokens), *windows, *oblong]
 
 
 class Round(NamedTuple):
     """Seconds, with ranks first.
 
-    ``attention`` has each mask and phase, ``messages`` each size, and ``overlap`` compute alone, a message alone and
-    both at once.
+    ``attention`` has each mask and phase, ``copying`` one copy of each size, ``messages`` each size, and ``overlap``
+    compute alone, a message alone and both at once.
     """
 
     attention: Seconds
@@ -70,12 +83,12 @@ class Round(NamedTuple):
     overlap: Seconds
 
 
-def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], float, list[float], list[float]]:
+def time_round(rank: int, probes: Probes) -> tuple[list[tuple[float, float]], list[float], list[float], list[float]]:
     """Run one round. A job for all workers. On one GPU it is called directly, and there are no messages to time."""
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     return (
         [time_attention(probes, mask) for mask in probes.masks],
-        time_copy(probes),
+        [time_copy(probes, *copied) for copied in COPIES[probes.device]],
         [time_message(size) for size in MESSAGES] if has_peers else [],
         time_both(probes, MESSAGES[-1]) if has_peers else [],
     )
@@ -92,15 +105,18 @@ def time_attention(probes: Probes, mask: rs.Mask) -> tuple[float, float]:
     return seconds, time_after_barrier(lambda: backward(out), CLOCK)[0]
 
 
-def time_copy(probes: Probes) -> float:
-    """Time a copy of half of the heads of every row into a message and out of it, as packing and unpacking do."""
-    rows, there = (torch.randn(COPIED[probes.device] // (8 * 64 * 4), 1, 8, 64, device=probes.device) for _ in range(2))
+def time_copy(probes: Probes, size: int, repeats: int) -> float:
+    """Time a copy of so many bytes, half of the heads of every row, into a message or out of it, as packing and
+    unpacking do."""
+    rows, there = (torch.randn(size // (4 * 64 * 4), 1, 8, 64, device=probes.device) for _ in range(2))
     every = torch.arange(len(rows), device=probes.device)
 
     def copy() -> None:
-        there[:, :, 4:].index_copy_(0, every, rows[:, :, :4].index_select(0, every))
+        for _ in range(repeats):  # in one CUDA graph, whose launch takes longer than a small copy
+            there[:, :, 4:].index_copy_(0, every, rows[:, :, :4].index_select(0, every))
 
-    return time_on_device(copy) if probes.device == "cuda" else time_after_barrier(copy, CLOCK)[0]
+    seconds = time_on_device(copy) if probes.device == "cuda" else time_after_barrier(copy, CLOCK)[0]
+    return seconds / (2 * repeats)
 
 
 def time_message(size: int) -> float:
@@ -125,8 +141,9 @@ def time_both(probes: Probes, size: int) -> list[float]:
 def _forward_and_backward(probes: Probes, mask: rs.Mask) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
     shape = probes.shape
     options: dict[str, Any] = {"device": probes.device, "dtype": getattr(torch, shape.dtype)}
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = (torch.randn(shape.batch, h, mask.lengths[0], shape.head_dim, **options).requires_grad_() for h in heads)
+    queries, keys = mask.lengths
+    sizes = ((shape.heads, queries), (shape.kv_heads, keys), (shape.kv_heads, keys))
+    q, k, v = (torch.randn(shape.batch, *size, shape.head_dim, **options).requires_grad_() for size in sizes)
     grad = torch.randn_like(q)
     plan = rs.plan(mask, world=1, strategy="gather")
     config = config_for(plan, q, v, check_scale(None, shape.head_dim), probes.backend)
@@ -185,11 +202,14 @@ def as_round(ranks: Sequence[tuple[Any, ...]]) -> Round:
 
 
 def kernel_of(rounds: Sequence[Round], probes: Probes) -> FittedKernel:
+    """Fit the kernel. The forward pass of rectangles with more queries than keys, or fewer, is left out: the engine also
+    packs all keys in it, which the ranks of a plan do for their own keys only."""
     seconds = min_over_rounds([r.attention for r in rounds])
     timed = [
         TimedAttention(phase, mask.bands, float(seconds[m, p]))
         for m, mask in enumerate(probes.masks)
         for p, phase in enumerate(PHASES)
+        if phase == "backward" or mask.lengths[0] == mask.lengths[1]
     ]
     return fit_kernel(timed, probes.shape)
 
@@ -197,9 +217,10 @@ def kernel_of(rounds: Sequence[Round], probes: Probes) -> FittedKernel:
 def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardware:
     """Make a Hardware with this GPU's kernel speed, copy speed and memory.
 
-    Links and overlap, which one GPU cannot measure, are those of ``like``.
+    Links and overlap, which one GPU cannot measure, are those of ``like``, and so are the passes over keys if the query
+    heads of the probes do not share key heads.
     """
-    kernel = kernel_of(rounds, probes)
+    kernel, copies = kernel_of(rounds, probes), copies_of(rounds, probes)
     device, shape = torch.cuda.get_device_properties(probes.device), probes.shape
     return replace(
         like,
@@ -209,7 +230,10 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
         launch_s=kernel.launch_s,
         tile=kernel.tile,
         memory=device.total_memory,
-        copy_bytes_per_s=_copy_rate(rounds, probes),
+        copy_bytes_per_s=copies.bytes_per_s,
+        copy_launch_s=copies.launch_s,
+        query_passes=kernel.query_byte_s * copies.bytes_per_s,
+        key_passes=like.key_passes if kernel.key_byte_s is None else kernel.key_byte_s * copies.bytes_per_s,
         source=f"kernels measured on {device.name} with {_heads(shape)} of {shape.head_dim}, {shape.dtype}, "
         f"fit to {kernel.error:.1%} (windows excepted); links and overlap are those of {like.name}, not measured",
     )
@@ -217,7 +241,7 @@ def this_gpu(rounds: Sequence[Round], probes: Probes, like: Hardware) -> Hardwar
 
 def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
     """Return the processes of this machine as the ranks of one node."""
-    kernel = kernel_of(rounds, probes)
+    kernel, copies = kernel_of(rounds, probes), copies_of(rounds, probes)
     world = len(rounds[0].attention)
     seconds = min_over_rounds([r.messages for r in rounds]).tolist()
     link = fit_link([Message(*timed) for timed in zip(MESSAGES, seconds, strict=True)])
@@ -232,7 +256,10 @@ def this_machine(rounds: Sequence[Round], probes: Probes) -> Hardware:
         launch_s=kernel.launch_s,
         tile=kernel.tile,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world,
-        copy_bytes_per_s=_copy_rate(rounds, probes),
+        copy_bytes_per_s=copies.bytes_per_s,
+        copy_launch_s=copies.launch_s,
+        query_passes=kernel.query_byte_s * copies.bytes_per_s,
+        key_passes=(kernel.key_byte_s or 0.0) * copies.bytes_per_s,
         overlap=fit_overlap(*min_over_rounds([r.overlap for r in rounds]).tolist()),
         source=f"measured with {world} processes, {_heads(shape)} of {shape.head_dim}, {shape.dtype}; "
         f"kernels fit to {kernel.error:.1%} (windows excepted); the link between nodes is taken to be the same",
@@ -243,8 +270,9 @@ def _heads(shape: rs.Shape) -> str:
     return f"{shape.heads} heads" if shape.kv_heads == shape.heads else f"{shape.heads} query and {shape.kv_heads} key heads"
 
 
-def _copy_rate(rounds: Sequence[Round], probes: Probes) -> float:
-    return float(COPIED[probes.device] / min_over_rounds([r.copying for r in rounds]))
+def copies_of(rounds: Sequence[Round], probes: Probes) -> FittedCopies:
+    sizes = [size for size, _ in COPIES[probes.device]]
+    return fit_copies(sizes, min_over_rounds([r.copying for r in rounds]).tolist())
 
 
 def min_over_rounds(rounds: Sequence[Seconds]) -> Seconds:

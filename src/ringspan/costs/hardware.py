@@ -72,7 +72,12 @@ class Hardware:
     ``tile`` tokens, so a diagonal costs half a tile more for every row it crosses. ``overlap`` is the fraction of the
     overlapping time that is really saved: 1 if compute and communication do not slow each other down, 0 if they take
     turns, as on a CPU that does both. Messages that are not contiguous are packed and unpacked, and partial results are
-    merged, at ``copy_bytes_per_s``.
+    merged, at ``copy_bytes_per_s``; each of these copies is a launch of its own, which takes ``copy_launch_s``.
+
+    Before and after its backward pass over the pairs, a kernel reads and writes the rows of a band: it computes the
+    sums of dout × out, and clears and converts the gradients that it sums in float32. This takes as long as copying the
+    queries of the band ``query_passes`` times and, where query heads share key heads, its keys and values
+    ``key_passes`` times.
     """
 
     name: str
@@ -87,6 +92,9 @@ class Hardware:
     source: str
     overlap: float = 1.0
     copy_bytes_per_s: float = float("inf")
+    copy_launch_s: float = 0.0
+    query_passes: float = 0.0
+    key_passes: float = 0.0
 
     def __post_init__(self) -> None:
         for kind, names in ((str, ("name", "source")), (Link, ("within", "between")), (Speed, ("forward", "backward"))):
@@ -101,6 +109,9 @@ class Hardware:
             memory=WHOLE_POSITIVE,
             overlap=SHARE,
             copy_bytes_per_s=POSITIVE,
+            copy_launch_s=NOT_NEGATIVE,
+            query_passes=NOT_NEGATIVE,
+            key_passes=NOT_NEGATIVE,
         )
 
     def to_json(self) -> str:
@@ -108,7 +119,11 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
-        """Read the output of :meth:`to_json`, which ``ringspan bench calibrate`` writes."""
+        """Read the output of :meth:`to_json`, which ``ringspan bench calibrate`` writes.
+
+        Files that were written before ``copy_launch_s``, ``query_passes`` and ``key_passes`` were added do not have
+        them. They are then 0, as when the file was written: its speeds include these times.
+        """
         try:
             given: dict[str, Any] = json.loads(text)
             for name, kind in (("within", Link), ("between", Link), ("forward", Speed), ("backward", Speed)):
@@ -123,9 +138,9 @@ class Hardware:
             raise PlanError(f"this is not a hardware file as `ringspan bench calibrate` writes it: {error}") from None
 
 
-def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, source: str) -> Hardware:
-    """Return a GPU with the given forward FLOP/s in long rectangles. Other speeds are in the proportions measured on an
-    H200."""
+def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, memory_tb_s: float, source: str) -> Hardware:
+    """Return a GPU with the given forward FLOP/s in long rectangles and the given bandwidth of its memory. Other speeds
+    are in the proportions measured on an H200."""
     full = tflops * 1e12
     return Hardware(
         name=name,
@@ -141,7 +156,16 @@ def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, sour
         # Measured on an H200 (benchmarks/overlap.py): 0.92 for copies by 8 multiprocessors at 250 GB/s, 0.86 by 16 at
         # 460.
         overlap=0.9,
-        copy_bytes_per_s=1e12,  # a copy reads and writes; the memory of these GPUs does 2 to 8 TB/s
+        # A copy reads and writes. An H200, whose memory does 4.8 TB/s, was measured (docs/benchmarks.md) to copy 1.32.
+        copy_bytes_per_s=memory_tb_s * 1e12 * 1.32 / 4.8,
+        # From the clock of ulysses over 8,192 tokens on 8 ranks in docs/benchmarks.md: 0.32 ms more than its pairs, rows
+        # and bytes take by this model with the calibration there, for 80 copies.
+        copy_launch_s=4e-6,
+        # Counted in the source of FlashAttention-4 for a head dim of 128 in half precision. Of a query it reads out and
+        # dout, clears dq in float32, later reads it and writes dq: 1,792 bytes for 256. Of a key it clears dk and dv in
+        # float32, later reads them and writes dk and dv: 2,560 bytes for 512. A copy reads and writes.
+        query_passes=1792 / 256 / 2,
+        key_passes=2560 / 512 / 2,
     )
 
 
@@ -151,18 +175,19 @@ _DATASHEET = (
 
 HARDWARE: dict[str, Hardware] = {
     "a100": replace(
-        _gpu("a100", tflops=312 * 0.7, nvlink_gb_s=300, memory_gb=80, source=_DATASHEET),
+        _gpu("a100", tflops=312 * 0.7, nvlink_gb_s=300, memory_gb=80, memory_tb_s=2.0, source=_DATASHEET),
         between=Link(latency_s=15e-6, bytes_per_s=25e9 * 0.8),  # 200 Gb/s
     ),
-    "h100": _gpu("h100", tflops=989 * 0.7, nvlink_gb_s=450, memory_gb=80, source=_DATASHEET),
+    "h100": _gpu("h100", tflops=989 * 0.7, nvlink_gb_s=450, memory_gb=80, memory_tb_s=3.35, source=_DATASHEET),
     "h200": _gpu(
         "h200",
         tflops=989 * 0.7,
         nvlink_gb_s=450,
         memory_gb=141,
+        memory_tb_s=4.8,
         source="kernels as measured with FlashAttention-4 (docs/benchmarks.md), links and memory from the datasheet",
     ),
-    "b200": _gpu("b200", tflops=2250 * 0.7, nvlink_gb_s=900, memory_gb=180, source=_DATASHEET),
+    "b200": _gpu("b200", tflops=2250 * 0.7, nvlink_gb_s=900, memory_gb=180, memory_tb_s=8.0, source=_DATASHEET),
     # One rank for each core. Processors differ: `ringspan bench calibrate` measures yours.
     "cpu": Hardware(
         name="cpu",
@@ -177,6 +202,7 @@ HARDWARE: dict[str, Hardware] = {
         source="measured on 2 cores of x86_64: float32, gloo, one thread for each rank (docs/benchmarks.md)",
         overlap=0.39,
         copy_bytes_per_s=4.6e9,
+        copy_launch_s=3.5e-6,  # measured on the same processor at a later date. Passes over rows were not measurable
     ),
 }
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringspan.costs.hardware import Hardware, Speed
-from ringspan.costs.timeline import Loads, Timeline, communication_seconds, nearest, simulate
+from ringspan.costs.timeline import Loads, Seconds, Timeline, communication_seconds, nearest, simulate
 from ringspan.masks import Band
-from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Task
+from ringspan.plans.data import PHASES, PayloadKind, Phase, RankPlan, Step, Task
 from ringspan.plans.memory import memory_bytes, peak_bytes
 from ringspan.plans.shape import Shape, check_heads_fit, is_packed
 
@@ -41,7 +43,8 @@ class Cost:
 
     @property
     def exposed_s(self) -> float:
-        """The largest time of a rank that is not compute: waiting for messages, copies, merging, contention."""
+        """The largest time of a rank that is not compute: waiting for messages, copies and merging with their launches,
+        contention. The passes of a kernel over rows are compute."""
         return float((self.forward.exposed + self.backward.exposed).max(initial=0.0))
 
 
@@ -58,19 +61,17 @@ def cost(plans: Sequence[RankPlan], machine: Hardware, shape: Shape) -> Cost:
 
 def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Phase) -> Loads:
     size = len(plans), max(len(plan.program.steps(phase)) for plan in plans)
-    computing, copied = np.zeros(size), np.zeros(size)
+    computing, copied, copies = np.zeros(size), np.zeros(size), np.zeros(size)
     sent, received = (np.zeros((2, *size), dtype=np.int64) for _ in range(2))
     exchanging: list[set[tuple[int, int]]] = [set() for _ in range(size[1])]
     row_of = nearest(np.array([plan.rank for plan in plans]), plans[0].world).tolist()
     for row, plan in enumerate(plans):
         node = plan.rank // machine.per_node
-        begun: set[int] = set()
+        merging = _Merging(plan, shape, phase)
         for n, step in enumerate(plan.program.steps(phase)):
             computing[row, n] = sum(task_seconds(task, plan, machine, shape, phase) for task in step.tasks)
-            copied[row, n] = _copied_bytes(plan, step, shape, phase)
-            for task in step.tasks:
-                copied[row, n] += _merged_bytes(task, plan, shape, phase) if task.q_slot in begun else 0
-                begun.add(task.q_slot)
+            of_step = [_copies(plan, step, shape, phase), *(merging.add(task) for task in step.tasks)]
+            copied[row, n], copies[row, n] = (sum(of) for of in zip(*of_step, strict=True))
             for way, transfers in ((sent, step.sends), (received, step.recvs)):
                 away = [t for t in transfers if t.peer != plan.rank]
                 exchanging[n].update((row, row_of[t.peer]) for t in away)
@@ -80,31 +81,75 @@ def _loads(plans: Sequence[RankPlan], machine: Hardware, shape: Shape, phase: Ph
     pairs = (np.array(sorted(m), dtype=np.int64).reshape(-1, 2).T for m in exchanging)
     peers = [(rows, peer) for rows, peer in pairs]
     communication = communication_seconds(sent, received, machine)
-    return Loads(computing, communication, copied / machine.copy_bytes_per_s, peers, plans[0].program.in_flight)
+    copying = copying_seconds(copied, copies, machine)
+    return Loads(computing, communication, copying, peers, plans[0].program.in_flight)
 
 
-def _copied_bytes(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> int:
-    """Return the bytes of messages that are packed, and of gradients that are added to a slot. Rows that are sent to
+class Copies(NamedTuple):
+    """Bytes that a rank copies in a step, and the number of copies."""
+
+    size: int
+    number: int
+
+
+def copying_seconds(size: Seconds | NDArray[np.int64], number: Seconds | NDArray[np.int64], machine: Hardware) -> Seconds:
+    """Return the time of copies: a launch for each, and their bytes."""
+    seconds: Seconds = number * machine.copy_launch_s + size / machine.copy_bytes_per_s
+    return seconds
+
+
+def _copies(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> Copies:
+    """Return the copies of messages that are packed, and of gradients that are added to a slot. Rows that are sent to
     several peers are packed once."""
     sent = {(t.what, t.slot, t.rows, t.heads): t for t in step.sends if is_packed(t)}
     received = [t for t in step.recvs if is_packed(t) or t.what in ("dq", "dkv")]
-    return shape.total_bytes([*sent.values(), *received], phase, plan.program)
+    copied = [*sent.values(), *received]
+    return Copies(shape.total_bytes(copied, phase, plan.program), sum(tensors_of(t.what) for t in copied if t.count))
 
 
-def _merged_bytes(task: Task, plan: RankPlan, shape: Shape, phase: Phase) -> int:
-    """Return the bytes of results that are merged into earlier results of the same queries, or of gradients that are
-    added to earlier ones."""
-    rows = max((b.q1 for b in task.bands), default=0) - min((b.q0 for b in task.bands), default=0)
-    return rows * shape.row_bytes("out" if phase == "forward" else "dq", phase, plan.program.q_slots[task.q_slot].heads)
+def tensors_of(what: PayloadKind) -> int:
+    """Return the number of tensors of a slot that one message has: each is a copy of its own."""
+    return 2 if what == "out" else 1  # out and lse
+
+
+class _Merging:
+    """Counts the results that are merged into earlier results of the same queries, and the gradients that are added to
+    earlier ones: all rows of bands beyond the rows of their slot."""
+
+    def __init__(self, plan: RankPlan, shape: Shape, phase: Phase) -> None:
+        self._slots = plan.program.q_slots
+        what: PayloadKind = "out" if phase == "forward" else "dq"
+        self._row_bytes = [shape.row_bytes(what, phase, slot.heads) for slot in self._slots]
+        self._computed = [0] * len(self._slots)
+
+    def add(self, task: Task) -> Copies:
+        """Return what is merged after this task."""
+        n, rows = task.q_slot, sum(band.rows for band in task.bands)
+        self._computed[n] += rows
+        merged = min(rows, max(self._computed[n] - self._slots[n].rows, 0))
+        return Copies(merged * self._row_bytes[n], int(merged > 0))
 
 
 def task_seconds(task: Task, plan: RankPlan, machine: Hardware, shape: Shape, phase: Phase) -> float:
-    """Return the time of the kernel: one launch for each kind of band, and the pairs at the speed of their kind."""
+    """Return the time of the kernel: one launch for each kind of band, the pairs at the speed of their kind, and the
+    passes over the rows."""
     speed = machine.forward if phase == "forward" else machine.backward
-    kinds = plan.derived(_tiled_areas, machine.tile)[id(task)]
+    tiled, queries, keys = plan.derived(_task_sizes, machine.tile)[id(task)]
     heads = plan.program.q_slots[task.q_slot].heads or shape.heads
+    kv_heads = plan.program.kv_slots[task.kv_slot].heads or shape.kv_heads
     work = heads * flops_per_pair(shape, phase)
-    return sum(machine.launch_s + area * work / of_kind(speed, kind) for kind, area in enumerate(kinds) if area)
+    seconds = sum(machine.launch_s + area * work / of_kind(speed, kind) for kind, area in enumerate(tiled) if area)
+    of_query, of_key = passes_row_bytes(machine, shape, phase, heads=heads, kv_heads=kv_heads)
+    return seconds + (queries * of_query + keys * of_key) / machine.copy_bytes_per_s
+
+
+def passes_row_bytes(machine: Hardware, shape: Shape, phase: Phase, *, heads: int, kv_heads: int) -> tuple[float, float]:
+    """Return the bytes of copies that take as long as a kernel's passes over one query and over one key, before and
+    after its backward pass over the pairs (see :class:`ringspan.costs.Hardware`)."""
+    if phase == "forward":
+        return 0.0, 0.0
+    of_key = shape.row_bytes("kv", phase, kv_heads) * machine.key_passes if heads != kv_heads else 0.0
+    return shape.row_bytes("q", "forward", heads) * machine.query_passes, of_key
 
 
 def flops_per_pair(shape: Shape, phase: Phase) -> int:
@@ -126,10 +171,21 @@ def of_kind(speed: Speed, cuts: int) -> float:
     return (speed.full, speed.causal, speed.window)[cuts]
 
 
-def _tiled_areas(plan: RankPlan, tile: int) -> dict[int, tuple[float, float, float]]:
-    """Return the :func:`tiled_area` of each task by the id of the task, which lives as long as its plan."""
+class _TaskSize(NamedTuple):
+    """The :func:`tiled_area` of a task, and the queries and keys of all its bands together."""
+
+    tiled: tuple[float, float, float]
+    queries: int
+    keys: int
+
+
+def _task_sizes(plan: RankPlan, tile: int) -> dict[int, _TaskSize]:
+    """Return the sizes of each task by the id of the task, which lives as long as its plan."""
     tasks = (task for phase in PHASES for step in plan.program.steps(phase) for task in step.tasks)
-    return {id(task): tiled_area(task.bands, tile) for task in tasks}
+    return {
+        id(task): _TaskSize(tiled_area(task.bands, tile), sum(b.rows for b in task.bands), sum(b.cols for b in task.bands))
+        for task in tasks
+    }
 
 
 def tiled_area(bands: tuple[Band, ...], tile: int) -> tuple[float, float, float]:

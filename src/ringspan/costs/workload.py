@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ringspan.costs.hardware import Hardware
-from ringspan.costs.plan_cost import flops_per_pair, of_kind
+from ringspan.costs.plan_cost import flops_per_pair, of_kind, passes_row_bytes
 from ringspan.costs.timeline import Seconds
 from ringspan.layouts import Layout, Tiles, cut
 from ringspan.masks import Mask
@@ -32,8 +32,9 @@ from ringspan.plans.shape import Shape
 class Demand:
     """Matrices with a row for each rank of the workload and a column for each rank of the world.
 
-    ``seconds``: compute time with the rows of the column's rank. ``incoming``: rows needed from that rank.
-    ``outgoing``: rows which that rank needs. The entry of a rank with itself counts its own rows, which are not sent.
+    ``seconds``: compute time with the rows of the column's rank, including the kernel's passes over those rows.
+    ``incoming``: rows needed from that rank. ``outgoing``: rows which that rank needs. The entry of a rank with itself
+    counts its own rows, which are not sent.
     """
 
     seconds: dict[Phase, Seconds]
@@ -75,7 +76,7 @@ class Workload:
         """Ranks compute for their own queries."""
         if len(self.ranks) == self.world:
             rows = needed_rows(self.mask, self.q_layout, self.kv_layout)
-            return Demand(seconds=self._for_queries, incoming=rows, outgoing=rows.T)
+            return Demand(seconds=self._with_passes(KEYS, self._seen, self._for_queries, rows), incoming=rows, outgoing=rows.T)
         return self._demand(KEYS, self._seen, self._seeing, self._for_queries)
 
     @cached_property
@@ -130,11 +131,27 @@ class Workload:
         that use their rows on any rank."""
         here, of = (computed.q_rank, computed.k_rank) if moving is KEYS else (computed.k_rank, computed.q_rank)
         owner, receiver = (elsewhere.k_rank, elsewhere.q_rank) if moving is KEYS else (elsewhere.q_rank, elsewhere.k_rank)
+        incoming = self._rows(here, of, computed.bands[:, moving.rows])
         return Demand(
-            seconds=seconds,
-            incoming=self._rows(here, of, computed.bands[:, moving.rows]),
+            seconds=self._with_passes(moving, computed, seconds, incoming),
+            incoming=incoming,
             outgoing=self._rows(owner, receiver, elsewhere.bands[:, moving.rows]),
         )
+
+    def _with_passes(self, moving: MovingSide, tiles: Tiles, seconds: dict[Phase, Seconds], rows: Ints) -> dict[Phase, Seconds]:
+        """Add the time of the kernel's passes over the rows that move, ``rows`` of each rank, and over the other rows in
+        the tiles of a rank's own queries and keys. How many other rows the tiles of several ranks have together depends
+        on how they are joined."""
+        shape, machine, staying = self.shape, self.machine, QUERIES if moving is KEYS else KEYS
+        of_query, of_key = passes_row_bytes(machine, shape, "backward", heads=shape.heads, kv_heads=shape.kv_heads)
+        of_moving, of_staying = (of_key, of_query) if moving is KEYS else (of_query, of_key)
+        passes: Seconds = (rows * of_moving).astype(np.float64)
+        own = tiles.q_rank == tiles.k_rank
+        rank, start, stop = union(tiles.q_rank[own], *tiles.bands[own][:, staying.rows].T)
+        own_rows = np.bincount(rank, weights=stop - start, minlength=self.world)
+        ranks = list(self.ranks)
+        passes[np.arange(len(ranks)), ranks] += own_rows[ranks] * of_staying
+        return {**seconds, "backward": seconds["backward"] + passes / machine.copy_bytes_per_s}
 
     def _rows(self, here: Ints, there: Ints, rows: Table) -> Ints:
         pair, start, stop = union(here * self.world + there, rows[:, 0], rows[:, 1])

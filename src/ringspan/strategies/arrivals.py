@@ -63,7 +63,8 @@ class Arrivals(NamedTuple):
         hashed = _hash((self.start << 32) + self.stop)
         digest = np.add.reduceat(hashed, first) if len(first) else hashed
         columns = (self.owner[first], self.receiver[first], self.stage[first], rows, digest)
-        return RowMessages(*columns, ranges > UNPACKED_RANGES)
+        is_packed = ranges > UNPACKED_RANGES
+        return RowMessages(*columns, np.where(is_packed, 1, ranges), is_packed)
 
     def tasks(self, workload: Workload, moving: MovingSide, slots: Ints) -> Tasks:
         """Return the tasks of all ranks: own rows in step 0, the rows of a stage in the step after it.
@@ -93,14 +94,15 @@ class Arrivals(NamedTuple):
 
 
 class RowMessages(NamedTuple):
-    """A message for each owner of rows and each receiver. Messages with the same rows of an owner have the same
-    ``digest``."""
+    """The rows from each owner to each receiver: one packed message, or ``transfers`` messages that are not packed. Those
+    with the same rows of an owner have the same ``digest``."""
 
     owner: Ints
     receiver: Ints
     stage: Ints
     rows: Ints
     digest: Ints
+    transfers: Ints
     is_packed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
     def inputs(self, what: PayloadKind, step: Ints, *, sender: Ints | None = None) -> Messages:
@@ -112,13 +114,14 @@ class RowMessages(NamedTuple):
         is_new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
         packs = np.zeros_like(self.rows)
         packs[packed[order]] = np.append(np.ones(min(1, len(packed)), dtype=np.int64), is_new)
-        return Messages(what, sender, self.receiver, step, self.rows, self.is_packed.astype(np.int64), packs)
+        is_packed = self.is_packed.astype(np.int64)
+        return Messages(what, sender, self.receiver, step, self.rows, self.transfers, is_packed, packs)
 
     def results(self, what: PayloadKind, step: Ints, *, receiver: Ints | None = None) -> Messages:
         """Return the messages in the other direction. Outputs are always packed."""
         receiver = self.owner if receiver is None else receiver
         is_packed = (self.is_packed | (what == "out")).astype(np.int64)
-        return Messages(what, self.receiver, receiver, step, self.rows, is_packed, is_packed)
+        return Messages(what, self.receiver, receiver, step, self.rows, self.transfers, is_packed, is_packed)
 
 
 def _hash(values: Ints) -> Ints:

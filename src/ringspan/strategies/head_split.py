@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
+from ringspan.costs.plan_cost import copying_seconds, tensors_of
 from ringspan.costs.timeline import Loads, communication_seconds, without_messages
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, Pieces
@@ -139,19 +140,22 @@ def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float
     busiest node.
 
     No rank computes more query heads than ⌈heads / ranks⌉, so it sends all others of its own tokens away, and those
-    that do not fit on its node to other nodes. Keys are not counted.
+    that do not fit on its node to other nodes, in one copy for each rank that computes as many. Keys are not counted.
     """
     shape, machine = workload.shape, workload.machine
     kept = -(-shape.heads // per_node)
     far = max(0, shape.heads - kept * min(per_node, machine.per_node))
     rows = max(workload.q_layout.counts[rank] for rank in workload.ranks)
     share = kept / shape.heads if shape.heads else 0.0
+    away = -(-(far or shape.heads - kept) // kept) if kept and rows else 0
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
         leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - kept) for what in ("q", RESULTS[phase][0])]
         moved = np.zeros((2, 1, 3))
         moved[1 if far else 0, 0, [0, 2]] = leaving
+        copies = away * np.array([[1, 0, tensors_of(RESULTS[phase][0])]])
         found[phase] = without_messages(np.array([[0.0, whole[phase] * share, 0.0]]))._replace(
-            communication=communication_seconds(moved, moved, machine), copying=moved.sum(axis=0) / machine.copy_bytes_per_s
+            communication=communication_seconds(moved, moved, machine),
+            copying=copying_seconds(moved.sum(axis=0), copies, machine),
         )
     return found

@@ -21,6 +21,7 @@ import numpy as np
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.hardware import Hardware
+from ringspan.costs.plan_cost import copying_seconds
 from ringspan.costs.timeline import Loads, communication_seconds, nearest
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout
@@ -175,7 +176,7 @@ def _loads(workload: Workload) -> dict[Phase, Loads]:
         found[phase] = Loads(
             workload.launched(np.where(step <= hops, workload.demand(KEYS).seconds[phase][row, block], 0.0)),
             communication_seconds(np.zeros_like(received), received, machine),
-            dkv / machine.copy_bytes_per_s,
+            copying_seconds(dkv, np.sign(dkv), machine),
             [(who, before[who]) for who in map(np.flatnonzero, (kv + dkv).T)],
         )
     return found
@@ -189,12 +190,11 @@ def _columns(workload: Workload) -> ProgramColumns:
     passed = np.where(rows > 0, reach, 0)
     block = np.repeat(np.arange(world), passed)
     hop = tables.ranges(np.ones_like(passed), passed)
-    holder, unpacked = (block + hop) % world, np.zeros_like(block)
-    blocks = Messages("kv", (holder - 1) % world, holder, hop - 1, rows[block], unpacked, unpacked)
+    holder, one, unpacked = (block + hop) % world, np.ones_like(block), np.zeros_like(block)
+    blocks = Messages("kv", (holder - 1) % world, holder, hop - 1, rows[block], one, unpacked, unpacked)
     goes_home = hop == reach[block]  # the gradient of a block, from the last rank that sees the block
-    gradients = Messages(
-        "dkv", holder, np.where(goes_home, block, (holder + 1) % world), hop + 1, rows[block], unpacked, unpacked
-    )
+    receiver = np.where(goes_home, block, (holder + 1) % world)
+    gradients = Messages("dkv", holder, receiver, hop + 1, rows[block], one, unpacked, unpacked)
     slots = np.zeros((world, 3), dtype=np.int64)
     slots[:, 0] = rows
     np.maximum.at(slots, (holder, 1 + (hop - 1) % 2), rows[block])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringspan.costs.plan_cost import copying_seconds, tensors_of
 from ringspan.costs.timeline import NO_PEERS, Ints, Loads, RankPeers, Seconds, communication_seconds, nearest
 from ringspan.costs.workload import Demand, Workload
 from ringspan.plans.data import PHASES, Phase
@@ -16,6 +17,7 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
     links = (workload.is_near, ~workload.is_near)
     arriving = np.stack([_by_stage(demand.incoming * link, receive_stage, stages)[:, 1:] for link in links])
     leaving = np.stack([_by_stage(demand.outgoing * link, send_stage, stages)[:, 1:] for link in links])
+    additions = _by_stage(np.sign(demand.outgoing), send_stage, stages)[:, 1:]  # messages of results that come back
     stage_peers = _peers_by_stage(workload, demand, receive_stage, send_stage, stages)
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
@@ -24,16 +26,18 @@ def staged_loads(workload: Workload, demand: Demand, moving: MovingSide, stages:
         computing = np.zeros((len(workload.ranks), steps))
         computing[:, : stages + 1] = _by_stage(demand.seconds[phase], receive_stage, stages)
         sent, received = (np.zeros((2, *computing.shape)) for _ in range(2))
-        copied, peers = np.zeros(computing.shape), [*stage_peers, *[NO_PEERS] * (steps - stages)]
+        (copied, copies), peers = np.zeros((2, *computing.shape)), [*stage_peers, *[NO_PEERS] * (steps - stages)]
         sent[:, :, :stages] = leaving * workload.message_row_bytes(what, phase)
         received[:, :, :stages] = arriving * workload.message_row_bytes(what, phase)
         if returned:  # the results of a stage are sent back two steps after its rows arrived
             sent[:, :, 2:] += arriving * workload.message_row_bytes(returned, phase)
             received[:, :, 2:] += leaving * workload.message_row_bytes(returned, phase)
+            copies[:, 2:] = additions * tensors_of(returned)
             copied[:, 2:] = leaving.sum(axis=0) * workload.message_row_bytes(returned, phase)
             peers = [_both(a, b) for a, b in zip(peers, [NO_PEERS, NO_PEERS, *stage_peers], strict=True)]
         communication = communication_seconds(sent, received, workload.machine)
-        found[phase] = Loads(workload.launched(computing), communication, copied / workload.machine.copy_bytes_per_s, peers)
+        copying = copying_seconds(copied, copies, workload.machine)
+        found[phase] = Loads(workload.launched(computing), communication, copying, peers)
     return found
 
 
