@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # the tests use small tensors, which are faster with one thread
 
-TRITON_MODULES = ("fused", "fused_logits", "fused_sinks")
+TRITON_MODULES = ("fused", "fused_logits", "fused_sinks", "fused_sums")
 collect_ignore = [] if find_spec("triton") else [f"src/ringspan/kernels/{name}.py" for name in TRITON_MODULES]
 if not find_spec("transformers"):
     collect_ignore.append("src/ringspan/integrations")

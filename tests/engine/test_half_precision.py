@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from ringspan.engine import slots
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, cpu
 from ringspan.masks import Band
 from tests.engine.dense_comparison import Tensors, case, worst_error
@@ -62,7 +63,12 @@ class HalfPrecisionKernel:
         "hybrid(per_node=2, heads=4, kv_heads=2)",
     ],
 )
-def test_half_precision_results_differ_by_rounding_only(strategy: str, one_by_one: bool) -> None:
+@pytest.mark.parametrize("added_together", [False, True], ids=["", "messages added together"])
+def test_half_precision_results_differ_by_rounding_only(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, one_by_one: bool, added_together: bool
+) -> None:
+    """On GPUs the gradients that arrive in a step are added together."""
+    monkeypatch.setattr(slots, "ADDED_TOGETHER", {"cpu"} if added_together else set())
     for mask in MASKS.values():
         given = case(mask)
         half = Tensors(*(x.half() for x in given[:4]), given.dlse.float())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ringspan as rs
 from ringspan.caching import by_stream
@@ -20,7 +21,7 @@ from ringspan.caching.by_stream import CAPTURING, cache_by_stream
 from ringspan.engine import pass_cache, slots
 from ringspan.engine.recorded_pass import Empty, FunctionCall, RecordedPass
 from ringspan.engine.recording import PassRecorder
-from ringspan.kernels import launches, reference
+from ringspan.kernels import gradient_accumulator, launches, reference
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from ringspan.transports import PostExchange, RankGenerator, WaitExchange
@@ -89,6 +90,49 @@ def test_a_replay_computes_the_same_bits(
         for x, y in zip(results, attend(MASKS[name], strategy, seed, dtype=dtype), strict=True):
             assert torch.equal(x.nan_to_num(nan=-1.0), y.nan_to_num(nan=-1.0))
             assert not x.isnan().any()
+
+
+@pytest.mark.parametrize("strategy", ["exchange(stages=1)", "exchange(stages=2)", "ring"])
+def test_sums_by_the_kernel_for_gpus_are_recorded(
+    replays: list[RecordedPass], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """In Triton's interpreter. The messages of a step are added in one launch."""
+    fused_sums = pytest.importorskip("ringspan.kernels.fused_sums", reason="needs triton")
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is used only without a GPU")
+    expected = [attend(MASKS["causal"], strategy, seed, dtype=torch.float32) for seed in range(4)]
+    rs.clear_caches()
+    replays.clear()
+    monkeypatch.setattr(slots, "ADDED_TOGETHER", {"cpu"})
+    monkeypatch.setattr(gradient_accumulator, "_triton_sums_for", lambda gradient: fused_sums)
+    monkeypatch.setattr(fused_sums, "_write_sum", BypassesDispatcher(fused_sums._write_sum))
+    found = [attend(MASKS["causal"], strategy, seed, dtype=torch.float32) for seed in range(4)]
+    assert len(replays) == 2 * 2 * 4
+    backward = [one for one in replays if "PostExchange('backward" in one.source]
+    assert all(_launches(one) > 0 for one in backward)
+    for results, wanted in zip(found, expected, strict=True):
+        for x, y in zip(results, wanted, strict=True):
+            assert torch.equal(x, y)
+
+
+class BypassesDispatcher:
+    """A Triton kernel whose interpreter is hidden from the recorder: it uses operators of PyTorch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*given: Any) -> None:
+            with _disable_current_modes():
+                self.kernel[grid](*given)
+
+        return launch
+
+
+def _launches(recorded: RecordedPass) -> int:
+    """Return how many instructions launch a kernel of Triton."""
+    calls = [one for one in recorded.instructions if isinstance(one, FunctionCall)]
+    return sum(not isinstance(one.function, torch._ops.OpOverload) for one in calls)
 
 
 def test_other_shapes_strides_and_scales_are_other_recordings(replays: list[RecordedPass]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringspan as rs
+from ringspan.engine import slots
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.transports import InProcessTransport
@@ -29,6 +30,22 @@ def test_strategies_are_exact_with_every_driver(strategy: str, driver: str) -> N
             for world in (1, 2, 3, 5):
                 plans = all_plans(mask, world, strategy, layout)
                 assert worst_error(plans, case(mask), DRIVERS[driver](world).run) <= EXACT
+
+
+@pytest.mark.parametrize("max_ranges", [1, 4])
+@pytest.mark.parametrize(
+    "strategy", ["ring", "exchange(stages=1)", "exchange", "gather(stages=1)", "pass_q", "hierarchical(per_node=2)", "ulysses"]
+)
+def test_gradients_that_are_added_together_are_exact(monkeypatch: pytest.MonkeyPatch, strategy: str, max_ranges: int) -> None:
+    """As on GPUs: the messages of a step are added in one pass, unless they have many ranges of rows."""
+    monkeypatch.setattr(slots, "MAX_RANGES", max_ranges)
+    monkeypatch.setattr(slots, "ADDED_TOGETHER", {"cpu"})
+    if strategy == "ulysses":
+        strategy = "ulysses(heads=4, kv_heads=2)"
+    for mask in MASKS.values():
+        for layout in ("contiguous", "zigzag", "round_robin"):
+            for driver in (DeliverAtOnce(), DeliverLate()):
+                assert worst_error(all_plans(mask, 4, strategy, layout), case(mask), driver.run) <= EXACT
 
 
 # As many heads as ranks, more, or fewer. The query heads that share a key head are on one rank, are cut once, or are

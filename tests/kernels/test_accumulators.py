@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial, accumulators, merge
+from ringspan.kernels import GradientAccumulator, Message, OutputAccumulator, Partial, accumulators, merge
 from ringspan.testing.assertions import assert_close
 
 ROWS, BATCH, HEADS = 7, 2, 3
@@ -183,15 +183,32 @@ def random_gradients(
     return [torch.randn(rows, BATCH, heads, width, generator=source).to(dtype) for width in widths]
 
 
-gradient_kinds = st.sampled_from(["add", "add message", "add to heads", "clear", "accumulated"])
+gradient_kinds = st.sampled_from(["add", "add message", "add together", "add to heads", "clear", "accumulated"])
 gradient_operations = st.lists(st.tuples(gradient_kinds, row_ranges, head_ranges, st.integers(0, 99)), max_size=8)
 
 
-@given(operations=gradient_operations, reuse_kernel_output=st.booleans())
+def messages_of(seed: int) -> list[Message]:
+    """Return up to four messages of any rows, in the accumulation dtype or rounded."""
+    source = torch.Generator().manual_seed(seed)
+    found = []
+    for n in range(int(torch.randint(5, (), generator=source))):
+        start, stop = sorted(torch.randint(ROWS + 1, (2,), generator=source).tolist())
+        dtype = torch.float32 if n % 2 else torch.float64
+        (rows,) = random_gradients(stop - start, seed + n, dtype, (sum(WIDTHS),))
+        found.append(Message(start, stop, rows))
+    return found
+
+
+@given(
+    operations=gradient_operations,
+    last=st.none() | st.integers(0, 99),
+    reuse_kernel_output=st.booleans(),
+)
 def test_gradients_equal_the_model(
-    operations: list[tuple[str, tuple[int, int], tuple[int, int], int]], reuse_kernel_output: bool
+    operations: list[tuple[str, tuple[int, int], tuple[int, int], int]], last: int | None, reuse_kernel_output: bool
 ) -> None:
-    """Partial gradients are those of a kernel in low precision, or a message with all of them side by side."""
+    """Partial gradients are those of a kernel in low precision, or messages with all of them side by side: one, or
+    several at once, of which the last ones may be rounded."""
     accumulator, model = (
         gradient_accumulator(reuse_kernel_output=reuse_kernel_output),
         torch.zeros(ROWS, BATCH, HEADS, sum(WIDTHS), dtype=torch.float64),
@@ -205,6 +222,10 @@ def test_gradients_equal_the_model(
             (message,) = random_gradients(stop - start, seed, torch.float64, (sum(WIDTHS),))
             accumulator.add(start, stop, message)
             model[start:stop] += message
+        elif kind == "add together":
+            accumulator.add_together(messages_of(seed))
+            for first, end, rows in messages_of(seed):
+                model[first:end] += rows
         elif kind == "add to heads":
             (message,) = random_gradients(stop - start, seed, torch.float64, (sum(WIDTHS),), heads[1] - heads[0])
             accumulator.add_to_heads(start, stop, heads, message)
@@ -215,6 +236,10 @@ def test_gradients_equal_the_model(
         else:
             (rows,) = accumulator.accumulated(start, stop)
             assert torch.equal(rows, model[start:stop])
+    if last is not None:
+        accumulator.add_together(messages_of(last), is_last=True)
+        for start, stop, rows in messages_of(last):
+            model[start:stop] += rows
     expected = model.split(list(WIDTHS), -1)
     for result, again, want in zip(accumulator.finish(), accumulator.finish(), expected, strict=True):
         assert torch.equal(result, want.to(result.dtype))
@@ -233,3 +258,24 @@ def test_gradients_of_all_rows_are_borrowed() -> None:
     result = accumulator.finish()
     assert [x.data_ptr() for x in result] == addresses
     assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+def test_messages_that_are_added_last_need_no_buffer() -> None:
+    """Borrowed rows, with and without a second partial result, are read and written once, and rounded once."""
+    like = torch.empty(0, dtype=torch.float64).as_subclass(NoBuffers)
+    accumulator = GradientAccumulator((ROWS, BATCH, HEADS), WIDTHS, like=like, reuse_kernel_output=True)
+    first, second = random_gradients(ROWS, 0, torch.float32), random_gradients(2, 1, torch.float32)
+    messages = [
+        Message(a, b, random_gradients(b - a, a, torch.float64, (sum(WIDTHS),))[0]) for a, b in ((0, 4), (1, 6), (1, 4))
+    ]
+    expected = torch.cat(first, -1).double()
+    expected[3:5] += torch.cat(second, -1)
+    for start, stop, rows in messages:
+        expected[start:stop] += rows
+    addresses = [x.data_ptr() for x in first]
+    accumulator.add(0, ROWS, *first)
+    accumulator.add(3, 5, *second)
+    accumulator.add_together(messages, is_last=True)
+    result = accumulator.finish()
+    assert [x.data_ptr() for x in result] == addresses
+    assert torch.equal(torch.cat(result, -1), expected.float())

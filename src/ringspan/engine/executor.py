@@ -234,6 +234,8 @@ class InFlight(NamedTuple):
 
     messages: StepMessages | None
     pending: Any
+    is_last: bool
+    """Whether it is the last step of the pass."""
 
 
 def run_steps(
@@ -247,14 +249,15 @@ def run_steps(
     slots, compute, finish = prepare()
     del prepare  # it holds tensors that may have been copied
     in_flight: deque[InFlight] = deque()
-    for step in plan.derived(schedule, phase, only):
+    steps = plan.derived(schedule, phase, only)
+    for step in steps:
         pending = None
         if step.messages is not None:
             exchange = slots.begin(step.messages, step.label)
             if step.messages.is_on_wire:
                 pending = yield exchange
             del exchange  # it holds the messages of this step
-        in_flight.append(InFlight(step.messages, pending))
+        in_flight.append(InFlight(step.messages, pending, step is steps[-1]))
         del pending  # else the next step's messages would be packed while this step's are still held
         with record_function(f"ringspan::step {step.number} {phase}, rank {plan.rank}") if profiler_enabled() else NO_SPAN:
             for task in step.tasks:
@@ -268,13 +271,13 @@ def run_steps(
 
 def _complete_oldest(slots: Slots, in_flight: deque[InFlight]) -> RankGenerator[None]:
     """Wait for the messages of the oldest step in flight, and apply them."""
-    messages, pending = in_flight.popleft()
+    messages, pending, is_last = in_flight.popleft()
     if messages is None:
         return
     if messages.is_on_wire:
         yield WaitExchange(pending)
     del pending  # it may hold buffers
-    slots.apply_arrivals()
+    slots.apply_arrivals(is_last=is_last)
 
 
 def _saved(given: BackwardInputs) -> Saved:

@@ -17,10 +17,15 @@ from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine.messages import StepMessages
-from ringspan.kernels import GradientAccumulator, OutputAccumulator
+from ringspan.kernels import GradientAccumulator, Message, OutputAccumulator
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
 from ringspan.transports import PostExchange
+
+# The types of devices on which the gradients of a step are added in one pass over memory.
+ADDED_TOGETHER = {"cuda"}
+# A message of more ranges of rows is added by one operation: each range would need launches of its own.
+MAX_RANGES = 4
 
 
 class Slots:
@@ -79,17 +84,24 @@ class Slots:
             recvs.append((t.peer, recv_buffers[n]))
         return PostExchange(label, tuple(sends), tuple(recvs))
 
-    def apply_arrivals(self) -> None:
+    def apply_arrivals(self, *, is_last: bool = False) -> None:
         """Copy, merge or add the messages of the oldest exchange that were not received in place, and release their
         buffers.
 
-        Clear the accumulators of rows that were overwritten.
+        Clear the accumulators of rows that were overwritten. ``is_last`` says that no exchange and no task follow.
         """
+        to_add: list[tuple[Transfer, Tensor]] = []  # gradients that are added together
         for t, message in self._in_flight.popleft():
+            if message is not None and _is_added_together(t, message):
+                to_add.append((t, message))
+                continue
+            self._add_together(to_add)
+            to_add = []
             if t.what in self.rows:
                 self._overwrite(t, message)
             elif message is not None:
                 self._merge(t, message) if t.what == "out" else self._add(t, message)
+        self._add_together(to_add, is_last=is_last)
 
     def _pack(self, t: Transfer) -> Tensor:
         """Gather the rows (and heads) of the transfer into one contiguous tensor. An output is sent as [out | lse]."""
@@ -140,6 +152,16 @@ class Slots:
         else:  # a rounded message is not a kernel's result: the accumulator must not keep it as it is
             self._rows_of(t).add_(message)
 
+    def _add_together(self, arrived: Sequence[tuple[Transfer, Tensor]], *, is_last: bool = False) -> None:
+        messages: dict[tuple[str, int], list[Message]] = {}
+        for t, message in arrived:
+            at = 0
+            for start, stop in t.rows:
+                messages.setdefault((t.what, t.slot), []).append(Message(start, stop, message[at : at + stop - start]))
+                at += stop - start
+        for (what, slot), of_slot in messages.items():
+            self.gradients[what][slot].add_together(of_slot, is_last=is_last)
+
     def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
         if message is not None:
             rows = _heads(self._rows_of(t), t)
@@ -155,6 +177,12 @@ class Slots:
             return self.rows[t.what][t.slot][start:stop]
         (rows,) = self.gradients[t.what][t.slot].accumulated(start, stop)
         return rows
+
+
+def _is_added_together(t: Transfer, message: Tensor) -> bool:
+    """Return whether the message has gradients that are added with those of other messages, in one pass over memory."""
+    is_gradient = t.what in ("dq", "dkv") and t.heads is None and len(t.rows) <= MAX_RANGES
+    return is_gradient and message.device.type in ADDED_TOGETHER
 
 
 def _heads(x: Tensor, t: Transfer) -> Tensor:

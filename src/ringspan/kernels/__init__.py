@@ -7,7 +7,8 @@ them.
 
 from __future__ import annotations
 
-from ringspan.kernels.accumulators import GradientAccumulator, OutputAccumulator
+from ringspan.kernels.accumulators import OutputAccumulator
+from ringspan.kernels.gradient_accumulator import GradientAccumulator, Message
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, PartialRows, Saved, accumulation_dtype, kernel_name
 from ringspan.kernels.max_logits import max_logits
 from ringspan.kernels.mods import IndexedMods, MaskMod, Mods, ScoreMod, mods_of
@@ -22,6 +23,7 @@ __all__ = [
     "Inputs",
     "Kernel",
     "MaskMod",
+    "Message",
     "Mods",
     "OutputAccumulator",
     "Partial",

@@ -30,16 +30,19 @@ partial result costs no pass over memory if that partial result covered all rows
 partial result costs one pass. A row with more costs about one pass for each, and one more to copy it back if other rows
 are still borrowed.
 
-There are two ways to combine: :class:`OutputAccumulator` merges outputs by their lse, :class:`GradientAccumulator`
-adds.
+On GPUs, ``add_together`` of the accumulator of gradients adds all messages of a step to rows in any state, and makes
+them ACCUMULATED. After the last step they stay BORROWED: the sum is rounded into the borrowed tensor.
 
-Legend: rows first everywhere. S rows, B batch, H heads, E value dim, D width of a gradient, F = sum of all widths.
+There are two ways to combine: :class:`OutputAccumulator` merges outputs by their lse,
+:class:`ringspan.kernels.gradient_accumulator.GradientAccumulator` adds.
+
+Legend: rows first everywhere. S rows, B batch, H heads, E value dim.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,7 +50,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.kernels.partial import EMPTY_LSE, Partial, merge_, triton_kernels
+from ringspan.kernels.partial import EMPTY_LSE, Partial, merge_
 
 Tensors = tuple[Tensor, ...]
 
@@ -185,7 +188,7 @@ class RowAccumulator(ABC):
         if self._head_parts and any(part.overlaps(start, stop) for part in self._head_parts):
             self.accumulated(start, stop)
         for first, last, state in self._states.between(start, stop):
-            new = partial if (first, last) == (start, stop) else _rows(partial, first - start, last - start)
+            new = partial if (first, last) == (start, stop) else slice_rows(partial, first - start, last - start)
             covers_all = last - first == self.shape[0]
             if state == RowState.EMPTY and self._reuse_kernel_output and is_low_precision and covers_all:
                 self._borrowed, self._buffers = new, None
@@ -282,7 +285,7 @@ class RowAccumulator(ABC):
 
     def _borrowed_rows(self, start: int, stop: int) -> Tensors:
         assert self._borrowed is not None
-        return self._borrowed if stop - start == self.shape[0] else _rows(self._borrowed, start, stop)
+        return self._borrowed if stop - start == self.shape[0] else slice_rows(self._borrowed, start, stop)
 
     @abstractmethod
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
@@ -327,7 +330,7 @@ class OutputAccumulator(RowAccumulator):
             dtype = torch.float64 if self.like.device.type == "cpu" else self.like.dtype
             lse = self.like.new_empty(self.shape[:3], dtype=dtype) if self._borrowed is None else self._borrowed[1]
             self._buffers = self.like.new_empty(self.shape), lse
-        return self._buffers if stop - start == self.shape[0] else _rows(self._buffers, start, stop)
+        return self._buffers if stop - start == self.shape[0] else slice_rows(self._buffers, start, stop)
 
     def _fill_neutral_(self, into: Tensors) -> None:
         out, lse = into
@@ -343,61 +346,5 @@ class OutputAccumulator(RowAccumulator):
         merge_(Partial(*into), Partial(*partial), old=old[0])
 
 
-class GradientAccumulator(RowAccumulator):
-    """Sums of gradients: of one tensor, or of several (keys and values) that are side by side in the buffer.
-
-    A partial result has one tensor (rows, B, H, D) for each gradient, or one tensor (rows, B, H, F) with all of them
-    side by side. ``accumulated`` returns one such tensor (rows, B, H, F). Rows without gradients are zero.
-    """
-
-    def __init__(
-        self, shape_SBH: Sequence[int], widths: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False
-    ) -> None:
-        super().__init__((*shape_SBH, sum(widths)), like=like, reuse_kernel_output=reuse_kernel_output)
-        self._widths = list(widths)
-
-    def finish(self) -> Tensors:
-        """Return each gradient of all rows, in the accumulation dtype or in the kernel's."""
-        grads = super().finish()
-        return grads if len(grads) == len(self._widths) else grads[0].split(self._widths, dim=-1)
-
-    def _buffer_rows(self, start: int, stop: int) -> Tensors:
-        if self._buffers is None:
-            self._buffers = (self.like.new_empty(self.shape),)
-        return self._buffers if stop - start == self.shape[0] else _rows(self._buffers, start, stop)
-
-    def _fill_neutral_(self, into: Tensors) -> None:
-        into[0].zero_()
-
-    def _copy_(self, into: Tensors, partial: Tensors) -> None:
-        if not _try_write_fused(into, partial, add=False):
-            for destination, source in _gradient_pairs(into, partial):
-                destination.copy_(source)
-
-    def _combine_(self, into: Tensors, partial: Tensors, *, old: Tensors) -> None:
-        if old is not into:
-            self._copy_(into, old)
-        if not _try_write_fused(into, partial, add=True):
-            for destination, source in _gradient_pairs(into, partial):
-                destination.add_(source)
-
-
-def _try_write_fused(into: Tensors, partial: Tensors, *, add: bool) -> bool:
-    """Write two gradients side by side in one launch. Returns False, and writes nothing, if no kernel can do that."""
-    fused = triton_kernels() if len(into) == 1 and len(partial) == 2 and partial[0].is_cuda else None
-    if fused is not None:
-        fused.write_side_by_side_(*into, *partial, add=add)
-    return fused is not None
-
-
-def _gradient_pairs(into: Tensors, partial: Tensors) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pair each gradient of ``into`` with the same one of ``partial``. Either may have all of them side by side."""
-    if len(into) < len(partial):
-        into = into[0].split([x.shape[-1] for x in partial], dim=-1)
-    elif len(partial) < len(into):
-        partial = partial[0].split([x.shape[-1] for x in into], dim=-1)
-    return zip(into, partial, strict=True)
-
-
-def _rows(tensors: Tensors, start: int, stop: int) -> Tensors:
+def slice_rows(tensors: Tensors, start: int, stop: int) -> Tensors:
     return tuple([x[start:stop] for x in tensors])

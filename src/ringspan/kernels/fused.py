@@ -69,9 +69,9 @@ def merge_(out_SBHE: Tensor, lse_SBH: Tensor, new_out_SBHE: Tensor, new_lse_SBH:
     ``old`` may be out. Any out may be narrower than lse.
     """
     assert out_SBHE.stride(-1) == 1, "the last dim of out must be contiguous"
-    new_out_SBHE, old_SBHE = _with_contiguous_rows(new_out_SBHE, old_SBHE)
+    new_out_SBHE, old_SBHE = with_contiguous_rows(new_out_SBHE, old_SBHE)
     e = out_SBHE.shape[-1]
-    launch_rows(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, _power_of_2(e), BLOCK))
+    launch_rows(_merge, (out_SBHE, lse_SBH, new_out_SBHE, new_lse_SBH, old_SBHE), lse_SBH.shape, (e, power_of_2(e), BLOCK))
 
 
 @triton.jit
@@ -100,18 +100,18 @@ def _write_side_by_side(  # type: ignore[no-untyped-def]
 
 def write_side_by_side_(both_TBGF: Tensor, dk_TBGD: Tensor, dv_TBGE: Tensor, *, add: bool) -> None:
     """Write both gradients side by side into one buffer, or add them to what it holds."""
-    dk_TBGD, dv_TBGE = _with_contiguous_rows(dk_TBGD, dv_TBGE)
+    dk_TBGD, dv_TBGE = with_contiguous_rows(dk_TBGD, dv_TBGE)
     d, e = dk_TBGD.shape[-1], dv_TBGE.shape[-1]
-    sizes = (d, e, _power_of_2(max(d, e)), add, BLOCK)
+    sizes = (d, e, power_of_2(max(d, e)), add, BLOCK)
     launch_rows(_write_side_by_side, (both_TBGF, dk_TBGD, dv_TBGE), both_TBGF.shape[:3], sizes)
 
 
-def _with_contiguous_rows(*tensors: Tensor) -> list[Tensor]:
+def with_contiguous_rows(*tensors: Tensor) -> list[Tensor]:
     """Copy the tensors whose last dim is not contiguous."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _power_of_2(n: int) -> int:
+def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
