@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 
-from ringspan.kernels.flash_calls import FlashCall, Window, group_bands, make_flash_calls, window_of_band
+from ringspan.kernels import flash_calls
+from ringspan.kernels.flash_calls import FlashCall, Window, group_bands, make_flash_calls, query_ranges, window_of_band
 from ringspan.masks import Band
 from ringspan.masks import table as tables
 from tests.hypothesis_strategies import Drawn, masks
@@ -75,6 +77,49 @@ def test_gaps_are_separate_sequences() -> None:
     assert call.k_sequences is not None
     assert call.q_sequences.cu_seqlens.tolist() == [0, 2, 3, 3, 5]
     assert call.k_sequences.cu_seqlens.tolist() == [0, 2, 2, 4, 6]
+
+
+def test_results_of_large_gaps_are_left_out() -> None:
+    """Documents of which other ranks have the beginning, at both ends of a rank and in its middle."""
+    bands = [
+        Band(q0, q1, k0, k1, k0 - q1 + 1, k1 - q0 - 1)
+        for q0, q1, k0, k1 in ((0, 5, 0, 3), (1200, 1300, 3, 9), (9000, 9001, 9, 10))
+    ]
+    (call,) = make_flash_calls(tuple(bands), CPU)
+    assert call.queries == slice(0, 9001)
+    assert call.query_parts == (slice(0, 5), slice(1200, 1300), slice(9000, 9001))
+    assert sum(stop - start for start, stop in query_ranges(bands)) == 106
+
+
+def test_a_gap_that_another_call_computes_is_not_left_out() -> None:
+    """Accumulators keep a result of all rows as it is, so it must not be in parts."""
+    triangles = [Band(0, 100, 0, 100, -99, 0), Band(5000, 5100, 5000, 5100, -99, 0)]
+    rectangle = Band(100, 5000, 100, 5000, -4899, 4899)
+    assert [call.query_parts for call in make_flash_calls((*triangles, rectangle), CPU)] == [
+        (slice(0, 5100),),
+        (slice(100, 5000),),
+    ]
+
+
+@given(masks())
+def test_parts_contain_every_query_that_sees_a_key(drawn: Drawn) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_calls, "MIN_GAP", 1)
+        flash_calls.make_flash_calls.cache_clear()  # type: ignore[attr-defined]
+        calls = make_flash_calls(tuple(drawn.mask), CPU)
+        flash_calls.make_flash_calls.cache_clear()  # type: ignore[attr-defined]
+    rows = np.zeros(drawn.mask.lengths[0], dtype=bool)
+    for call in calls:
+        times = np.zeros(drawn.mask.lengths[0], dtype=int)
+        for part in call.query_parts:
+            assert call.queries.start <= part.start < part.stop <= call.queries.stop
+            times[part] += 1
+        assert times.max(initial=0) <= 1
+        rows |= times > 0
+        for q, k in sequences(call):
+            if k.start < k.stop:
+                assert times[call.queries][q].all()
+    assert np.array_equal(rows, drawn.truth.any(1))
 
 
 def test_documents_on_one_rank_are_one_call() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringspan.kernels import flash_loop, reference
+from ringspan.kernels import flash_calls, flash_loop, reference
 from ringspan.kernels.accumulators import OutputAccumulator
 from ringspan.kernels.flash_calls import FlashCall
 from ringspan.kernels.kernel import Saved
@@ -23,8 +23,19 @@ BANDS = (
 )
 
 
+# One call, and queries between its sequences that see no key.
+WITH_GAP = (Band(1, 3, 0, 3, -2, 1), Band(6, 9, 4, 11, -4, 4))
+
+
+@pytest.mark.parametrize(
+    ("bands", "min_gap", "parts"), [(BANDS, 1, 4), (WITH_GAP, 1024, 1), (WITH_GAP, 1, 2)], ids=["", "with gap", "gap left out"]
+)
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_partial_results_and_gradients_equal_the_reference(with_dlse: bool) -> None:
+def test_partial_results_and_gradients_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, with_dlse: bool, bands: tuple[Band, ...], min_gap: int, parts: int
+) -> None:
+    monkeypatch.setattr(flash_calls, "MIN_GAP", min_gap)
+    flash_calls.make_flash_calls.cache_clear()  # type: ignore[attr-defined]
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 4, dtype=torch.float64) for h, n in ((4, 9), (2, 11), (2, 11)))
 
@@ -59,17 +70,19 @@ def test_partial_results_and_gradients_equal_the_reference(with_dlse: bool) -> N
         return tuple(as_call(x, k) for x in (part.dq_BHSD, part.dk_BGTD, part.dv_BGTE))
 
     result = OutputAccumulator((9, 2, 4, 4), like=q)
-    for start, stop, (out, lse) in flash_loop.attend(forward, q, k, v, BANDS, scale=0.5):
+    for start, stop, (out, lse) in flash_loop.attend(forward, q, k, v, bands, scale=0.5):
         result.add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
-    (want,) = reference.attend(q, k, v, BANDS, scale=0.5)
+    (want,) = reference.attend(q, k, v, bands, scale=0.5)
     out, lse = (x.movedim(0, 2) for x in result.finish())
     torch.testing.assert_close(out, want.partial.out)
     torch.testing.assert_close(lse, want.partial.lse)
 
     saved = Saved(q, torch.randn_like(out), out, lse, torch.randn_like(lse) if with_dlse else None)
-    (wanted,) = reference.attend_backward(saved, k, v, BANDS, scale=0.5)
+    (wanted,) = reference.attend_backward(saved, k, v, bands, scale=0.5)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for part in flash_loop.attend_backward(backward, saved, k, v, BANDS, scale=0.5):
+    yielded = list(flash_loop.attend_backward(backward, saved, k, v, bands, scale=0.5))
+    assert len(yielded) == parts
+    for part in yielded:
         dq[:, :, part.rows] += part.dq_BHSD
         dk[:, :, part.keys] += part.dk_BGTD
         dv[:, :, part.keys] += part.dv_BGTE

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import ringspan as rs
 from ringspan.kernels import Inputs, availability
+from ringspan.kernels.flash_calls import make_flash_calls
 from ringspan.kernels.reference import dense_attention
 from tests.kernels.compare import MASKS, N, compared, error
 
@@ -62,6 +63,20 @@ def test_gradient_of_lse(backend: str) -> None:
     lse = rs.LocalWorld(2).attention(q, k, v, mask=MASKS["causal"], backend=backend, return_lse=True).lse
     for a, b in zip(torch.autograd.grad((lse * weight).sum(), (q, k)), want, strict=True):
         assert error(a, b) <= 0.02 * b.double().square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_a_large_gap_between_documents(backend: str) -> None:
+    """The second of three ranks has the end of a document, 1,400 rows of another one, and the beginning of a third."""
+    skip_if_unavailable(backend, torch.bfloat16, 64)
+    mask = rs.documents([2300, 1400, 2300], causal=False)
+    plan = rs.plan(mask, world=3, rank=1, strategy="exchange(stages=1)", layout="contiguous")
+    calls = [make_flash_calls(task.bands, torch.device("cuda")) for step in plan.program.forward for task in step.tasks]
+    assert [len(call.query_parts) for (call,) in calls] == [1, 2]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 6000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    for result in compared(q, k, v, mask, strategy="exchange(stages=1)", layout="contiguous", backend=backend):
+        assert result.error <= 2 * result.yardstick
 
 
 KERNEL_NAMES = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "flash_fwd_kernel", "efficient": "fmha_cutlass"}

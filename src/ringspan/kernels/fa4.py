@@ -139,7 +139,7 @@ def backward(
 
 
 def _options(call: FlashCall) -> dict[str, Any]:
-    _, _, window, queries, keys = call
+    window, queries, keys = call.window, call.q_sequences, call.k_sequences
     options: dict[str, Any] = {"window_size_left": window.left, "window_size_right": window.right}
     if window.is_causal:
         options = {"causal": True}

@@ -72,12 +72,37 @@ class FlashCall(NamedTuple):
     window: Window
     q_sequences: Sequences | None = None
     k_sequences: Sequences | None = None
+    query_parts: tuple[slice, ...] = ()
+    """The parts of ``queries`` whose results and gradients are used: all but large gaps."""
+
+
+# Results of fewer rows than this cost less than a launch more.
+MIN_GAP = 1024
 
 
 @cache_by_stream(1024)
 def make_flash_calls(bands: tuple[Band, ...], device: torch.device) -> tuple[FlashCall, ...]:
     """Return the calls that together compute each pair of the bands once."""
-    return tuple(_make_call(group, device) for group in group_bands(bands))
+    seen = query_ranges(bands)
+    return tuple(_make_call(group, seen, device) for group in group_bands(bands))
+
+
+def query_ranges(bands: Sequence[Band]) -> list[tuple[int, int]]:
+    """Return ranges that contain the queries of all bands, and no gap of at least ``MIN_GAP`` rows between them.
+
+    Results of such gaps need not be merged: no call of these bands computes any. A gap of one call that others
+    compute is not left out, since accumulators keep a result of all rows as it is.
+
+    >>> query_ranges([Band(4000, 5000, 0, 9, -5000, 8), Band(0, 100, 0, 9, -99, 8), Band(50, 600, 0, 9, -599, 8)])
+    [(0, 600), (4000, 5000)]
+    """
+    ranges: list[tuple[int, int]] = []
+    for start, stop in sorted((band.q0, band.q1) for band in bands):
+        if ranges and start - ranges[-1][1] < MIN_GAP:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
 
 
 def group_bands(bands: Sequence[Band]) -> Iterator[list[Band]]:
@@ -116,10 +141,10 @@ def _split_tall_band(band: Band) -> list[Band]:
     return [Band(*row) for q0, q1 in pairwise(cuts) for row in tables.table((q0, q1, *band[2:])).tolist()]
 
 
-def _make_call(group: Sequence[Band], device: torch.device) -> FlashCall:
+def _make_call(group: Sequence[Band], seen: Sequence[tuple[int, int]], device: torch.device) -> FlashCall:
     queries, keys = slice(group[0].q0, group[-1].q1), slice(group[0].k0, group[-1].k1)
     if len(group) == 1:
-        return FlashCall(queries, keys, window_of_band(group[0]))
+        return FlashCall(queries, keys, window_of_band(group[0]), query_parts=(queries,))
     q_cuts, k_cuts = [0], [0]
 
     def end_sequence(q: int, k: int) -> None:
@@ -134,7 +159,10 @@ def _make_call(group: Sequence[Band], device: torch.device) -> FlashCall:
         if k_cuts[-1] < k0:
             end_sequence(q0, k0)
         end_sequence(band.q1 - queries.start, band.k1 - keys.start)
-    return FlashCall(queries, keys, window_of_band(group[0]), _make_sequences(q_cuts, device), _make_sequences(k_cuts, device))
+    inside = [(max(start, queries.start), min(stop, queries.stop)) for start, stop in seen]
+    parts = tuple(slice(start, stop) for start, stop in inside if start < stop)
+    q_sequences, k_sequences = (_make_sequences(cuts, device) for cuts in (q_cuts, k_cuts))
+    return FlashCall(queries, keys, window_of_band(group[0]), q_sequences, k_sequences, parts)
 
 
 def _make_sequences(cuts: list[int], device: torch.device) -> Sequences:

@@ -33,7 +33,9 @@ def attend(
         )
         out, lse = forward(q, k, v, call, scale)
         shape = q_BHSD.shape[:2]
-        yield PartialRows(call.queries.start, call.queries.stop, Partial(_heads_first(out, shape), lse.view(*shape, -1)))
+        out, lse = _heads_first(out, shape), lse.view(*shape, -1)
+        for start, stop, rows in _parts(call):
+            yield PartialRows(start, stop, Partial(out[:, :, rows], lse[:, :, rows]))
 
 
 def attend_backward(
@@ -54,9 +56,21 @@ def attend_backward(
         k, v = _slice_rows(k_BGTD, call.keys, call), _slice_rows(v_BGTE, call.keys, call)
         dq, dk, dv = backward(of_call, k, v, call, scale)
         heads, kv_heads = saved.q_BHSD.shape[:2], k_BGTD.shape[:2]
-        yield Gradients(
-            call.queries, _heads_first(dq, heads), call.keys, _heads_first(dk, kv_heads), _heads_first(dv, kv_heads)
-        )
+        dq, dk, dv = _heads_first(dq, heads), _heads_first(dk, kv_heads), _heads_first(dv, kv_heads)
+        keys = call.keys
+        for start, stop, rows in _parts(call):
+            yield Gradients(slice(start, stop), dq[:, :, rows], keys, dk, dv)
+            keys, dk, dv = NO_KEYS, dk[:, :, NO_KEYS], dv[:, :, NO_KEYS]  # those of all keys are in the first part
+
+
+NO_KEYS = slice(0, 0)
+
+
+def _parts(call: FlashCall) -> Iterator[tuple[int, int, slice]]:
+    """Yield the rows of each part, as start, stop, and counted from the first query of the call."""
+    first = call.queries.start
+    for part in call.query_parts:
+        yield part.start, part.stop, slice(part.start - first, part.stop - first)
 
 
 def _slice_rows(x_BHSD: Tensor, rows: slice, call: FlashCall) -> Tensor:
