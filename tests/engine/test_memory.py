@@ -109,9 +109,9 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = 
     q, dout, out = (torch.empty(b, h, s, width, dtype=dtype).movedim(2, 0) for width in (d, e, e))
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0)
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
-    given = BackwardInputs(q, out, lse, dout, None)
+    given = BackwardInputs(q, kv, out, lse, dout, None)
     with MemoryCounter([kv, q, out, lse, dout]) as memory:
-        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, given, kv, config))
+        run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, given, config))
     return memory.peak + kv.nbytes
 
 

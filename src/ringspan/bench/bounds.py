@@ -97,7 +97,8 @@ def crossing_bytes(
     """
     forward, backward = (shape.message_row_bytes("kv", phase) for phase in PHASES)
     key = forward + backward + shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype)
-    head_split = key + sum(shape.message_row_bytes("q", phase) for phase in PHASES)
+    # Rows of the same heads may be kept for the backward pass, so that only gradients are sent then.
+    head_split = key - backward + shape.message_row_bytes("q", "forward") + shape.message_row_bytes("dout", "backward")
     total = 0.0
     counts = Counter(lengths)
     for n in counts:

@@ -15,7 +15,7 @@ from ringspan.costs.timeline import Loads, Seconds, Timeline, communication_seco
 from ringspan.masks import Band
 from ringspan.plans.data import PHASES, PayloadKind, Phase, RankPlan, Step, Task
 from ringspan.plans.memory import memory_bytes, peak_bytes
-from ringspan.plans.shape import Shape, check_heads_fit, is_packed
+from ringspan.plans.shape import Shape, check_heads_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ def copying_seconds(size: Seconds | NDArray[np.int64], number: Seconds | NDArray
 def _copies(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> Copies:
     """Return the copies of messages that are packed, and of gradients that are added to a slot. Rows that are sent to
     several peers are packed once."""
-    sent = {(t.what, t.slot, t.rows, t.heads): t for t in step.sends if is_packed(t)}
-    received = [t for t in step.recvs if is_packed(t) or t.what in ("dq", "dkv")]
+    sent = {(t.what, t.slot, t.rows, t.heads): t for t in step.sends if t.is_packed}
+    received = [t for t in step.recvs if t.is_packed or t.what in ("dq", "dkv")]
     copied = [*sent.values(), *received]
     return Copies(shape.total_bytes(copied, phase, plan.program), sum(tensors_of(t.what) for t in copied if t.count))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ringspan.engine.executor import AttentionConfig, BackwardInputs, Run, backward, forward
+from ringspan.engine.kept_rows import count_kept
 from ringspan.engine.kernel_choice import with_max_logits
 from ringspan.engine.packing import pack_kv
 from ringspan.errors import InputError, KernelError, UnplannedAttention
@@ -109,13 +111,15 @@ class Attend(torch.autograd.Function):
             q_SBHD, kv_TBGF = q_BHSD.movedim(2, 0), pack_kv(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0))
             queries.append(q_SBHD)
             key_values.append(kv_TBGF)
-            generators.append(forward(plan, q_SBHD, kv_TBGF, config))
+            generators.append(forward(plan, q_SBHD, kv_TBGF, config, keep=any(ctx.needs_input_grad)))
         outputs: list[Tensor] = []
         results: list[Tensor] = []
-        for out, lse, *largest in run(generators, config.forward_call):
+        kept: list[Tensor] = []
+        for out, lse, *more in run(generators, config.forward_call):
             # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.
             outputs += [out.to(inputs[0].dtype).detach(), lse.detach()]
-            results += [*outputs[-2:], *largest]
+            results += [*outputs[-2:], *more[: config.max_logits]]
+            kept += more[config.max_logits :]
         if config.max_logits:
             ctx.mark_non_differentiable(*results[2::3])
         ctx.set_materialize_grads(False)
@@ -123,7 +127,11 @@ class Attend(torch.autograd.Function):
         # The functions hold the tensors that they have captured. Saving these makes autograd check that they are not
         # changed.
         captured = () if config.mods is None else config.mods.captured
-        ctx.save_for_backward(*queries, *key_values, *outputs, *captured)
+        own = [*queries, *key_values, *outputs[::2]]
+        is_read = [plan.program.reads_own(of) for of in ("q", "kv", "q") for plan in plans]
+        ctx.unread = {n: torch.empty_like(x, device="meta") for n, x in enumerate(own) if not is_read[n]}
+        own_read = [None if n in ctx.unread else x for n, x in enumerate(own)]
+        ctx.save_for_backward(*own_read, *outputs[1::2], *kept, *captured)
         return tuple(results)
 
     @staticmethod
@@ -132,25 +140,29 @@ class Attend(torch.autograd.Function):
         if ctx.config.max_logits:
             grads = tuple(grad for i, grad in enumerate(grads) if i % 3 < 2)
         tensors = saved_tensors(ctx)
-        queries, key_values, outputs = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 4 * n]
+        own = [ctx.unread.get(i, x) for i, x in enumerate(tensors[: 3 * n])]
+        lses, kept = tensors[3 * n : 4 * n], iter(tensors[4 * n :])
         mods = ctx.config.mods
         dlearned = [] if mods is None else [torch.zeros_like(x) for x in mods.learned]
         computed: list[Tensor] = []
         with torch.no_grad():
             generators = []
             for i, plan in enumerate(ctx.plans):
-                given = BackwardInputs(queries[i], *outputs[2 * i : 2 * i + 2], *grads[2 * i : 2 * i + 2])
-                generators.append(backward(plan, given, key_values[i], ctx.config))
+                of_rank = tuple(islice(kept, count_kept(plan.program)))
+                (q, kv, out), (dout, dlse) = own[i::n], grads[2 * i : 2 * i + 2]
+                given = BackwardInputs(q, kv, out, lses[i], dout, dlse, of_rank)
+                generators.append(backward(plan, given, ctx.config))
             for dq, dk, dv, *dlearned_of_rank in ctx.run(generators, ctx.config.backward_call):
                 for grad in (dq, dk, dv):
-                    computed.append(grad.movedim(0, 2).to(queries[0].dtype))
+                    computed.append(grad.movedim(0, 2).to(own[0].dtype))
                 for i, grad in enumerate(dlearned_of_rank):
                     dlearned[i] = dlearned[i] + grad.to(dlearned[i].dtype)
         computed += dlearned
+        origins = [x for x in (*own[2 * n :], *lses) if not x.is_meta]  # the results, which depend on all inputs
         again = torch.is_grad_enabled()  # create_graph=True: the gradient may be differentiated
         found: list[Tensor | None] = []
         for x, needed in zip(computed, ctx.needs_input_grad[3:], strict=True):
-            found.append((once_differentiable(x, *outputs, *grads) if again else x) if needed else None)
+            found.append((once_differentiable(x, *origins, *grads) if again else x) if needed else None)
         return None, None, None, *found
 
 

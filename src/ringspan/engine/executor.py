@@ -16,10 +16,11 @@ Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E va
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +30,14 @@ from torch.profiler import record_function
 from ringspan.debugging.settings import settings
 from ringspan.engine.finite import check_inputs_finite, check_results_finite
 from ringspan.engine.global_indices import indexed_mods
+from ringspan.engine.kept_rows import KeptRows, kept_rows, kept_tensors
 from ringspan.engine.messages import StepMessages, schedule
-from ringspan.engine.packing import pack_saved, unpack_saved
+from ringspan.engine.packing import pack_saved, pack_upstream, unpack_saved, unpack_upstream
 from ringspan.engine.pass_cache import run_pass
 from ringspan.engine.slots import Slots
 from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype, max_logits
 from ringspan.planner import Plan
-from ringspan.plans import Slot, Task
+from ringspan.plans import Program, Slot, Task
 from ringspan.plans.data import DkvDtype, PayloadKind, Phase
 from ringspan.torch_private.profiler import profiler_enabled
 from ringspan.transports import CallDescription, RankGenerator, WaitExchange
@@ -78,19 +80,23 @@ class AttentionConfig:
     """Whether recorded passes are captured in CUDA graphs (:mod:`ringspan.engine.graph_replay`)."""
 
 
-def forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
+def forward(
+    plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig, *, keep: bool = True
+) -> RankGenerator[tuple[Tensor, ...]]:
     """Return the generator of a rank's forward pass.
 
     Its result is out (S, B, H, E) and lse (S, B, H). Out has the kernel's dtype if the accumulator still borrows a
     tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype. With ``config.max_logits``
-    the largest logit of each head (H,) is added to them.
+    the largest logit of each head (H,) is added to them. The last tensors are those that are kept for the backward pass
+    (:mod:`ringspan.engine.kept_rows`), unless ``keep`` is False because there will be none.
     """
-    execute = partial(run_steps, plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config))
+    keep = keep and plan.program.keeps_rows
+    execute = partial(run_steps, plan, "forward", partial(_prepare_forward, plan, q_SBHD, kv_TBGF, config, keep))
     if config.max_logits:
         execute = partial(_largest_of_ranks, plan, execute)
     if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
-    options, inputs = (config.scale, config.head_dim, config.max_logits), (q_SBHD, kv_TBGF)
+    options, inputs = (config.scale, config.head_dim, config.max_logits, keep), (q_SBHD, kv_TBGF)
     return run_pass(plan, "forward", config.kernel, options, inputs, execute, cuda_graphs=config.cuda_graphs)
 
 
@@ -98,24 +104,23 @@ def _largest_of_ranks(
     plan: Plan, execute: Callable[[], RankGenerator[tuple[Tensor, ...]]]
 ) -> RankGenerator[tuple[Tensor, ...]]:
     """Run a forward pass, and replace the largest logits of this rank's tasks by those of all ranks."""
-    out, lse, largest_H = yield from execute()
+    out, lse, largest_H, *kept = yield from execute()
     if plan.world > 1:
         counts = [len(largest_H)] * plan.world
         of_ranks = yield from all_gather_by_messages(largest_H, counts, plan.rank, "max logits")
         largest_H = torch.stack(of_ranks).amax(0)
-    return out, lse, largest_H
+    return out, lse, largest_H, *kept
 
 
-def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
+def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: AttentionConfig, keep: bool) -> Pass:
     program, head_dim = plan.program, config.head_dim
     if settings.debug:
         check_inputs_finite(plan, "forward", {"q": q_SBHD, "k": kv_TBGF[..., :head_dim], "v": kv_TBGF[..., head_dim:]})
-    # Queries that move are sent from a contiguous copy; otherwise the kernel reads them in place.
-    if program.moves_queries("forward"):
-        q_rows = _slot_buffers(q_SBHD.contiguous(), program.q_slots)
-    else:
-        q_rows = [q_SBHD if q_SBHD.stride(-1) == 1 else q_SBHD.contiguous()]
-    kv_rows = _slot_buffers(kv_TBGF, program.kv_slots)
+    # Rows that are not packed are sent from a contiguous copy. Otherwise the queries are read in place.
+    if program.sends_in_place("q", "forward") or q_SBHD.stride(-1) != 1:
+        q_SBHD = q_SBHD.contiguous()
+    q_rows = _slot_buffers(q_SBHD, program.q_slots, q_SBHD.device) if program.moves("q", "forward") else [q_SBHD]
+    kv_rows = _slot_buffers(kv_TBGF, program.kv_slots, kv_TBGF.device)
     value_dim = kv_TBGF.shape[-1] - head_dim
     like = torch.empty(0, dtype=accumulation_dtype(q_SBHD.dtype), device=q_SBHD.device)
     queries, keys = [], []
@@ -145,56 +150,63 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
             del out, lse  # else they would be held while the next are computed
 
     slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
-    finish = outputs[0].finish if not largest else lambda: (*outputs[0].finish(), *largest)
+
+    def finish() -> tuple[Tensor, ...]:
+        kept = kept_tensors(program, q_rows, outputs, kv_rows) if keep else ()
+        return *outputs[0].finish(), *largest, *kept
+
     return Pass(slots, compute, finish)
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward pass gets of the queries, rows first. A dout or dlse of None is zero."""
+    """What the backward pass gets, rows first. A dout or dlse of None is zero.
+
+    If the program does not read the own queries or keys, q and out, or kv, may be on the device "meta": their shapes
+    and dtype are used, and they take no memory. ``kept`` are tensors that the forward pass returned.
+    """
 
     q_SBHD: Tensor
+    kv_TBGF: Tensor
     out_SBHE: Tensor
     lse_SBH: Tensor
     dout_SBHE: Tensor | None
     dlse_SBH: Tensor | None
+    kept: tuple[Tensor, ...] = ()
 
 
-def backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
+def backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> RankGenerator[tuple[Tensor, ...]]:
     """Return the generator of a rank's backward pass.
 
     Its result is dq (S, B, H, D), dk (T, B, G, D) and dv (T, B, G, E), with dtypes as in :func:`forward`, and this
     rank's contribution to the gradients of the captured tensors that require one (``Mods.learned``). All of them are
     computed on every rank, needed or not: a rank that skipped a gradient would leave its peers with unmatched receives.
     """
-    execute = partial(run_steps, plan, "backward", partial(_prepare_backward, plan, given, kv_TBGF, config))
+    execute = partial(run_steps, plan, "backward", partial(_prepare_backward, plan, given, config))
     if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
-    options, inputs = (config.scale, config.head_dim), (*given, kv_TBGF)
+    options = config.scale, config.head_dim, given.q_SBHD.shape, given.kv_TBGF.shape
+    inputs = [None if x is None or x.is_meta else x for x in (*given[:-1], *given.kept)]
     return run_pass(plan, "backward", config.kernel, options, inputs, execute, cuda_graphs=config.cuda_graphs)
 
 
-def _prepare_backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config: AttentionConfig) -> Pass:
+def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> Pass:
     program, mods, head_dim = plan.program, config.mods, config.head_dim
+    kv_TBGF, kept = given.kv_TBGF, kept_rows(program, given.kept)
     value_dim = kv_TBGF.shape[-1] - head_dim
-    q, dout, out, lse, dlse = _saved(given)
+    own = _saved(given)
     del given
     if settings.debug:
-        check_inputs_finite(plan, "backward", {"dout": dout, "dlse": dlse})
-    q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
-    # Queries that move are sent with all that their gradient needs, in one row; those that stay need no such copy.
-    q_rows: list[Tensor] = []
-    if program.moves_queries("backward"):
-        q_rows = _slot_buffers(pack_saved(Saved(q, dout, out, lse, dlse)), program.q_slots)
-    kv_rows = _slot_buffers(kv_TBGF, program.kv_slots)
-    like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=kv_TBGF.device)
-    queries = [_heads_first(q, dout, out, lse, dlse)]
-    dq = [GradientAccumulator(q.shape[:3], (head_dim,), like=like, reuse_kernel_output=True)]
-    for rows in q_rows[1:]:
-        queries.append(_heads_first(*unpack_saved(rows, head_dim, value_dim)))
-        dq.append(GradientAccumulator(rows.shape[:3], (head_dim,), like=like))
+        check_inputs_finite(plan, "backward", {"dout": own.dout_BHSE, "dlse": own.dlse_BHS})
+    rows, queries = _query_slots(program, own, kept, head_dim)
+    rows["kv"] = _slot_buffers(kv_TBGF, program.kv_slots, own.lse_BHS.device, kept.keys)
+    like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=own.lse_BHS.device)
+    dq: list[GradientAccumulator] = []
+    for saved in queries:
+        dq.append(GradientAccumulator(saved.lse_BHS.shape, (head_dim,), like=like, reuse_kernel_output=not dq))
+    queries = [_heads_first(*saved) for saved in queries]
     keys: list[tuple[Tensor, Tensor]] = []
     dkv: list[GradientAccumulator] = []
-    for x_TBGF in kv_rows:
+    for x_TBGF in rows["kv"]:
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
         dkv.append(GradientAccumulator(x_TBGF.shape[:3], (head_dim, value_dim), like=like, reuse_kernel_output=not dkv))
@@ -223,10 +235,34 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, kv_TBGF: Tensor, config
     def finish() -> tuple[Tensor, ...]:
         return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
-    slots = Slots(
-        {"q": q_rows, "kv": kv_rows}, gradients={"dq": dq, "dkv": dkv}, dkv_dtype=DKV_MESSAGE_DTYPES[program.dkv_dtype]
-    )
+    slots = Slots(rows, gradients={"dq": dq, "dkv": dkv}, dkv_dtype=DKV_MESSAGE_DTYPES[program.dkv_dtype])
     return Pass(slots, compute, finish)
+
+
+def _query_slots(program: Program, own: Saved, kept: KeptRows, head_dim: int) -> tuple[dict[str, list[Tensor]], list[Saved]]:
+    """Return the buffers of the query slots of the backward pass, and what each slot holds, rows first.
+
+    Queries that move are sent with all that their gradient needs, in one row. Those that stay need no such copy, and of
+    those that are kept only dout and dlse are sent.
+    """
+    rows: dict[str, list[Tensor]] = {"q": [], "dout": []}
+    slots, device = program.q_slots, own.lse_BHS.device
+    if program.moves("q", "backward"):
+        rows["q"] = _slot_buffers(pack_saved(own), slots, device, {n: x.q_SBHD for n, x in kept.queries.items()})
+    if program.moves("dout", "backward"):
+        packed = pack_upstream(own.dout_BHSE, own.dlse_BHS)
+        rows["dout"] = _slot_buffers(packed, slots, device, {n: packed[:0] for n, slot in enumerate(slots) if not slot.kept})
+    queries = [own]
+    for n, slot in enumerate(program.q_slots[1:], start=1):
+        if n in kept.queries and rows["dout"]:
+            q, out, lse = kept.queries[n]
+            dout, dlse = unpack_upstream(rows["dout"][n], out.shape[-1])
+            queries.append(Saved(q, dout, out, lse, dlse))
+        elif rows["q"] and not slot.kept:
+            queries.append(unpack_saved(rows["q"][n], head_dim, own.out_BHSE.shape[-1]))
+        else:  # no task uses it
+            queries.append(Saved(*(None if x is None else x[:0] for x in own)))  # type: ignore[arg-type]
+    return rows, queries
 
 
 class InFlight(NamedTuple):
@@ -281,20 +317,24 @@ def _complete_oldest(slots: Slots, in_flight: deque[InFlight]) -> RankGenerator[
 
 
 def _saved(given: BackwardInputs) -> Saved:
-    q_SBHD, out, lse, dout, dlse = given
+    """Return the rank's own queries, rows first."""
+    q, out, lse, dout, dlse = given.q_SBHD, given.out_SBHE, given.lse_SBH, given.dout_SBHE, given.dlse_SBH
     if dout is None:
-        dout = torch.zeros_like(out)
+        dout = torch.zeros(out.shape, dtype=out.dtype, device=lse.device)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-    return Saved(q_SBHD, dout, out, lse, dlse)
+    q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
+    return Saved(q, dout, out, lse, dlse)
 
 
-def _slot_buffers(own: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """Return a buffer for each slot. The buffer of slot 0 is ``own``, the rank's own rows."""
+def _slot_buffers(
+    own: Tensor, slots: Sequence[Slot], device: torch.device, given: Mapping[int, Tensor] = MappingProxyType({})
+) -> list[Tensor]:
+    """Return a buffer for each slot. That of slot 0 is ``own``, the rank's own rows, and some others are given."""
     buffers, (_, batch, all_heads, width) = [own], own.shape
-    for slot in slots[1:]:
+    for n, slot in enumerate(slots[1:], start=1):
         heads = all_heads if slot.heads is None else slot.heads
-        buffers.append(own.new_empty((slot.rows, batch, heads, width)))
+        buffers.append(given[n] if n in given else own.new_empty((slot.rows, batch, heads, width), device=device))
     return buffers
 
 

@@ -44,8 +44,8 @@ log = logging.getLogger("ringspan.engine")
 
 MAX_PREPARED = 256  # calls of one plan
 
-# The scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device of q, k and v: all that
-# the preparation of a call depends on.
+# Whether rows may be kept, the scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device of
+# q, k and v: all that the preparation of a call depends on.
 CallKey: TypeAlias = tuple[object, ...]
 
 
@@ -109,9 +109,18 @@ class PlanHandle:
         return self.id
 
     def prepare(
-        self, q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, scale: float, score_mod: ScoreMod | None = None
+        self,
+        q_BHSD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTE: Tensor,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        *,
+        keep: bool = True,
     ) -> tuple[Plan, AttentionConfig]:
         """Return the plan for these tensors' heads and the kernel to run, once all ranks have agreed on the call.
+
+        ``keep=False``: the plan without rows that are kept for the backward pass, ``plan.without_keeping()``.
 
         A rank checks its tensors and functions and selects its kernel before it communicates. If it cannot make the
         call, what its peers do depends on the calls before:
@@ -125,7 +134,7 @@ class PlanHandle:
         """
         # fmt: off
         key = (
-            scale, self.backend, self.cuda_graphs, q_BHSD.shape, k_BGTD.shape, v_BGTE.shape, q_BHSD.dtype, k_BGTD.dtype,
+            keep, scale, self.backend, self.cuda_graphs, q_BHSD.shape, k_BGTD.shape, v_BGTE.shape, q_BHSD.dtype, k_BGTD.dtype,
             v_BGTE.dtype, q_BHSD.device, k_BGTD.device, v_BGTE.device,
         )
         # fmt: on
@@ -134,7 +143,7 @@ class PlanHandle:
             plan, signature, config = call.fitted or self.plan, call.signature, call.config
         else:
             try:
-                plan, signature, config = self._prepare(key, q_BHSD, k_BGTD, v_BGTE, scale, score_mod)
+                plan, signature, config = self._prepare(key, q_BHSD, k_BGTD, v_BGTE, scale, score_mod, keep)
             except Exception as error:
                 if self.plan.digest in self._agreed.values():
                     self.refuse("forward", error, scale)
@@ -147,10 +156,10 @@ class PlanHandle:
         return plan, config
 
     def _prepare(
-        self, key: CallKey, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
+        self, key: CallKey, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None, keep: bool
     ) -> tuple[Plan, RankSignature, AttentionConfig]:
         """Check the call and select its kernel. Keep what later calls with this key share."""
-        call = self._calls.get(key) or self._describe(q, k, v)
+        call = self._calls.get(key) or self._describe(q, k, v, keep)
         plan, signature = call.fitted or self.plan, call.signature
         options = {"cuda_graphs": self.cuda_graphs}
         config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel, **options)
@@ -166,11 +175,13 @@ class PlanHandle:
         self._calls[key] = call._replace(config=config) if config.mods is None else call._replace(mods_kernel=config.kernel)
         return plan, signature, config
 
-    def _describe(self, q: Tensor, k: Tensor, v: Tensor) -> PreparedCall:
+    def _describe(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> PreparedCall:
         """Fit the plan to the heads of these tensors, and state what the ranks compare and what kernels are asked
         about."""
         shape = shape_of(q, k, v)
         fitted = self.plan.for_heads(shape.heads, shape.kv_heads)
+        if not keep:
+            fitted = fitted.without_keeping()
         signature = RankSignature(
             version=VERSION,
             fitted_digest=digest_as_int64(fitted.digest),

@@ -13,8 +13,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ringspan.plans import Step, Task, Transfer
-from ringspan.plans.data import PayloadKind, Phase, RankPlan
-from ringspan.plans.shape import is_packed
+from ringspan.plans.data import OVERWRITES, PayloadKind, Phase, RankPlan
 
 
 class Payload(NamedTuple):
@@ -92,7 +91,7 @@ def _messages(step: Step, rank: int) -> StepMessages:
     of_number = {number: t for t, number in sent}
     sends = tuple((t.peer, number) for t, number in sent if t.peer != rank)
     recvs = tuple(t for t in step.recvs if t.peer != rank)
-    in_place = {n for n, t in enumerate(recvs) if t.what in ("q", "kv") and not is_packed(t)}
+    in_place = {n for n, t in enumerate(recvs) if t.what in OVERWRITES and not t.is_packed}
     to_self, from_others = iter([number for t, number in sent if t.peer == rank]), count()
     arrivals = []
     for t in step.recvs:
@@ -103,7 +102,7 @@ def _messages(step: Step, rank: int) -> StepMessages:
             arrivals.append(Arrival(t, buffer=None if n in in_place else n))
     leaves = {number for _, number in sends}
     return StepMessages(
-        payloads=tuple(Payload(t, is_packed(t) and not _is_copied_once(t, n in leaves)) for n, t in sorted(of_number.items())),
+        payloads=tuple(Payload(t, t.is_packed and not _is_copied_once(t, n in leaves)) for n, t in sorted(of_number.items())),
         sends=sends,
         recvs=recvs,
         receive_runs=tuple(_receive_runs(recvs, in_place)),
@@ -114,7 +113,7 @@ def _messages(step: Step, rank: int) -> StepMessages:
 
 def _is_copied_once(t: Transfer, leaves: bool) -> bool:
     """Return whether rows that stay on this rank are copied from slot 0 when they arrive. Nothing overwrites slot 0."""
-    return not leaves and t.what in ("q", "kv") and t.slot == 0 and len(t.rows) == 1
+    return not leaves and t.what in OVERWRITES and t.slot == 0 and len(t.rows) == 1
 
 
 def _receive_runs(recvs: tuple[Transfer, ...], in_place: set[int]) -> list[ReceiveRun]:

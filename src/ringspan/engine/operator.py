@@ -2,7 +2,9 @@
 
 ``torch.compile``, ``torch.export``, selective checkpointing and dispatch modes work on operators. Both run the same
 passes as eager code (:mod:`ringspan.engine.executor`) on the plan registered under their ``plan_id``
-(:mod:`ringspan.engine.handles`).
+(:mod:`ringspan.engine.handles`), with one difference: no rows are kept for the backward pass (``Slot.kept``). The
+shapes of an operator's results follow from those of its arguments, and how many rows a rank keeps depends on the plan,
+which is an argument, too. So these rows are exchanged again.
 
 Legend: B batch, H query heads, G key heads, S queries, T keys, D head dim, E value dim.
 """
@@ -93,7 +95,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, plan_id: Tensor, scale: float,
         callback()
     handle = registry.find(plan_id)
     with handle.reporting("forward", scale), disable_torch_function(), torch.no_grad():
-        plan, config = handle.prepare(q, k, v, scale)
+        plan, config = handle.prepare(q, k, v, scale, keep=False)
         if max_logits:
             config = with_max_logits(config)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
@@ -118,13 +120,11 @@ def _attend_backward(
 ) -> tuple[Tensor, ...]:
     handle = registry.find(plan_id)
     with handle.reporting("backward", scale), disable_torch_function(), torch.no_grad():
-        plan, config = handle.prepare(q, k, v, scale)
+        plan, config = handle.prepare(q, k, v, scale, keep=False)
         q_SBHD, k_TBGD, v_TBGE = q.movedim(2, 0), k.movedim(2, 0), v.movedim(2, 0)
-        given = BackwardInputs(q_SBHD, out, lse, dout, dlse)
+        given = BackwardInputs(q_SBHD, pack_kv(k_TBGD, v_TBGE), out, lse, dout, dlse)
         with _outside_operators(config):
-            ((dq, dk, dv, *_),) = handle.group.run(
-                [backward(plan, given, pack_kv(k_TBGD, v_TBGE), config)], config.backward_call, device=q.device
-            )
+            ((dq, dk, dv, *_),) = handle.group.run([backward(plan, given, config)], config.backward_call, device=q.device)
         return tuple([x.movedim(0, 2).to(q.dtype).contiguous() for x in (dq, dk, dv)])
 
 

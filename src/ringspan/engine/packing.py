@@ -4,6 +4,7 @@
 
     | k  D elements | v  E |                              forward and backward
     | q  D elements | dout  E | out  E | … | lse | dlse |  backward, if queries move
+    | dout  E | … | dlse |                                 backward, if queries are kept where they are computed
 
 Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E value dim, W elements of a packed query.
 """
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels import Saved, accumulation_dtype
-from ringspan.plans.shape import saved_bytes
+from ringspan.plans.shape import saved_bytes, upstream_bytes
 
 # Inputs usually have the tokens of a head contiguous, not the heads of a token, so that packing copies short pieces.
 # torch.cat copies them element by element. 16-byte elements are eight times fewer than those of half precision.
@@ -49,12 +50,33 @@ def pack_saved(saved: Saved) -> Tensor:
     q, dout, out, lse, dlse = saved
     d, e = q.shape[-1], out.shape[-1]
     rows = q.new_empty((*q.shape[:-1], saved_bytes(d, e, q.element_size()) // q.element_size()))
+    if rows.is_meta:  # the rank's own queries, which nothing reads
+        return rows
     rows[..., d + 2 * e :].zero_()
     for view, values in zip(unpack_saved(rows, d, e), (q, dout, out, lse, dlse), strict=True):
         if values is not None:
             assert view is not None
             view.copy_(values)
     return rows
+
+
+def pack_upstream(dout_SBHE: Tensor, dlse_SBH: Tensor | None) -> Tensor:
+    """Pack dout and dlse of each query and head into one row (W), as :func:`pack_saved` does: (S, B, H, W)."""
+    e = dout_SBHE.shape[-1]
+    rows = dout_SBHE.new_empty((*dout_SBHE.shape[:-1], upstream_bytes(e, dout_SBHE.element_size()) // dout_SBHE.element_size()))
+    rows[..., e:].zero_()
+    dout, dlse = unpack_upstream(rows, e)
+    dout.copy_(dout_SBHE)
+    if dlse_SBH is not None:
+        dlse.copy_(dlse_SBH)
+    return rows
+
+
+def unpack_upstream(rows_SBHW: Tensor, e: int) -> tuple[Tensor, Tensor]:
+    """Return views of dout and dlse in packed rows, rows first."""
+    dtype = accumulation_dtype(rows_SBHW.dtype)
+    tail = torch.finfo(dtype).bits // torch.finfo(rows_SBHW.dtype).bits
+    return rows_SBHW[..., :e], rows_SBHW[..., rows_SBHW.shape[-1] - tail :].view(dtype).squeeze(-1)
 
 
 def unpack_saved(rows_SBHW: Tensor, d: int, e: int) -> Saved:

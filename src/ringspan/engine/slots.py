@@ -31,7 +31,7 @@ MAX_RANGES = 4
 class Slots:
     """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
-    What arrives overwrites ``rows`` ("q", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``.
+    What arrives overwrites ``rows`` ("q", "dout", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into ``outputs``.
     When other queries or keys overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
     ``dkv_dtype`` is the dtype of "dkv" in messages to and from other ranks (None: that of the accumulators).
     """
@@ -48,6 +48,7 @@ class Slots:
         self.rows, self.outputs, self.gradients = rows, outputs or [], gradients or {}
         self._row_accumulators: dict[str, Sequence[Any]] = {
             "q": self.outputs or self.gradients.get("dq", []),
+            "dout": self.gradients.get("dq", []),
             "kv": self.gradients.get("dkv", []),
         }
         self._in_flight: deque[list[tuple[Transfer, Tensor | None]]] = deque()  # the arrivals of each exchange

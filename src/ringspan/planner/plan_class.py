@@ -16,7 +16,7 @@ from ringspan.plans.files import from_json, to_json
 from ringspan.plans.shape import EXAMPLE, Shape, check_shape
 from ringspan.plans.verify import verify
 from ringspan.strategies.make_program import make_program
-from ringspan.strategies.registry import BY_STRATEGY_NAME, strategy_for_heads
+from ringspan.strategies.registry import BY_STRATEGY_NAME, strategy_for_heads, strategy_without_keeping
 
 Machine = str | Hardware  # ``hardware`` is also the name of an argument below
 
@@ -41,6 +41,19 @@ class Plan(RankPlan):
         strategy = strategy_for_heads(self.strategy, heads, kv_heads)
         notes = (*self.notes, f"strategy {strategy}: for the heads of the tensors")
         return plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, notes, self.program.dkv_dtype)
+
+    def without_keeping(self) -> Plan:
+        """Return the plan that keeps no rows for the backward pass but exchanges them again: this plan, if it keeps
+        none. The tasks are the same."""
+        other = strategy_without_keeping(self.strategy)
+        if other != self.strategy:
+            return plan_rank(self.mask, self.q_layout, self.kv_layout, other, self.rank, self.notes, self.program.dkv_dtype)
+        if self.program.keeps_rows:
+            raise PlanError(
+                f"strategy {self.strategy} keeps rows for the backward pass, which compiled code cannot do: define "
+                "without_keeping(), as strategies/ulysses.py does"
+            )
+        return self
 
     def verify(self) -> Plan:
         """Check the plans of all ranks by simulating them (:mod:`ringspan.plans.verify`).

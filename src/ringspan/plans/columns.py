@@ -21,7 +21,7 @@ class Messages(NamedTuple):
     """All messages of one payload in a phase: ``rows`` rows from ``sender`` to ``receiver`` in step ``step``, in as many
     transfers as ``transfers`` says.
 
-    ``is_packed`` is 1 where the rows are packed into a buffer (:func:`ringspan.plans.shape.is_packed`), else 0.
+    ``is_packed`` is 1 where the rows are packed into a buffer (``Transfer.is_packed``), else 0.
     ``packs`` is 1 where the sender packs them: rows that it sends to several receivers are packed for the first.
     """
 

@@ -4,13 +4,14 @@ A rank works on *slots*, arrays of rows (tokens). A query slot holds queries, th
 A key slot holds keys and values and their gradients. Slot 0 holds the rank's own tokens. A *step* posts its transfers,
 computes its tasks while the messages are under way, and ends when they have arrived. What arrives in one step can be
 used in the next. (A program may keep several exchanges in flight. Then a step ends when the messages of an earlier step
-have arrived.) There are five kinds of payload. Each is applied in one way on arrival:
+have arrived.) There are six kinds of payload. Each is applied in one way on arrival:
 
 ====== =================================== ==============================================
 what   rows of                             on arrival
 ====== =================================== ==============================================
 kv     a key slot                          overwrites the rows
 q      a query slot                        overwrites the rows
+dout   a query slot's upstream gradient    overwrites the rows
 out    a query slot's partial output       is merged into the slot's output by lse
 dq     a query slot's gradient             is added to the slot's gradient
 dkv    a key slot's gradient               is added to the slot's gradient
@@ -18,6 +19,10 @@ dkv    a key slot's gradient               is added to the slot's gradient
 
 Overwriting a row resets its partial output (out 0, lse -inf) and its gradients to zero. Every strategy is written in
 these terms: those that move keys, move queries, move some heads of either, or forward rows that came from another rank.
+
+In the backward pass ``q`` are the queries with all that their gradients need: out, lse and the upstream gradients, dout
+and dlse. A slot may be *kept*: the backward pass begins with what the forward pass left in it, queries with their out
+and lse, or keys. Then only ``dout`` is sent, and nothing else arrives in the slot. All other slots begin empty.
 """
 
 from __future__ import annotations
@@ -38,12 +43,13 @@ from ringspan.torch_private.dynamo import dynamo_constant
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 3
+VERSION = 4
 MAX_BANDS_NOT_RAGGED = 4
 DERIVED_CACHE_SIZE = 256
 
-PayloadKind = Literal["kv", "q", "out", "dq", "dkv"]
-PAYLOAD_KINDS: tuple[PayloadKind, ...] = ("kv", "q", "out", "dq", "dkv")
+PayloadKind = Literal["kv", "q", "dout", "out", "dq", "dkv"]
+PAYLOAD_KINDS: tuple[PayloadKind, ...] = ("kv", "q", "dout", "out", "dq", "dkv")
+OVERWRITES: tuple[PayloadKind, ...] = ("kv", "q", "dout")
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Side = Literal["q", "kv"]
@@ -82,6 +88,15 @@ class Transfer:
     def count(self) -> int:
         return sum(stop - start for start, stop in self.rows)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the message is packed into a buffer.
+
+        One contiguous range of rows with all heads is sent from its slot. An output is always packed: out and lse are
+        two tensors in a slot and one message.
+        """
+        return len(self.rows) != 1 or self.heads is not None or self.what == "out"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -118,10 +133,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The capacity of a slot in rows, and its number of heads (None: as many as the tensors have)."""
+    """The capacity of a slot in rows, and its number of heads (None: as many as the tensors have).
+
+    ``kept``: what the slot holds at the end of the forward pass is kept for the backward pass. The output of its
+    queries must be complete then: merged from all their keys.
+    """
 
     rows: int
     heads: int | None = None
+    kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +186,41 @@ class Program:
     def steps(self, phase: Phase) -> tuple[Step, ...]:
         return self.forward if phase == "forward" else self.backward
 
-    def moves_queries(self, phase: Phase) -> bool:
-        """Return whether queries are sent or received. If not, the local queries can be read in place, without a
-        copy."""
-        return phase in self._moving
+    def moves(self, what: PayloadKind, phase: Phase) -> bool:
+        """Return whether rows of this kind are sent or received."""
+        return (what, phase) in self._moving
 
     @cached_property
-    def _moving(self) -> set[Phase]:
-        return {p for p in PHASES for step in self.steps(p) for t in (*step.sends, *step.recvs) if t.what == "q"}
+    def _moving(self) -> set[tuple[PayloadKind, Phase]]:
+        return {(t.what, p) for p in PHASES for step in self.steps(p) for t in (*step.sends, *step.recvs)}
+
+    def sends_in_place(self, what: PayloadKind, phase: Phase) -> bool:
+        """Return whether any own rows of this kind are sent from where they are. They must be contiguous then."""
+        return (what, phase) in self._sent_in_place
+
+    @cached_property
+    def _sent_in_place(self) -> set[tuple[PayloadKind, Phase]]:
+        sends = ((t, p) for p in PHASES for step in self.steps(p) for t in step.sends)
+        return {(t.what, p) for t, p in sends if t.slot == 0 and not t.is_packed}
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether any slot is kept."""
+        return any(slot.kept for slot in (*self.q_slots, *self.kv_slots))
+
+    def reads_own(self, of: Side) -> bool:
+        """Return whether the backward pass reads the rank's own queries or keys, in slot 0. If not, they need not be
+        saved for it."""
+        return of in self._read_from_slot_0
+
+    @cached_property
+    def _read_from_slot_0(self) -> set[Side]:
+        found: set[Side] = set()
+        for step in self.backward:
+            found.update(side(t.what) for t in step.sends if t.slot == 0 and t.what in ("q", "kv"))
+            found.update("q" for task in step.tasks if task.q_slot == 0)
+            found.update("kv" for task in step.tasks if task.kv_slot == 0)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringspan.layouts import areas
 from ringspan.plans.data import PHASES, Phase, RankPlan, Step, Transfer
-from ringspan.plans.memory import buffer_bytes
+from ringspan.plans.memory import buffer_bytes, kept_bytes
 from ringspan.plans.shape import EXAMPLE, Shape, bytes_moved, check_heads_fit, check_shape
 
 
@@ -30,6 +30,8 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
     ]
     for phase in PHASES:
         lines += ["", *_phase(plan, shape, phase)]
+        if phase == "forward" and plan.program.keeps_rows:
+            lines.append(f"kept for the backward pass, in place of own rows: {kept_bytes(plan, shape):,} bytes")
     return "\n".join(lines)
 
 

@@ -208,11 +208,12 @@ def _heads(field: _Field) -> tuple[int, int]:
 
 
 def _slot_out(slot: Slot) -> dict[str, Any]:
-    return {"rows": slot.rows, "heads": slot.heads}
+    return {"rows": slot.rows, "heads": slot.heads, **({"kept": True} if slot.kept else {})}
 
 
 def _slot(field: _Field) -> Slot:
-    return Slot(rows=field.get("rows").whole(0), heads=field.get("heads").optional(lambda h: h.whole(0)))
+    rows, heads = field.get("rows").whole(0), field.get("heads").optional(lambda h: h.whole(0))
+    return Slot(rows=rows, heads=heads, kept="kept" in field.value and field.get("kept").one_of((True, False)))
 
 
 def _tokens_out(tokens: SlotTokens | None) -> dict[str, Any] | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.plans.data import AS_ACCUMULATED, PayloadKind, Phase, Program, RankPlan, Step, Task
-from ringspan.plans.shape import Shape, check_heads_fit, is_packed
+from ringspan.plans.data import AS_ACCUMULATED, PayloadKind, Phase, Program, RankPlan, Slot, Step, Task
+from ringspan.plans.shape import Shape, check_heads_fit
 
 Count = TypeVar("Count", int, NDArray[np.int64])  # of one rank, or of each rank
 
@@ -28,25 +29,49 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     """
     check_heads_fit(plan, shape)
     program, unrounded = plan.program, replace(plan.program, dkv_dtype=AS_ACCUMULATED)
-    held = sum(shape.slot_bytes(slot, "kv", phase) for slot in program.kv_slots)
-    if program.moves_queries(phase):  # they are sent from a contiguous copy
-        held += sum(shape.slot_bytes(slot, "q", phase) for slot in program.q_slots)
+    held = sum(shape.slot_bytes(slot, what, phase) for what, slot in _row_buffers(program, phase))
     results: tuple[PayloadKind, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
     for what in results:
         held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
 
     def messages(step: Step) -> int:
-        packed = [t for t in step.sends if is_packed(t)]
-        received = [t for t in step.recvs if t.peer != plan.rank and (is_packed(t) or t.what in ("dq", "dkv"))]
+        packed = [t for t in step.sends if t.is_packed]
+        received = [t for t in step.recvs if t.peer != plan.rank and (t.is_packed or t.what in ("dq", "dkv"))]
         total = shape.total_bytes(packed, phase, unrounded) + shape.total_bytes(received, phase, program)
         if program.rounds_dkv:  # in copies, made when messages are posted. Packed messages are converted back one by one
             rounded = [t for t in step.sends if t.what == "dkv" and t.peer != plan.rank]
-            widened = [shape.transfer_bytes(t, phase, unrounded) for t in received if t.what == "dkv" and is_packed(t)]
+            widened = [shape.transfer_bytes(t, phase, unrounded) for t in received if t.what == "dkv" and t.is_packed]
             total += max(shape.total_bytes(rounded, phase, program), *widened, 0)
         return total
 
     of_steps = [messages(step) for step in program.steps(phase)]
     return [held + sum(of_steps[max(0, n + 1 - program.in_flight) : n + 1]) for n in range(len(of_steps))]
+
+
+def _row_buffers(program: Program, phase: Phase) -> Iterator[tuple[PayloadKind, Slot]]:
+    """Yield the buffers of rows that a phase has. Rows that are kept are inputs of the backward pass."""
+    own_kv, *received_kv = program.kv_slots
+    if phase == "forward" or program.reads_own("kv"):
+        yield "kv", own_kv  # keys and values, side by side
+    yield from (("kv", slot) for slot in received_kv if phase == "forward" or not slot.kept)
+    if program.moves("q", phase):
+        own_q, *received_q = program.q_slots
+        if program.reads_own("q") if phase == "backward" else program.sends_in_place("q", phase):
+            yield "q", own_q
+        yield from (("q", slot) for slot in received_q if phase == "forward" or not slot.kept)
+    if program.moves("dout", phase):
+        yield from (("dout", slot) for n, slot in enumerate(program.q_slots) if n == 0 or slot.kept)
+
+
+def kept_bytes(plan: RankPlan, shape: Shape) -> int:
+    """Return the bytes that are kept between the passes: queries with their out and lse, and keys."""
+    program, e = plan.program, shape.head_dim if shape.v_dim is None else shape.v_dim
+    total = sum(shape.slot_bytes(slot, "kv", "forward") for slot in program.kv_slots if slot.kept)
+    for slot in (slot for slot in program.q_slots if slot.kept):
+        out_and_lse = e * shape.item + shape.accumulator_item
+        total += shape.slot_bytes(slot, "q", "forward")
+        total += slot.rows * shape.batch * (shape.heads if slot.heads is None else slot.heads) * out_and_lse
+    return total
 
 
 def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:

@@ -73,6 +73,8 @@ class Shape:
         heads = self.heads if heads is None else heads
         if what == "q":
             return self.batch * heads * (d * self.item if phase == "forward" else saved_bytes(d, dv, self.item))
+        if what == "dout":
+            return self.batch * heads * upstream_bytes(dv, self.item)
         return self.batch * heads * (d if what == "dq" else dv + 1) * self.accumulator_item
 
     def message_row_bytes(
@@ -133,7 +135,15 @@ def accumulator_item(item: int) -> int:
 def saved_bytes(head_dim: int, v_dim: int, item: int) -> int:
     """Return the bytes of one head of one query in the backward pass, where the query is sent with dout, out, lse and
     dlse (see ``engine/packing.py``)."""
-    used = (head_dim + 2 * v_dim) * item + 2 * accumulator_item(item)
+    return _aligned((head_dim + 2 * v_dim) * item + 2 * accumulator_item(item))
+
+
+def upstream_bytes(v_dim: int, item: int) -> int:
+    """Return the bytes of one head of the upstream gradient of one query: dout and dlse."""
+    return _aligned(v_dim * item + accumulator_item(item))
+
+
+def _aligned(used: int) -> int:
     return used + -used % ROW_ALIGNMENT
 
 
@@ -152,12 +162,3 @@ def bytes_moved(plan: RankPlan, shape: Shape, phase: Phase) -> tuple[int, int]:
     check_heads_fit(plan, shape)
     sends, recvs = ([t for t in plan.transfers(phase, direction) if t.peer != plan.rank] for direction in DIRECTIONS)
     return shape.total_bytes(sends, phase, plan.program), shape.total_bytes(recvs, phase, plan.program)
-
-
-def is_packed(t: Transfer) -> bool:
-    """Return whether a message is packed into a buffer.
-
-    One contiguous range of rows with all heads is sent from its slot. An output is always packed: out and lse are two
-    tensors in a slot and one message.
-    """
-    return len(t.rows) != 1 or t.heads is not None or t.what == "out"

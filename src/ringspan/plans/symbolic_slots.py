@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
-from ringspan.plans.data import PHASES, RankPlan, Side, Slot, Task, Transfer, side
+from ringspan.plans.data import PHASES, PayloadKind, Phase, RankPlan, Side, Slot, Step, Task, Transfer, side
 from ringspan.plans.slot_tokens import SlotTokens
 
 Ints = NDArray[np.int64]
 NOTHING = -1
+# What is zero again when rows of a kind are overwritten.
+RESET_BY: dict[PayloadKind, tuple[str, ...]] = {"q": ("out", "dq"), "dout": ("dq",), "kv": ("dkv",)}
 ROW_BITS = 32
 
 
@@ -77,17 +79,27 @@ def _ratios(plan: RankPlan, q: int, kv: int) -> Iterator[int]:
 
 
 class SymbolicSlots:
-    """One rank's slots."""
+    """One rank's slots in one phase. ``forward`` are its slots at the end of the forward pass: the backward pass begins
+    with what is kept of them."""
 
-    def __init__(self, plan: RankPlan, heads: Heads) -> None:
-        self.plan, self.heads = plan, heads
+    def __init__(self, plan: RankPlan, heads: Heads, forward: SymbolicSlots | None = None) -> None:
+        self.plan, self.heads, program = plan, heads, plan.program
+        self.phase: Phase = "forward" if forward is None else "backward"
         self.ids = {
-            "q": [self._empty(slot, heads.q, heads.unit) for slot in plan.program.q_slots],
-            "kv": [self._empty(slot, heads.kv, 1) for slot in plan.program.kv_slots],
+            "q": [self._empty(slot, heads.q, heads.unit) for slot in program.q_slots],
+            "kv": [self._empty(slot, heads.kv, 1) for slot in program.kv_slots],
         }
         for of, count, rows in (("q", heads.q, plan.q_rows), ("kv", heads.kv, plan.kv_rows)):
             owner_heads_H1 = plan.rank * count + np.arange(count)[:, None]
             self.ids[of][0][:] = (owner_heads_H1 << ROW_BITS) + np.arange(rows)
+        if forward is not None:
+            # The upstream gradient of a query has the id of the query. Slot 0 has that of the rank's own.
+            self.ids["dout"] = [np.full_like(ids, NOTHING) for ids in self.ids["q"]]
+            self.ids["dout"][0][:] = self.ids["q"][0]
+            for of, slots in (("q", program.q_slots), ("kv", program.kv_slots)):
+                for n, slot in enumerate(slots):
+                    if slot.kept:
+                        self.ids[of][n][:] = forward.ids[of][n]
         self.weights = {
             what: [np.zeros(ids.shape, dtype=np.uint64) for ids in self.ids[side(what)]] for what in ("out", "dq", "dkv")
         }
@@ -114,6 +126,21 @@ class SymbolicSlots:
             raise PlanError(f"{where}: {t.what} rows {t.rows} do not lie in slot {t.slot}")
         if t.heads is not None and not 0 <= self.span(t)[0] < self.span(t)[1] <= len(slots[t.slot]):
             raise PlanError(f"{where}: {t.what} heads {t.heads} do not lie in slot {t.slot}")
+        if t.what == "dout" and self.phase == "forward":
+            raise PlanError(f"{where}: the forward pass has no dout")
+
+    def check_kept(self, step: Step, where: str) -> None:
+        """Raise if a step of the backward pass moves other rows than the upstream gradient to or from the queries of a
+        kept slot, or keys to one. Nothing may overwrite what the forward pass has left there."""
+        q_slots, kv_slots = self.plan.program.q_slots, self.plan.program.kv_slots
+        for t in (*step.sends, *step.recvs):
+            if t.what == "q" and q_slots[t.slot].kept:
+                raise PlanError(f"{where}: moves q of slot {t.slot}, which is kept: only its dout can be sent")
+            if t.what == "dout" and t.slot != 0 and not q_slots[t.slot].kept:
+                raise PlanError(f"{where}: moves dout of slot {t.slot}, whose queries are not kept")
+        for t in step.recvs:
+            if t.what == "kv" and kv_slots[t.slot].kept:
+                raise PlanError(f"{where}: receives kv into slot {t.slot}, which is kept")
 
     def read(self, t: Transfer, where: str) -> NDArray[np.generic]:
         array_HS = self._array(t)[slice(*self.span(t))]
@@ -130,7 +157,9 @@ class SymbolicSlots:
             at += b - a
             if t.what in self.ids:
                 array_HS[:, a:b] = part_HS
-                for result in ("out", "dq") if t.what == "q" else ("dkv",):
+                if t.what == "q" and self.phase == "backward":  # queries are sent with their upstream gradients
+                    self.ids["dout"][t.slot][slice(*self.span(t)), a:b] = part_HS
+                for result in RESET_BY[t.what]:
                     self.weights[result][t.slot][:, a:b] = 0
             else:
                 array_HS[:, a:b] += part_HS  # type: ignore[misc]
@@ -147,6 +176,10 @@ class SymbolicSlots:
         q_HS, k_HS = self.ids["q"][task.q_slot], self.ids["kv"][task.kv_slot]
         if not len(k_HS) or len(q_HS) * self.heads.unit % len(k_HS):
             raise PlanError(f"{where}: {len(q_HS) * self.heads.unit} query heads cannot share {len(k_HS)} key heads evenly")
+        if self.phase == "backward":
+            wrong_HS = self.ids["dout"][task.q_slot] != q_HS
+            if any(wrong_HS[:, band.q0 : band.q1].any() for band in task.bands):
+                raise PlanError(f"{where}: a task reads rows of q slot {task.q_slot} without their dout")
         return q_HS, np.repeat(k_HS, len(q_HS) // len(k_HS), axis=0)
 
     def wrong_tokens(self, task: Task, first_heads: Mapping[Side, Ints]) -> Iterator[str]:

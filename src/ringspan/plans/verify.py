@@ -20,6 +20,9 @@ or a receive adds to it.
 
 *Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
 
+The backward pass begins with the contents of the slots that are kept. Their queries must have complete outputs, nothing
+may overwrite them, and a task may read only rows whose upstream gradient has arrived.
+
 Legend: H heads, S rows of a slot.
 """
 
@@ -36,9 +39,17 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import PHASES, Phase, RankPlan, Side, Step, Task, completed_exchanges, side
+from ringspan.plans.data import OVERWRITES, PHASES, Phase, RankPlan, Side, Slot, Step, Task, completed_exchanges, side
 from ringspan.plans.problem import Rows, union
-from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
+from ringspan.plans.symbolic_slots import (
+    NOTHING,
+    ROW_BITS,
+    Heads,
+    Ints,
+    SymbolicSlots,
+    first_head_ids,
+    heads_of,
+)
 
 
 class ComputedBands(NamedTuple):
@@ -64,8 +75,11 @@ def verify(plans: Sequence[RankPlan]) -> None:
     for p in plans:
         _check_slot_0(p)
     heads = heads_of(plans)
+    slots = [SymbolicSlots(plan, heads) for plan in plans]
     for phase in PHASES:
-        simulation = _Simulation(plans, heads, phase)
+        if phase == "backward":
+            slots = [SymbolicSlots(plan, heads, forward) for plan, forward in zip(plans, slots, strict=True)]
+        simulation = _Simulation(slots, heads, phase)
         simulation.run()
         _check_computed(first, heads, simulation.computed, phase)
         if simulation.wrong_tokens:
@@ -75,7 +89,7 @@ def verify(plans: Sequence[RankPlan]) -> None:
 def _check_slot_0(plan: RankPlan) -> None:
     """Raise unless slot 0 holds the rank's own tokens, with all heads."""
     for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
-        if not slots or slots[0].rows != rows or slots[0].heads is not None:
+        if not slots or slots[0] != Slot(rows=rows):
             raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, all heads of them")
 
 
@@ -88,7 +102,15 @@ class _ExpectedWeights:
         self.total = np.zeros(self.start[-1], dtype=np.uint64)
 
     def add(self, ids: Ints, weight: np.uint64) -> None:
-        self.total[self.start[ids >> ROW_BITS] + (ids & ((1 << ROW_BITS) - 1))] += weight
+        self.total[self._indices(ids)] += weight
+
+    def at(self, ids: Ints) -> NDArray[np.uint64]:
+        found: NDArray[np.uint64] = self.total[self._indices(ids)]
+        return found
+
+    def _indices(self, ids: Ints) -> Ints:
+        indices: Ints = self.start[ids >> ROW_BITS] + (ids & ((1 << ROW_BITS) - 1))
+        return indices
 
     def of(self, rank: int) -> NDArray[np.uint64]:
         first, last = self.start[rank * self.heads], self.start[(rank + 1) * self.heads]
@@ -106,9 +128,9 @@ class _Simulation:
     tokens differ from the content of their slots.
     """
 
-    def __init__(self, plans: Sequence[RankPlan], heads: Heads, phase: Phase) -> None:
-        self.phase, self.heads = phase, heads
-        self.ranks = [SymbolicSlots(plan, heads) for plan in plans]
+    def __init__(self, ranks: Sequence[SymbolicSlots], heads: Heads, phase: Phase) -> None:
+        self.phase, self.heads, self.ranks = phase, heads, ranks
+        plans = [r.plan for r in ranks]
         self.computed: list[ComputedBands] = []
         self.wrong_tokens: list[str] = []
         self._first_heads: dict[Side, Ints] = {
@@ -133,6 +155,8 @@ class _Simulation:
             for arriving in completed_exchanges(n, count, depth):
                 self._receive(arriving, [program[arriving : arriving + 1] for program in programs], in_flight.pop(arriving))
         self._check_results()
+        if self.phase == "forward":
+            self._check_kept()
 
     def _where(self, n: int, r: SymbolicSlots) -> str:
         return f"{self.phase} step {n} on rank {r.plan.rank}"
@@ -148,6 +172,8 @@ class _Simulation:
             for step in window:
                 for t in (*step.sends, *step.recvs):
                     r.check(t, where)
+                if self.phase == "backward":
+                    r.check_kept(step, where)
             _check_races(r, window, where)
             for t in (t for step in window[:1] for t in step.sends):
                 in_flight.setdefault((r.plan.rank, t.peer), []).append((t.what, r.read(t, where).copy()))
@@ -195,6 +221,17 @@ class _Simulation:
                         "after the last step"
                     )
 
+    def _check_kept(self) -> None:
+        """Raise unless every row that is kept for the backward pass has arrived, with the complete output of a query."""
+        for r in self.ranks:
+            for of, slots in (("q", r.plan.program.q_slots), ("kv", r.plan.program.kv_slots)):
+                for n in (n for n, slot in enumerate(slots) if slot.kept):
+                    ids = r.ids[of][n]
+                    if (ids == NOTHING).any():
+                        raise PlanError(f"forward: rank {r.plan.rank} keeps rows of {of} slot {n} that hold nothing")
+                    if of == "q" and (r.weights["out"][n] != self._expected["q"].at(ids)).any():
+                        raise PlanError(f"forward: rank {r.plan.rank} keeps q slot {n}, whose outputs are not complete")
+
 
 def _size(shape: tuple[int, ...], heads: Heads) -> str:
     return f"{shape[1]} rows" if heads == (1, 1, 1) else f"{shape[1]} rows × {shape[0]} heads"
@@ -204,7 +241,7 @@ def _check_races(r: SymbolicSlots, steps: Sequence[Step], where: str) -> None:
     """Check the messages of a step, the first, against all that is done while they are in flight: in the step itself
     and in those that follow."""
     tasks = [task for step in steps for task in step.tasks]
-    busy = {("q", t.q_slot) for t in tasks} | {("kv", t.kv_slot) for t in tasks}
+    busy = {(what, t.q_slot) for t in tasks for what in ("q", "dout")} | {("kv", t.kv_slot) for t in tasks}
     written = {("out", t.q_slot) for t in tasks} | {("dq", t.q_slot) for t in tasks}
     written |= {("dkv", t.kv_slot) for t in tasks}
     sent_now, sent = _rows_sent(steps[:1]), _rows_sent(steps)
@@ -212,12 +249,12 @@ def _check_races(r: SymbolicSlots, steps: Sequence[Step], where: str) -> None:
     for n, t in ((n, t) for n, step in enumerate(steps) for t in step.recvs):
         # For a receive of a later step, the sends of later steps are checked with the windows of those steps.
         is_sent = _overlap((sent if n == 0 else sent_now).get((t.what, t.slot)), t.rows)
-        if t.what in ("q", "kv"):
+        if t.what in OVERWRITES:
             if t.slot == 0:
                 raise PlanError(f"{where}: receives {t.what} into slot 0, which is reserved for the rank's local rows")
             for head in range(*r.span(t)):
                 arriving.setdefault((t.what, t.slot, head), []).extend(t.rows)
-        if t.what in ("q", "kv") and (is_sent or (n == 0 and (t.what, t.slot) in busy)):
+        if t.what in OVERWRITES and (is_sent or (n == 0 and (t.what, t.slot) in busy)):
             raise PlanError(f"{where}: receives {t.what} into slot {t.slot}, which is in use in the same step")
         if n == 0 and t.what in ("out", "dq", "dkv") and is_sent:
             raise PlanError(f"{where}: adds {t.what} to slot {t.slot} while it is being sent")

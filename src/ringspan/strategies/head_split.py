@@ -6,13 +6,16 @@
     steps 1 … n     a program between nodes, run by the ranks that have the same heads
     step n + 1      out (backward: dq and dkv) is sent to the tokens' owners
 
+Backward, a rank still has the queries and keys of the node, with out and lse, and step 0 sends dout only. They take the
+place of its own rows, which are not saved. What the program between nodes has fetched is not kept: it is fetched again.
+
 With one node the program in the middle is one task. Each run of a rank's heads (see ``heads.py``) has its own slots. A
 rank copies its own heads of its own tokens by a transfer to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +24,7 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.costs.plan_cost import copying_seconds, tensors_of
 from ringspan.costs.timeline import Loads, communication_seconds, without_messages
 from ringspan.costs.workload import Workload
+from ringspan.errors import PlanError
 from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
 from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Side, Slot, Step, Transfer, side
@@ -33,9 +37,11 @@ from ringspan.strategies.nodes import Nodes, by_node, sorted_pieces
 RESULTS: dict[Phase, tuple[PayloadKind, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 
-def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, between: Callable[[Problem], Program]) -> Program:
+def split_heads(
+    problem: Problem, nodes: Nodes, heads: int, kv_heads: int, *, keep: bool, between: Callable[[Problem], Program]
+) -> Program:
     """Return the program of a rank on nodes of equal size. ``between`` makes the program for a world whose ranks are
-    the nodes."""
+    the nodes; it must not send queries. ``keep``: whether the rows of the node are kept for the backward pass."""
     if nodes.per_node == 1:
         return between(problem)
     node = nodes.of(problem.rank)
@@ -68,9 +74,9 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
         ]
 
     def steps(phase: Phase) -> tuple[Step, ...]:
-        results = RESULTS[phase]
+        inputs, results = _inputs(phase, keep), RESULTS[phase]
         return (
-            Step(sends=(*own("q"), *own("kv")), recvs=(*of_node("q"), *of_node("kv"))),
+            Step(sends=tuple(t for x in inputs for t in own(x)), recvs=tuple(t for x in inputs for t in of_node(x))),
             *(
                 _for_each_run(step, middle, node_tokens, runs, lambda node: nodes.ranks(node)[place])
                 for step in middle.steps(phase)
@@ -81,10 +87,20 @@ def split_heads(problem: Problem, nodes: Nodes, heads: int, kv_heads: int, betwe
     return Program(
         forward=steps("forward"),
         backward=steps("backward"),
-        q_slots=(Slot(rows=problem.q_rows), *(Slot(rows=s.rows, heads=b - a) for (a, b), _ in runs for s in middle.q_slots)),
-        kv_slots=(Slot(rows=problem.kv_rows), *(Slot(rows=s.rows, heads=b - a) for _, (a, b) in runs for s in middle.kv_slots)),
+        q_slots=(Slot(rows=problem.q_rows), *(slot for run in runs for slot in _for_heads(middle.q_slots, run.q, keep))),
+        kv_slots=(Slot(rows=problem.kv_rows), *(slot for run in runs for slot in _for_heads(middle.kv_slots, run.kv, keep))),
         heads=(heads, kv_heads),
     )
+
+
+def _inputs(phase: Phase, keep: bool) -> tuple[PayloadKind, ...]:
+    return ("dout",) if phase == "backward" and keep else ("q", "kv")
+
+
+def _for_heads(slots: tuple[Slot, ...], heads: tuple[int, int], keep: bool) -> Iterator[Slot]:
+    """Yield the slots of the program between nodes for some heads. Slot 0 of it has the rows of the node."""
+    for n, slot in enumerate(slots):
+        yield Slot(rows=slot.rows, heads=heads[1] - heads[0], kept=keep and n == 0)
 
 
 @cache_by_digest(64)
@@ -135,8 +151,13 @@ def _messages(p: Pieces) -> dict[int, list[Rows]]:
     return by_peer(p.owner, p.at, p.at + p.size, apart=1)
 
 
-def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float]) -> dict[Phase, Loads]:
-    """Return a lower bound: send queries, compute, send results back. ``whole`` is the compute time of all heads of the
+def check_keep(given: object) -> None:
+    if not isinstance(given, bool):
+        raise PlanError(f"keep must be True or False; got {given!r}")
+
+
+def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float], *, keep: bool) -> dict[Phase, Loads]:
+    """Return a lower bound: send queries or dout, compute, send results back. ``whole`` is the compute time of all heads of the
     busiest node.
 
     No rank computes more query heads than ⌈heads / ranks⌉, so it sends all others of its own tokens away, and those
@@ -150,7 +171,8 @@ def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float
     away = -(-(far or shape.heads - kept) // kept) if kept and rows else 0
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
-        leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - kept) for what in ("q", RESULTS[phase][0])]
+        sent = _inputs(phase, keep)[0], RESULTS[phase][0]
+        leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - kept) for what in sent]
         moved = np.zeros((2, 1, 3))
         moved[1 if far else 0, 0, [0, 2]] = leaving
         copies = away * np.array([[1, 0, tensors_of(RESULTS[phase][0])]])

@@ -15,7 +15,7 @@ sees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from ringspan.plans.data import PHASES, Phase, Program
 from ringspan.plans.problem import Problem
 from ringspan.plans.shape import Shape
 from ringspan.strategies.exchange import Exchange
-from ringspan.strategies.head_split import head_split_loads, split_heads
+from ringspan.strategies.head_split import check_keep, head_split_loads, split_heads
 from ringspan.strategies.heads import check_heads
 from ringspan.strategies.nodes import Nodes, check_per_node
 from ringspan.strategies.protocol import Strategy
@@ -45,19 +45,21 @@ class Hybrid(Strategy):
 
     The nodes must have the same size: the ranks that compute the same heads are those with the same index on their
     nodes. As with :class:`~ringspan.strategies.ulysses.Ulysses`, any number of heads is possible, and the options are
-    defaults until the tensors are known.
+    defaults until the tensors are known. ``keep`` is as there: of the rows of the node, not of those from other nodes.
     """
 
     per_node: int = 8
     between: str = "exchange"
     heads: int = 32
     kv_heads: int = 8
+    keep: bool = True
 
     splits_heads = True
 
     def __post_init__(self) -> None:
         check_per_node(self.per_node)
         check_heads(self.heads, self.kv_heads)
+        check_keep(self.keep)
         if self.between not in BETWEEN:
             raise PlanError(f"between must be one of {', '.join(BETWEEN)}; got {self.between!r}")
 
@@ -69,7 +71,10 @@ class Hybrid(Strategy):
                 f"hybrid needs nodes of one size, but {nodes.world} ranks are not a multiple of per_node={self.per_node}: give "
                 f"per_node= one of {', '.join(map(str, fitting))}, or take hierarchical, whose last node may be smaller"
             )
-        return split_heads(problem, nodes, self.heads, self.kv_heads, between=BETWEEN[self.between])
+        return split_heads(problem, nodes, self.heads, self.kv_heads, keep=self.keep, between=BETWEEN[self.between])
+
+    def without_keeping(self) -> Strategy:
+        return replace(self, keep=False)
 
     def loads(self, workload: Workload) -> Mapping[Phase, Loads]:
         """Compute of the busiest node at the best speed. Rows that are sent between nodes are not counted."""
@@ -78,7 +83,7 @@ class Hybrid(Strategy):
         shape, machine = workload.shape, workload.machine
         speeds = {"forward": machine.forward.best, "backward": machine.backward.best}
         work = {phase: float(pairs) * shape.heads * flops_per_pair(shape, phase) / speeds[phase] for phase in PHASES}
-        return head_split_loads(workload, per_node, work)
+        return head_split_loads(workload, per_node, work, keep=self.keep)
 
     @classmethod
     def candidates(cls, world: int, machine: Hardware, shape: Shape) -> Sequence[Strategy]:
@@ -88,4 +93,5 @@ class Hybrid(Strategy):
 
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
-        return {"per_node": [n for n in range(1, world + 1) if world % n == 0], "between": tuple(BETWEEN)}
+        nodes = [n for n in range(1, world + 1) if world % n == 0]
+        return {"per_node": nodes, "between": tuple(BETWEEN), "keep": (True, False)}

@@ -33,7 +33,7 @@ from ringspan.plans.data import Phase, Program, Side, Slot, Step, Task, Transfer
 from ringspan.plans.problem import Problem
 from ringspan.plans.slot_tokens import SlotTokens
 from ringspan.strategies.protocol import Strategy, described
-from ringspan.strategies.text import parse_strategy, spec, strategy_for_heads
+from ringspan.strategies.text import parse_strategy, spec, strategy_for_heads, strategy_without_keeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,9 @@ class Interleave(Strategy):
             for part in self.parts
         )
         return replace(self, parts=tuple(parts))
+
+    def without_keeping(self) -> Interleave:
+        return replace(self, parts=tuple(map(strategy_without_keeping, self.parts)))
 
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:

@@ -99,6 +99,11 @@ class Strategy(ABC):
         made: Strategy = replace(self, heads=heads, kv_heads=kv_heads)  # type: ignore[type-var]
         return made
 
+    def without_keeping(self) -> Strategy:
+        """Return the strategy whose programs keep no rows for the backward pass (``Slot.kept``), for compiled code. It
+        must be defined if programs have slots that are kept."""
+        return self
+
     @classmethod
     def example_options(cls, world: int) -> Mapping[str, Sequence[Any]]:
         """Return the values of the options for random tests on ``world`` ranks. ``heads`` and ``kv_heads`` come from

@@ -17,6 +17,7 @@ from ringspan.strategies.text import (
     register_strategy,
     spec,
     strategy_for_heads,
+    strategy_without_keeping,
 )
 from ringspan.strategies.ulysses import Ulysses
 
@@ -43,4 +44,5 @@ __all__ = [
     "register_strategy",
     "spec",
     "strategy_for_heads",
+    "strategy_without_keeping",
 ]

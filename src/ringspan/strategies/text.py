@@ -58,7 +58,7 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
     """Return the strategy with its options ``heads`` and ``kv_heads`` set.
 
     >>> strategy_for_heads("ulysses", 12, 4)
-    'ulysses(heads=12, kv_heads=4)'
+    'ulysses(heads=12, kv_heads=4, keep=True)'
     """
     strategy: Any = parse_strategy(text)
     try:
@@ -69,6 +69,17 @@ def strategy_for_heads(text: str, heads: int, kv_heads: int) -> str:
         raise PlanError(
             f"strategy {text} splits heads, but has no options heads= and kv_heads= to set to {heads} and {kv_heads}"
         ) from error
+
+
+def strategy_without_keeping(text: str) -> str:
+    """Return the strategy whose programs keep no rows for the backward pass.
+
+    >>> strategy_without_keeping("ulysses(heads=12, kv_heads=4)"), strategy_without_keeping("ring")
+    ('ulysses(heads=12, kv_heads=4, keep=False)', 'ring')
+    """
+    strategy: Any = parse_strategy(text)
+    other = strategy.without_keeping() if isinstance(strategy, Strategy) else strategy
+    return text if other == strategy else spec(other)
 
 
 def spec(strategy: str | Strategy) -> str:
