@@ -21,6 +21,7 @@ from ringspan.engine import AttentionConfig, backward, forward
 from ringspan.engine.executor import BackwardInputs
 from ringspan.kernels import Gradients, Partial, PartialRows, Saved, accumulation_dtype, accumulators
 from ringspan.planner import Plan, memory_bytes, peak_bytes
+from ringspan.plans import Program
 from ringspan.plans.data import PHASES, Phase
 from ringspan.transports import PostExchange, RankGenerator
 from tests.plans.examples import MASKS, all_plans
@@ -45,7 +46,7 @@ class MemoryCounter(TorchDispatchMode):
         for x in tree_leaves(result):
             # Scalars are the 0 of ``rows[a:b] = 0``, or the result of an idle kernel. Integers are row indices, which
             # are cached for a plan.
-            if isinstance(x, Tensor) and x.is_floating_point():
+            if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta:
                 storage = x.untyped_storage()
                 if storage.nbytes() <= 8 or storage._cdata in self.given:
                     continue
@@ -102,17 +103,35 @@ def run_alone(generator: RankGenerator[Any]) -> Any:
 
 
 def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = IDLE, kv_heads: int = SHAPE["kv_heads"]) -> int:
-    """Measure the peak of a phase as ``peak_bytes`` counts it, own keys included. Queries are not contiguous."""
-    s, t, b, h, g = plan.q_rows, plan.kv_rows, SHAPE["batch"], SHAPE["heads"], kv_heads
+    """Measure the peak of a phase as ``peak_bytes`` counts it, own keys included. Queries are not contiguous.
+
+    Own rows that the backward pass does not read have no memory there, and kept rows are given.
+    """
+    program, s, t, b, h, g = plan.program, plan.q_rows, plan.kv_rows, SHAPE["batch"], SHAPE["heads"], kv_heads
     d, e = SHAPE["head_dim"], SHAPE["v_dim"]
     kv = torch.empty(t, b, g, d + e, dtype=dtype)
     q, dout, out = (torch.empty(b, h, s, width, dtype=dtype).movedim(2, 0) for width in (d, e, e))
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(dtype)).movedim(2, 0)
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
-    given = BackwardInputs(q, kv, out, lse, dout, None)
-    with MemoryCounter([kv, q, out, lse, dout]) as memory:
+    kept = kept_tensors_like(program, q, kv) if phase == "backward" else ()
+    if phase == "backward":
+        q, out = (x if program.reads_own("q") else x.to("meta") for x in (q, out))
+        kv = kv if program.reads_own("kv") else kv.to("meta")
+    given = BackwardInputs(q, kv, out, lse, dout, None, kept)
+    with MemoryCounter([kv, q, out, lse, dout, *kept]) as memory:
         run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, given, config))
-    return memory.peak + kv.nbytes
+    return memory.peak + (0 if kv.is_meta else kv.nbytes)
+
+
+def kept_tensors_like(program: Program, q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+    tensors: list[Tensor] = []
+    for slot in (slot for slot in program.q_slots if slot.kept and slot.rows):
+        rows = (slot.rows, SHAPE["batch"], slot.heads or SHAPE["heads"])
+        tensors += [q.new_empty((*rows, width)) for width in (SHAPE["head_dim"], SHAPE["v_dim"])]
+        tensors.append(q.new_empty(rows, dtype=accumulation_dtype(q.dtype)))
+    for slot in (slot for slot in program.kv_slots if slot.kept and slot.rows):
+        tensors.append(kv.new_empty((slot.rows, SHAPE["batch"], slot.heads or kv.shape[2], kv.shape[3])))
+    return tuple(tensors)
 
 
 def wider_lse_bytes(plan: Plan, phase: Phase, dtype: torch.dtype) -> int:
@@ -140,8 +159,10 @@ def skip_merging(monkeypatch: pytest.MonkeyPatch) -> None:
         "pass_q(stages=1)",
         "pass_q",
         "ulysses(heads=4, kv_heads=4)",
+        "ulysses(heads=4, kv_heads=4, keep=False)",
         "hierarchical(per_node=2)",
         "hybrid(per_node=2, heads=4, kv_heads=4)",
+        "hybrid(per_node=2, heads=4, kv_heads=4, keep=False)",
     ],
 )
 def test_peak_bytes_bounds_the_memory_held(strategy: str, dtype: str) -> None:
@@ -155,7 +176,12 @@ def test_peak_bytes_bounds_the_memory_held(strategy: str, dtype: str) -> None:
                     assert found <= peak_bytes(plan, shape, phase) + more, (plan, phase)
 
 
-INTERLEAVED = [("exchange(stages=2)", "ring"), ("hierarchical(per_node=2)", "gather"), ("pass_q", "exchange(stages=1)")]
+INTERLEAVED = [
+    ("ulysses(heads=4, kv_heads=4)", "pass_q"),
+    ("exchange(stages=2)", "ring"),
+    ("hierarchical(per_node=2)", "gather"),
+    ("pass_q", "exchange(stages=1)"),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
