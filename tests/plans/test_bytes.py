@@ -21,6 +21,7 @@ DKV_ROW = 3 * 2 * (16 + 12) * 4
 Q_ROW = 3 * 8 * 16 * 2
 OUT_ROW = 3 * 8 * (12 + 1) * 4
 SAVED_ROW = 3 * 8 * ((16 + 12 + 12) * 2 + (1 + 1) * 4 + 8)
+DOUT_ROW = 3 * 8 * (12 * 2 + 1 * 4 + 4)
 DQ_ROW = 3 * 8 * 16 * 4
 
 
@@ -42,6 +43,9 @@ def received(plans: list[Plan], phase: Phase = "forward") -> int:
         ("q", "backward", "bfloat16", 3 * 8 * ((16 + 12 + 12) * 2 + (1 + 1) * 4 + 8)),  # the 8 make it a multiple of 16
         ("q", "backward", "float32", 3 * 8 * ((16 + 12 + 12 + 1 + 1) * 4 + 8)),
         ("q", "backward", "float64", 3 * 8 * (16 + 12 + 12 + 1 + 1) * 8),
+        ("dout", "backward", "bfloat16", 3 * 8 * (12 * 2 + 1 * 4 + 4)),  # the last 4 make it a multiple of 16
+        ("dout", "backward", "float32", 3 * 8 * ((12 + 1) * 4 + 12)),
+        ("dout", "backward", "float64", 3 * 8 * ((12 + 1) * 8 + 8)),
         ("out", "forward", "float32", 3 * 8 * (12 + 1) * 4),
         ("dq", "backward", "bfloat16", 3 * 8 * 16 * 4),
     ],
@@ -149,10 +153,11 @@ def test_ulysses_is_every_token_once_but_for_the_share_that_stays(world: int, ke
     """Every head of every token goes to one rank, and 1/world of them are there already. A key head goes to as many
     ranks as work on its queries: 2 key heads on 4 ranks are 4 that are sent; 8 query heads on 3 ranks are 3 3 2, and
     split both groups."""
-    plans = all_plans(rs.causal(48), world, "ulysses", "zigzag")
+    plans, again = (all_plans(rs.causal(48), world, f"ulysses(keep={keep})", "zigzag") for keep in (True, False))
     moved = 48 * (world - 1) / world
-    assert received(plans) == moved * (Q_ROW + OUT_ROW + key_heads / 2 * KV_ROW)
-    assert received(plans, "backward") == moved * (SAVED_ROW + DQ_ROW + key_heads / 2 * (KV_ROW + DKV_ROW))
+    assert received(plans) == received(again) == moved * (Q_ROW + OUT_ROW + key_heads / 2 * KV_ROW)
+    assert received(plans, "backward") == moved * (DOUT_ROW + DQ_ROW + key_heads / 2 * DKV_ROW)
+    assert received(again, "backward") == moved * (SAVED_ROW + DQ_ROW + key_heads / 2 * (KV_ROW + DKV_ROW))
 
 
 def rows_between_nodes(plans: list[Plan], per_node: int, what: str, phase: Phase = "forward") -> int:
@@ -180,13 +185,15 @@ def test_hybrid_is_ulysses_in_a_node_and_the_other_between(
     between: str, share: float, world: int, per_node: int, key_heads: int
 ) -> None:
     """Tokens for heads within the node; then keys as if the nodes were ranks, each key head as often as it is held."""
-    plans = all_plans(rs.causal(64), world, f"hybrid(per_node={per_node}, between={between!r})", "zigzag")
+    strategy = f"hybrid(per_node={per_node}, between={between!r}, keep="
+    plans, again = (all_plans(rs.causal(64), world, f"{strategy}{keep})", "zigzag") for keep in (True, False))
     within, crossing = 64 * (per_node - 1) / per_node, share * 64 * (world // per_node - 1)
     keys = key_heads / 2
-    assert received(plans) == within * (Q_ROW + OUT_ROW + keys * KV_ROW) + crossing * keys * KV_ROW
-    assert received(plans, "backward") == (
-        within * (SAVED_ROW + DQ_ROW + keys * (KV_ROW + DKV_ROW)) + crossing * keys * (KV_ROW + DKV_ROW)
-    )
+    between_nodes = crossing * keys * KV_ROW
+    assert received(plans) == received(again) == within * (Q_ROW + OUT_ROW + keys * KV_ROW) + between_nodes
+    between_nodes += crossing * keys * DKV_ROW
+    assert received(plans, "backward") == within * (DOUT_ROW + DQ_ROW + keys * DKV_ROW) + between_nodes
+    assert received(again, "backward") == within * (SAVED_ROW + DQ_ROW + keys * (KV_ROW + DKV_ROW)) + between_nodes
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -260,5 +267,9 @@ def test_explain_names_the_peers() -> None:
     to_itself = rs.plan(rs.full(16), world=4, rank=1, strategy="ulysses", layout="contiguous").explain()
     assert "q → rank 0 2 3; kv → rank 0 2 3; q ← rank 0 2 3; kv ← rank 0 2 3" in to_itself
     assert "work      1.000 × the mean of all ranks; 8 of 32 query heads here" in to_itself
+    assert "dout → rank 0 2 3; dout ← rank 0 2 3\n" in to_itself
+    kept = 16 * (8 * (128 * 2 + 128 * 2 + 4) + 2 * (128 + 128) * 2)  # q, out and lse of 8 heads, k and v of 2
+    assert f"kept for the backward pass, in place of own rows: {kept:,} bytes\n" in to_itself
+    assert "kept for" not in near
     keys = rs.plan(rs.full(8, 16), world=4, strategy="ring", layout="zigzag").explain()
     assert "  choice    layout zigzag: as given\n            kv layout zigzag: as given\n" in keys

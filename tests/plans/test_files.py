@@ -95,7 +95,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (without("forward.0.sends.0.peer"), "plan.forward[0].sends[0].peer: missing"),
     (without("backward.0.tasks.0.kv_slot"), "plan.backward[0].tasks[0].kv_slot: missing"),
     # another version, or a wrong digest
-    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 3, the file has version 99"),
+    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 4, the file has version 99"),
     (at("digest", "0" * 16), "plan.digest: is 0000000000000000, but the plan in the file has digest"),
     (at("strategy", "gather(stages=2)"), "plan.digest: is"),
     # wrong types
@@ -116,6 +116,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("forward.0.sends.0.rows", [[0]]), "plan.forward[0].sends[0].rows[0]: expected a list of 2, got [0]"),
     (at("forward.0.tasks.0.bands.0", "band"), "plan.forward[0].tasks[0].bands[0]: expected a list of 6, got 'band'"),
     (at("kv_slots.1.heads", "all"), "plan.kv_slots[1].heads: expected an integer"),
+    (at("kv_slots.1.kept", "yes"), "plan.kv_slots[1].kept: expected one of True, False, got 'yes'"),
     (at("heads", 8), "plan.heads: expected a list of 2, got 8"),
     (at("heads", [8, 0]), "plan.heads[1]: expected an integer from 1 to 65536, got 0"),
     (without("forward.1.tasks.0.kv_tokens"), "plan.forward[1].tasks[0].kv_tokens: missing"),
@@ -131,7 +132,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("forward.0.sends.0.peer", -1), "plan.forward[0].sends[0].peer: expected an integer from 0"),
     (at("forward.0.recvs.0.slot", -2), "plan.forward[0].recvs[0].slot: expected an integer from 0"),
     (at("forward.0.sends.0.rows.0", [3, 1]), "plan.forward[0].sends[0].rows[0]: expected a range [start, stop]"),
-    (at("forward.0.sends.0.what", "vk"), "plan.forward[0].sends[0].what: expected one of kv, q, out, dq, dkv, got 'vk'"),
+    (at("forward.0.sends.0.what", "vk"), "plan.forward[0].sends[0].what: expected one of kv, q, dout, out, dq, dkv, got 'vk'"),
     # invalid masks and layouts
     (at("mask.q_len", -12), "plan.mask.q_len: expected an integer from 0"),
     (at("mask.q_len", 2**40), "plan.mask: q_len must be between 0 and"),

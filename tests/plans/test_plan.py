@@ -122,6 +122,7 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("helix", "no strategy is called 'helix'"),
         ("ulysses(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
         ("hybrid(heads=6, kv_heads=4)", "heads must be a multiple of kv_heads"),
+        ("ulysses(keep=1)", "keep must be True or False; got 1"),
         ("hybrid(between='gather')", "between must be one of exchange, ring; got 'gather'"),
         ("hybrid(per_node=0)", "per_node must be an integer number of ranks, at least 1; got 0"),
         ("hierarchical(per_node=2.0)", "per_node must be an integer number of ranks, at least 1; got 2.0"),
@@ -227,9 +228,9 @@ def test_a_plan_is_fitted_to_the_heads_of_the_tensors() -> None:
     assert plan.program.heads == (32, 8)
     assert plan.for_heads(32, 8) is plan
     fitted = plan.for_heads(6, 2)
-    assert (fitted.strategy, fitted.program.heads) == ("ulysses(heads=6, kv_heads=2)", (6, 2))
+    assert (fitted.strategy, fitted.program.heads) == ("ulysses(heads=6, kv_heads=2, keep=True)", (6, 2))
     assert fitted.digest == rs.plan(CAUSAL, world=4, strategy=fitted.strategy, layout="zigzag").digest != plan.digest
-    assert fitted.notes[-1] == "strategy ulysses(heads=6, kv_heads=2): for the heads of the tensors"
+    assert fitted.notes[-1] == "strategy ulysses(heads=6, kv_heads=2, keep=True): for the heads of the tensors"
     assert Plan.from_json(fitted.to_json()) == fitted
     assert fitted.verify().at(0).digest == fitted.digest
 

@@ -130,6 +130,24 @@ def some_heads() -> list[Plan]:
     return all_plans(rs.causal(8), 2, "ulysses(heads=6, kv_heads=3)", "contiguous")
 
 
+def some_queries() -> list[Plan]:
+    return all_plans(rs.full(12), 3, "pass_q(stages=1)", "contiguous")
+
+
+def of_slots_1(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
+    """The transfers of the first run of heads of each rank."""
+    return [t for t in of if t.slot == 1 or (t.slot == 0 and t.heads in ((0, 2), (3, 4)))]
+
+
+def kept(rank: int, of: str, slot: int, value: bool = True) -> Change:
+    def change(plans: list[Plan]) -> None:
+        changed = list(getattr(plans[rank].program, f"{of}_slots"))
+        changed[slot] = replace(changed[slot], kept=value)
+        slots(rank, **{f"{of}_slots": tuple(changed)})(plans)
+
+    return change
+
+
 def heads(rank: int, given: tuple[int, int] | None) -> Change:
     def change(plans: list[Plan]) -> None:
         plans[rank] = replace(plans[rank], program=replace(plans[rank].program, heads=given))
@@ -332,6 +350,41 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         a_ring,
         slots(2, q_slots=(Slot(rows=4, heads=1),)),
         "rank 2: q slot 0 must hold the rank's own 4",
+    ),
+    "slot 0 is kept": (a_ring, slots(2, q_slots=(Slot(rows=4, kept=True),)), "rank 2: q slot 0 must hold the rank's own 4"),
+    # rows that are kept for the backward pass
+    "dout of other heads is sent": (
+        some_heads,
+        edit(B, 1, 0, sends=to(heads=(2, 4))),
+        "backward step 1 on rank 0: a task reads rows of q slot 1 without their dout",
+    ),
+    "dout is not sent": (
+        some_heads,
+        both(*(edit(B, rank, 0, sends=of_slots_1, recvs=of_slots_1) for rank in range(2))),
+        "backward step 1 on rank 0: a task reads rows of q slot 2 without their dout",
+    ),
+    "dout in the forward pass": (some_heads, edit(F, 0, 0, sends=to(what="dout")), "the forward pass has no dout"),
+    "dout of queries that are not kept": (
+        some_heads,
+        kept(0, "q", 1, False),
+        "backward step 0 on rank 0: moves dout of slot 1, whose queries are not kept",
+    ),
+    "keys that are not kept": (
+        some_heads,
+        kept(0, "kv", 1, False),
+        "backward step 1 on rank 0: a task reads rows that hold nothing yet",
+    ),
+    "kept queries are sent again": (
+        some_heads,
+        edit(B, 0, 0, recvs=to(what="q")),
+        "backward step 0 on rank 0: moves q of slot 1, which is kept: only its dout can be sent",
+    ),
+    "kept keys are overwritten": (a_full_ring, kept(1, "kv", 1), "rank 1: receives kv into slot 1, which is kept"),
+    "kept outputs are incomplete": (some_queries, kept(0, "q", 1), "rank 0 keeps q slot 1, whose outputs are not complete"),
+    "kept rows hold nothing": (
+        some_heads,
+        lambda plans: slots(0, kv_slots=(*plans[0].program.kv_slots[:2], Slot(rows=9, heads=1, kept=True)))(plans),
+        "forward: rank 0 keeps rows of kv slot 2 that hold nothing",
     ),
     "a slot is too small": (a_ring, slots(1, kv_slots=(Slot(rows=4), Slot(rows=3), Slot(rows=4))), "do not lie in slot 1"),
 }

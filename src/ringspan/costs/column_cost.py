@@ -133,7 +133,12 @@ def _buffer_bytes(columns: ProgramColumns, shape: Shape, phase: Phase) -> Ints:
     for moving in (m for m in every if m.what == "q"):
         moves = np.zeros(columns.world, dtype=np.int64)
         moves[moving.sender], moves[moving.receiver] = 1, 1
-        held = held + moves * slot_bytes("q")
+        own = moves
+        if phase == "forward":  # only rows that are not packed are sent from a copy
+            own = np.zeros_like(moves)
+            own[moving.sender[moving.is_packed == 0]] = 1
+        rows = own * columns.q_slots[:, 0] + moves * columns.q_slots[:, 1:].sum(axis=1)
+        held = held + rows * shape.row_bytes("q", phase)
     total = np.repeat(held[:, None], size[1], axis=1)
     for messages in every:
         what, packs = messages.what, messages.is_packed

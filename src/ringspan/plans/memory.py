@@ -49,14 +49,18 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
 
 
 def _row_buffers(program: Program, phase: Phase) -> Iterator[tuple[PayloadKind, Slot]]:
-    """Yield the buffers of rows that a phase has. Rows that are kept are inputs of the backward pass."""
+    """Yield the buffers of rows that a phase has. Rows that are kept are inputs of the backward pass.
+
+    Own rows that the backward pass does not read are counted all the same where nothing is kept. They are few, and the
+    columns of a strategy do not tell them.
+    """
     own_kv, *received_kv = program.kv_slots
-    if phase == "forward" or program.reads_own("kv"):
+    if phase == "forward" or program.reads_own("kv") or not program.keeps_rows:
         yield "kv", own_kv  # keys and values, side by side
     yield from (("kv", slot) for slot in received_kv if phase == "forward" or not slot.kept)
     if program.moves("q", phase):
         own_q, *received_q = program.q_slots
-        if program.reads_own("q") if phase == "backward" else program.sends_in_place("q", phase):
+        if phase == "backward" or program.sends_in_place("q", phase):
             yield "q", own_q
         yield from (("q", slot) for slot in received_q if phase == "forward" or not slot.kept)
     if program.moves("dout", phase):

@@ -90,7 +90,7 @@ def _check_slot_0(plan: RankPlan) -> None:
     """Raise unless slot 0 holds the rank's own tokens, with all heads."""
     for of, slots, rows in (("q", plan.program.q_slots, plan.q_rows), ("kv", plan.program.kv_slots, plan.kv_rows)):
         if not slots or slots[0] != Slot(rows=rows):
-            raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, all heads of them")
+            raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, all heads, and is never kept")
 
 
 class _ExpectedWeights:
