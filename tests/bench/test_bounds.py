@@ -68,8 +68,9 @@ def test_without_a_second_node_the_bound_is_the_work() -> None:
 
 
 def test_messages_count_where_a_document_exceeds_a_node() -> None:
-    """As many rows as in ``fewest_rows`` cross. Over a slow link they take longer than attention."""
-    shape = rs.Shape(heads=1, kv_heads=1, head_dim=64)
+    """As many rows as in ``fewest_rows`` cross. Over a slow link they take longer than attention. With few query heads
+    an exchange of heads would take fewer bytes."""
+    shape = rs.Shape(heads=4, kv_heads=1, head_dim=64)
     row = 2 * 64 * (2 + 2 + 4)
     assert crossing_bytes([4096], 2048, 4096 * 4097 // 4, shape) == row * fewest_rows([4096], 2, 1.0)
     fast, slow = (least_seconds([4096], 4, 1024, slow_link(rate), SHAPE) for rate in (1e15, 1e6))

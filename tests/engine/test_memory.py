@@ -115,8 +115,8 @@ def measured(plan: Plan, phase: Phase, dtype: torch.dtype, kernel: IdleKernel = 
     config = AttentionConfig(kernel=kernel, scale=1.0, head_dim=d)  # type: ignore[arg-type]
     kept = kept_tensors_like(program, q, kv) if phase == "backward" else ()
     if phase == "backward":
-        q, out = (x if program.reads_own("q") else x.to("meta") for x in (q, out))
-        kv = kv if program.reads_own("kv") else kv.to("meta")
+        q, out = (x if "q" in program.own_rows_read else x.to("meta") for x in (q, out))
+        kv = kv if "kv" in program.own_rows_read else kv.to("meta")
     given = BackwardInputs(q, kv, out, lse, dout, None, kept)
     with MemoryCounter([kv, q, out, lse, dout, *kept]) as memory:
         run_alone(forward(plan, q, kv, config) if phase == "forward" else backward(plan, given, config))

@@ -128,7 +128,7 @@ class Attend(torch.autograd.Function):
         # changed.
         captured = () if config.mods is None else config.mods.captured
         own = [*queries, *key_values, *outputs[::2]]
-        is_read = [plan.program.reads_own(of) for of in ("q", "kv", "q") for plan in plans]
+        is_read = [of in plan.program.own_rows_read for of in ("q", "kv", "q") for plan in plans]
         ctx.unread = {n: torch.empty_like(x, device="meta") for n, x in enumerate(own) if not is_read[n]}
         own_read = [None if n in ctx.unread else x for n, x in enumerate(own)]
         ctx.save_for_backward(*own_read, *outputs[1::2], *kept, *captured)
@@ -148,7 +148,7 @@ class Attend(torch.autograd.Function):
         with torch.no_grad():
             generators = []
             for i, plan in enumerate(ctx.plans):
-                of_rank = tuple(islice(kept, count_kept(plan.program)))
+                of_rank = tuple(islice(kept, count_kept(plan.program))) if plan.program.keeps_rows else ()
                 (q, kv, out), (dout, dlse) = own[i::n], grads[2 * i : 2 * i + 2]
                 given = BackwardInputs(q, kv, out, lses[i], dout, dlse, of_rank)
                 generators.append(backward(plan, given, ctx.config))

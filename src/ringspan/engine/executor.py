@@ -117,7 +117,7 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
     if settings.debug:
         check_inputs_finite(plan, "forward", {"q": q_SBHD, "k": kv_TBGF[..., :head_dim], "v": kv_TBGF[..., head_dim:]})
     # Rows that are not packed are sent from a contiguous copy. Otherwise the queries are read in place.
-    if program.sends_in_place("q", "forward") or q_SBHD.stride(-1) != 1:
+    if ("q", "forward") in program.sent_in_place or q_SBHD.stride(-1) != 1:
         q_SBHD = q_SBHD.contiguous()
     q_rows = _slot_buffers(q_SBHD, program.q_slots, q_SBHD.device) if program.moves("q", "forward") else [q_SBHD]
     kv_rows = _slot_buffers(kv_TBGF, program.kv_slots, kv_TBGF.device)
@@ -155,7 +155,7 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
         kept = kept_tensors(program, q_rows, outputs, kv_rows) if keep else ()
         return *outputs[0].finish(), *largest, *kept
 
-    return Pass(slots, compute, finish)
+    return Pass(slots, compute, finish if largest or keep else outputs[0].finish)
 
 
 class BackwardInputs(NamedTuple):
@@ -191,7 +191,8 @@ def backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> Rank
 
 def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> Pass:
     program, mods, head_dim = plan.program, config.mods, config.head_dim
-    kv_TBGF, kept = given.kv_TBGF, kept_rows(program, given.kept)
+    kv_TBGF = given.kv_TBGF
+    kept = kept_rows(program, given.kept) if given.kept else KeptRows({}, {})
     value_dim = kv_TBGF.shape[-1] - head_dim
     own = _saved(given)
     del given

@@ -194,27 +194,20 @@ class Program:
     def _moving(self) -> set[tuple[PayloadKind, Phase]]:
         return {(t.what, p) for p in PHASES for step in self.steps(p) for t in (*step.sends, *step.recvs)}
 
-    def sends_in_place(self, what: PayloadKind, phase: Phase) -> bool:
-        """Return whether any own rows of this kind are sent from where they are. They must be contiguous then."""
-        return (what, phase) in self._sent_in_place
-
     @cached_property
-    def _sent_in_place(self) -> set[tuple[PayloadKind, Phase]]:
+    def sent_in_place(self) -> set[tuple[PayloadKind, Phase]]:
+        """The kinds of own rows of which any are sent from where they are. They must be contiguous then."""
         sends = ((t, p) for p in PHASES for step in self.steps(p) for t in step.sends)
         return {(t.what, p) for t, p in sends if t.slot == 0 and not t.is_packed}
 
-    @property
+    @cached_property
     def keeps_rows(self) -> bool:
         """Whether any slot is kept."""
         return any(slot.kept for slot in (*self.q_slots, *self.kv_slots))
 
-    def reads_own(self, of: Side) -> bool:
-        """Return whether the backward pass reads the rank's own queries or keys, in slot 0. If not, they need not be
-        saved for it."""
-        return of in self._read_from_slot_0
-
     @cached_property
-    def _read_from_slot_0(self) -> set[Side]:
+    def own_rows_read(self) -> set[Side]:
+        """Which of the rank's own rows, in slot 0, the backward pass reads: queries, keys. Others need not be saved."""
         found: set[Side] = set()
         for step in self.backward:
             found.update(side(t.what) for t in step.sends if t.slot == 0 and t.what in ("q", "kv"))

@@ -55,12 +55,12 @@ def _row_buffers(program: Program, phase: Phase) -> Iterator[tuple[PayloadKind, 
     columns of a strategy do not tell them.
     """
     own_kv, *received_kv = program.kv_slots
-    if phase == "forward" or program.reads_own("kv") or not program.keeps_rows:
+    if phase == "forward" or "kv" in program.own_rows_read or not program.keeps_rows:
         yield "kv", own_kv  # keys and values, side by side
     yield from (("kv", slot) for slot in received_kv if phase == "forward" or not slot.kept)
     if program.moves("q", phase):
         own_q, *received_q = program.q_slots
-        if phase == "backward" or program.sends_in_place("q", phase):
+        if phase == "backward" or ("q", phase) in program.sent_in_place:
             yield "q", own_q
         yield from (("q", slot) for slot in received_q if phase == "forward" or not slot.kept)
     if program.moves("dout", phase):
