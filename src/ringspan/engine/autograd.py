@@ -127,11 +127,16 @@ class Attend(torch.autograd.Function):
         # The functions hold the tensors that they have captured. Saving these makes autograd check that they are not
         # changed.
         captured = () if config.mods is None else config.mods.captured
-        own = [*queries, *key_values, *outputs[::2]]
-        is_read = [of in plan.program.own_rows_read for of in ("q", "kv", "q") for plan in plans]
-        ctx.unread = {n: torch.empty_like(x, device="meta") for n, x in enumerate(own) if not is_read[n]}
-        own_read = [None if n in ctx.unread else x for n, x in enumerate(own)]
-        ctx.save_for_backward(*own_read, *outputs[1::2], *kept, *captured)
+        own: list[Tensor | None] = []
+        ctx.unread = {}  # the shapes of own rows that the backward pass does not read, by their place in `own`
+        for n, x in enumerate((*queries, *key_values, *outputs[::2])):
+            of, program = ("q", "kv", "q")[n // len(plans)], plans[n % len(plans)].program
+            if of in program.own_rows_read:
+                own.append(x)
+            else:
+                own.append(None)
+                ctx.unread[n] = torch.empty_like(x, device="meta")
+        ctx.save_for_backward(*own, *outputs[1::2], *kept, *captured)
         return tuple(results)
 
     @staticmethod
