@@ -163,11 +163,12 @@ class Attend(torch.autograd.Function):
                 for i, grad in enumerate(dlearned_of_rank):
                     dlearned[i] = dlearned[i] + grad.to(dlearned[i].dtype)
         computed += dlearned
-        origins = [x for x in (*own[2 * n :], *lses) if not x.is_meta]  # the results, which depend on all inputs
         again = torch.is_grad_enabled()  # create_graph=True: the gradient may be differentiated
+        # Of the results, which depend on all inputs. The lse of each rank is saved in any case.
+        origins = (*tensors[2 * n : 4 * n], *grads)
         found: list[Tensor | None] = []
         for x, needed in zip(computed, ctx.needs_input_grad[3:], strict=True):
-            found.append((once_differentiable(x, *origins, *grads) if again else x) if needed else None)
+            found.append((once_differentiable(x, *origins) if again else x) if needed else None)
         return None, None, None, *found
 
 

@@ -119,7 +119,7 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
     # Rows that are not packed are sent from a contiguous copy. Otherwise the queries are read in place.
     if ("q", "forward") in program.sent_in_place or q_SBHD.stride(-1) != 1:
         q_SBHD = q_SBHD.contiguous()
-    q_rows = _slot_buffers(q_SBHD, program.q_slots, q_SBHD.device) if program.moves("q", "forward") else [q_SBHD]
+    q_rows = _slot_buffers(q_SBHD, program.q_slots, q_SBHD.device) if ("q", "forward") in program.moving else [q_SBHD]
     kv_rows = _slot_buffers(kv_TBGF, program.kv_slots, kv_TBGF.device)
     value_dim = kv_TBGF.shape[-1] - head_dim
     like = torch.empty(0, dtype=accumulation_dtype(q_SBHD.dtype), device=q_SBHD.device)
@@ -202,9 +202,9 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig
     rows["kv"] = _slot_buffers(kv_TBGF, program.kv_slots, own.lse_BHS.device, kept.keys)
     like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=own.lse_BHS.device)
     dq: list[GradientAccumulator] = []
-    for saved in queries:
+    for n, saved in enumerate(queries):
         dq.append(GradientAccumulator(saved.lse_BHS.shape, (head_dim,), like=like, reuse_kernel_output=not dq))
-    queries = [_heads_first(*saved) for saved in queries]
+        queries[n] = _heads_first(*saved)
     keys: list[tuple[Tensor, Tensor]] = []
     dkv: list[GradientAccumulator] = []
     for x_TBGF in rows["kv"]:
@@ -248,9 +248,9 @@ def _query_slots(program: Program, own: Saved, kept: KeptRows, head_dim: int) ->
     """
     rows: dict[str, list[Tensor]] = {"q": [], "dout": []}
     slots, device = program.q_slots, own.lse_BHS.device
-    if program.moves("q", "backward"):
+    if ("q", "backward") in program.moving:
         rows["q"] = _slot_buffers(pack_saved(own), slots, device, {n: x.q_SBHD for n, x in kept.queries.items()})
-    if program.moves("dout", "backward"):
+    if ("dout", "backward") in program.moving:
         packed = pack_upstream(own.dout_BHSE, own.dlse_BHS)
         rows["dout"] = _slot_buffers(packed, slots, device, {n: packed[:0] for n, slot in enumerate(slots) if not slot.kept})
     queries = [own]

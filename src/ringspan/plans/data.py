@@ -186,12 +186,9 @@ class Program:
     def steps(self, phase: Phase) -> tuple[Step, ...]:
         return self.forward if phase == "forward" else self.backward
 
-    def moves(self, what: PayloadKind, phase: Phase) -> bool:
-        """Return whether rows of this kind are sent or received."""
-        return (what, phase) in self._moving
-
     @cached_property
-    def _moving(self) -> set[tuple[PayloadKind, Phase]]:
+    def moving(self) -> set[tuple[PayloadKind, Phase]]:
+        """The kinds of rows that are sent or received in each phase."""
         return {(t.what, p) for p in PHASES for step in self.steps(p) for t in (*step.sends, *step.recvs)}
 
     @cached_property

@@ -58,12 +58,12 @@ def _row_buffers(program: Program, phase: Phase) -> Iterator[tuple[PayloadKind, 
     if phase == "forward" or "kv" in program.own_rows_read or not program.keeps_rows:
         yield "kv", own_kv  # keys and values, side by side
     yield from (("kv", slot) for slot in received_kv if phase == "forward" or not slot.kept)
-    if program.moves("q", phase):
+    if ("q", phase) in program.moving:
         own_q, *received_q = program.q_slots
         if phase == "backward" or ("q", phase) in program.sent_in_place:
             yield "q", own_q
         yield from (("q", slot) for slot in received_q if phase == "forward" or not slot.kept)
-    if program.moves("dout", phase):
+    if ("dout", phase) in program.moving:
         yield from (("dout", slot) for n, slot in enumerate(program.q_slots) if n == 0 or slot.kept)
 
 
