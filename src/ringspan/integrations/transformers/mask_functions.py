@@ -40,6 +40,18 @@ class Sequence(NamedTuple):
     """The padding mask of the whole sequence, as transformers has it: True for real tokens, False for padding."""
     gathered: Callable[[Tensor], Tensor] | None = None
     """Gathers a tensor (B, tokens of this rank) over the whole sequence."""
+    positions: Tensor | None = None
+    """The position ids (B, tokens of this rank), if in one process transformers counts tokens by these in packed documents."""
+
+    def packed_positions(self) -> Tensor | None:
+        """Return the position ids (B, N) of the whole sequence if it is packed, as transformers decides; None otherwise.
+
+        All ranks must call it: they gather.
+        """
+        if self.positions is None or self.gathered is None:
+            return None
+        positions_BN = self.gathered(self.positions)
+        return positions_BN if bool((positions_BN.diff(dim=-1) != 1).any()) else None
 
     @property
     def full(self) -> Mask:
@@ -51,7 +63,8 @@ def mask_of(function: Callable[..., Any], sequence: Sequence) -> Mask:
 
     It does not hide padding: the caller intersects it with :func:`padding_mask`. Packed documents are ignored, because
     transformers derives them from the position ids of this rank; see
-    :mod:`ringspan.integrations.transformers.packing`.
+    :mod:`ringspan.integrations.transformers.packing`. Since transformers 5.23 a function gets the positions of tokens in
+    their documents: this matters for chunks and functions of the user, not for those of ``k - q`` only.
     """
     known = _KNOWN.get(function.__qualname__) if is_from_masking_utils(function) else None
     if known is None:
@@ -116,9 +129,14 @@ def _sliding_both_sides(sequence: Sequence, closure: Closure) -> Mask:
 
 
 def _chunked(sequence: Sequence, closure: Closure) -> Mask:
-    """Return the mask of chunks, which start at the first token that is no padding, in each row of the batch."""
+    """Return the mask of chunks, which start at the first token that is no padding, in each row of the batch.
+
+    In packed documents they start where transformers starts them: since 5.23 in each document.
+    """
     size, n = closure["chunk_size"], sequence.k_len
-    padding_BN = sequence.padding_BN
+    padding_BN, positions_BN = sequence.padding_BN, sequence.packed_positions()
+    if positions_BN is not None:
+        return _chunks_of_documents(size, positions_BN, sequence)
     if padding_BN is None:
         return _chunks(size, 0, n)
     padded_B = (padding_BN.cumsum(dim=-1) == 0).sum(dim=-1)
@@ -133,6 +151,15 @@ def _chunked(sequence: Sequence, closure: Closure) -> Mask:
 def _chunks(size: int, start: int, n: int) -> Mask:
     cuts = np.unique(np.clip(np.concatenate([[0, n], np.arange(start % size, n, size)]), 0, n))
     return documents(np.diff(cuts), causal=False)
+
+
+def _chunks_of_documents(size: int, positions_BN: Tensor, sequence: Sequence) -> Mask:
+    """Return the mask of chunks that are counted by position ids. Chunks of two documents differ."""
+    starts_BN = (positions_BN.diff(dim=-1, prepend=positions_BN[:, :1] - 1) != 1) | (positions_BN % size == 0)
+    ids_BN = starts_BN.cumsum(-1)
+    if (ids_BN == ids_BN[:1]).all():
+        return documents(ids=ids_BN[0], causal=False)
+    return sequence.full & by_rows("chunks", lambda b, h, q, k: ids_BN[b, q] == ids_BN[b, k], (ids_BN,), sequence)
 
 
 def _blockwise(sequence: Sequence, closure: Closure) -> Mask:
@@ -180,6 +207,7 @@ _KNOWN: dict[str, Callable[[Sequence, Closure], Mask]] = {
     "chunked_overlay.<locals>.inner_mask": _chunked,
     "blockwise_overlay.<locals>.inner_mask": _blockwise,
     "packed_sequence_mask_function.<locals>.inner_mask": lambda sequence, _: sequence.full,
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": lambda sequence, of: mask_of(of["mask_function"], sequence),
     "and_masks.<locals>.and_mask": _all_of,
     "or_masks.<locals>.or_mask": _any_of,
 }
@@ -197,7 +225,15 @@ def _custom(function: Callable[..., Any], sequence: Sequence) -> Mask:
             "the tokens of this rank or of the whole sequence. Give this part of the mask to ContextParallel, as "
             "rs.mask_mod(function, length), and not to the model"
         )
-    return mask_mod(function, sequence.q_len, sequence.k_len)
+    positions_BN = sequence.packed_positions()
+    if positions_BN is None:
+        return mask_mod(function, sequence.q_len, sequence.k_len)
+    return mask_mod(
+        lambda b, h, q, k: function(b, h, positions_BN[b, q], positions_BN[b, k]),
+        sequence.q_len,
+        sequence.k_len,
+        batch=len(positions_BN),
+    )
 
 
 def by_rows(name: str, function: MaskMod, captured: tuple[Tensor, ...], sequence: Sequence) -> Mask:

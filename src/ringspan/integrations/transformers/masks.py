@@ -27,6 +27,7 @@ from ringspan.integrations.transformers.packing import (
     check_restarts,
     missing_positions,
     packed_ids,
+    positions_of_mask,
     positions_of_model,
 )
 from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, refuse_config
@@ -173,7 +174,12 @@ def ringspan_mask(
         )
     sides = _sides(outer, q_length, kv_length)
     q_len, k_len = (_layout(outer, side).length for side in sides)
-    sequence = Sequence(q_len, k_len, gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]))
+    sequence = Sequence(
+        q_len,
+        k_len,
+        gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]),
+        positions=positions_of_mask(mask_function),
+    )
     if attention_mask is not None:
         sequence = sequence._replace(padding_BN=of_whole_sequence(attention_mask, outer, sides[1]))
     call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function))

@@ -21,13 +21,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import masking_utils
 
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.integrations.transformers.mask_functions import closure_of, is_from_masking_utils
+from ringspan.integrations.transformers.mask_functions import MODULE, closure_of, is_from_masking_utils
 from ringspan.masks import Mask, documents, mask_mod
 
 MAX_FRAMES = 24  # between a mask function and the forward of a model
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+COUNTS_IN_DOCUMENTS = hasattr(masking_utils, REMAPPED.partition(".")[0])  # since transformers 5.23
 
 
 def packed_mask(position_ids: Tensor, *, causal: bool = True) -> Mask:
@@ -53,16 +56,47 @@ def packed_mask(position_ids: Tensor, *, causal: bool = True) -> Mask:
 
 def packed_ids(function: Callable[..., Any]) -> Tensor | None:
     """Return the document ids that transformers has found for this rank's tokens, in a mask function; None if none."""
+    found: Tensor | None = _captured(function, PACKED, "packed_sequence_mask")
+    return found
+
+
+def positions_of_mask(function: Callable[..., Any]) -> Tensor | None:
+    """Return the position ids by which transformers would count this rank's tokens, if they looked packed.
+
+    transformers 5.23 gives a mask function the positions of tokens in their documents, if the batch is packed. The
+    tokens of one rank can look packed and those of another not, so it cannot be seen in ``function``. So the conditions
+    are those of ``_preprocess_mask_arguments``: position ids, and neither a padding mask nor a KV cache. They are read
+    from the frame of the function of transformers that makes the mask. In compiled code that frame is not there, but
+    every rank's ``function`` has the position ids.
+    """
+    if not COUNTS_IN_DOCUMENTS:
+        return None
+    found = _captured(function, REMAPPED, "position_ids")
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None or found is not None:
+            return found
+        if frame.f_globals.get("__name__") == MODULE and frame.f_code.co_name.startswith("create_"):
+            given = frame.f_locals
+            if given.get("attention_mask") is not None or given.get("past_key_values") is not None:
+                return None
+            positions = given.get("position_ids")
+            return None if positions is None else positions.expand(given["inputs_embeds"].shape[0], -1)
+        frame = frame.f_back
+    return None
+
+
+def _captured(function: Any, qualname: str, name: str) -> Any:
+    """Return a variable of the mask function of this name, where it is in a composed function; None if it is not."""
     if not is_from_masking_utils(function):
         return None
     closure = closure_of(function)
-    if function.__qualname__ == PACKED:
-        found: Tensor = closure["packed_sequence_mask"]
-        return found
-    for part in closure.get("mask_functions", ()):
-        ids = packed_ids(part)
-        if ids is not None:
-            return ids
+    if function.__qualname__ == qualname:
+        return closure[name]
+    for part in (*closure.get("mask_functions", ()), *filter(None, [closure.get("mask_function")])):
+        found = _captured(part, qualname, name)
+        if found is not None:
+            return found
     return None
 
 
