@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_groups"), 1),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size", "local_attention"), 8),
-    **dict.fromkeys(("attention_window_size",), 8),
+    **dict.fromkeys(("attention_window_size", "local_attention_window_len"), 8),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "router_hidden_size", "adapter_rank"), 8),
     **dict.fromkeys(
         ("mlp_dim", "audio_embed_dim", "mm_embed_dim", "output_proj_dims", "output_channels", "projection_dim"), 16
@@ -84,6 +84,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layer_types": ...},
     "lfm2": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": MIXED},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mpt": {"attn_config": {"attn_pdrop": 0}, "max_seq_len": 64},

@@ -134,10 +134,11 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
             max_patch_length=6,
             encoder_hash_byte_group_size=[3, 5],
             encoder_hash_byte_group_vocab=32,
-            patcher_config=BYTES,
+            patcher_config={**BYTES, "sliding_window": 12},
             encoder_config={**BYTES, "hidden_size_global": 32, "num_hidden_layers": 2, "cross_attn_all_layers": True},
             decoder_config={**BYTES, "hidden_size_global": 32, "num_hidden_layers": 2},
             global_config={x: y for x, y in BYTES.items() if x != "vocab_size"},
+            local_attention_window_len=8,  # since transformers 5.23
         ),
     ),
     "cpmant": (

@@ -16,6 +16,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,6 +27,7 @@ from ringspan.frontends.current_block import current_block
 
 MAX_FRAMES = 16  # between a step of Trainer and the context that it enters
 IGNORED = -100  # the label of a token that does not count
+ROUNDS = Version(transformers.__version__) < Version("5.23")  # the number of labels that Trainer divides by cp_size
 OTHER_OUTPUTS = {"loss", "aux_loss", "past_key_values"}  # not predictions
 
 
@@ -106,11 +109,12 @@ class TrainerStep:
     def check(self) -> None:
         """Raise if Trainer divides the loss by a number of labels that was rounded."""
         trainer = self.trainer
-        if trainer is None or getattr(trainer.args, "average_tokens_across_devices", True):
+        if trainer is None or not ROUNDS or getattr(trainer.args, "average_tokens_across_devices", True):
             return
         if getattr(trainer, "model_accepts_loss_kwargs", False):
             raise InputError(
-                "average_tokens_across_devices=False divides the number of labels by cp_size, and rounds it down: leave it on"
+                "average_tokens_across_devices=False divides the number of labels by cp_size, and transformers before 5.23 "
+                "rounds it down: leave it on"
             )
 
 

@@ -155,8 +155,13 @@ def _forward(
     )
     if min(patches.layout.counts) == 0:
         raise UnplannedAttention(f"the sequence has {count} patches, fewer than the {block.world} ranks")
-    causal_mask = create_causal_mask(
-        config=config, inputs_embeds=embeds_BSM, attention_mask=attention_mask, past_key_values=None, position_ids=position_ids
+    create_mask, of_encoder = _mask_of_bytes(config)
+    causal_mask = create_mask(
+        config=of_encoder,
+        inputs_embeds=embeds_BSM,
+        attention_mask=attention_mask,
+        past_key_values=None,
+        position_ids=position_ids,
     )
     causal_mask.block_of(position_ids, None, None)  # raises unless the positions are those of this rank's bytes
     of_bytes = {"input_ids": input_ids, "attention_mask": causal_mask, "position_ids": position_ids}
@@ -177,6 +182,19 @@ def _forward(
         **of_bytes, inputs_embeds=hidden_BSM, patch_embeds=global_BQM, encoder_attention_mask=patches.decoder_mask()
     )
     return BaseModelOutputWithPast(last_hidden_state=out_BSM)
+
+
+def _mask_of_bytes(config: Any) -> tuple[Callable[..., Any], Any]:
+    """Return the function that makes the mask of bytes, and the config it reads.
+
+    Since transformers 5.23 bytes have a local window. Before, ``local_attention_window_len`` of a config is ignored.
+    """
+    from transformers.models.blt import modeling_blt
+
+    create_local_mask = getattr(modeling_blt, "create_sliding_window_causal_mask", None)
+    if create_local_mask is None or config.local_attention_window_len is None:
+        return create_causal_mask, config
+    return create_local_mask, config.encoder_config
 
 
 def _embeddings(model: Any, ids_BN: Tensor, mine_S: Tensor) -> Tensor:

@@ -133,10 +133,13 @@ class LayerMask:
             f"this model reads {name!r} of its attention mask, but inside a ContextParallel block the mask is not a tensor"
         )
 
-    def __getitem__(self, index: Any) -> NoReturn:
+    def __getitem__(self, index: Any) -> LayerMask:
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(x, slice) and (x.start or 0, x.stop, x.step) == (0, None, None) for x in parts):
+            return self  # Gemma 4 takes [:, :, -logits_to_keep:, :], with logits_to_keep=0 for all
         raise UnplannedAttention(
-            "this model takes a part of its attention mask, but inside a ContextParallel block the mask is not a tensor: its "
-            "layers cannot run under context parallelism"
+            "this model takes a part of its attention mask, but inside a ContextParallel block the mask is not a tensor. Leave "
+            "logits_to_keep out; without it, the layers of this model cannot run under context parallelism"
         )
 
     def __repr__(self) -> str:

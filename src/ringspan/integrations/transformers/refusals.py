@@ -44,6 +44,7 @@ CONVOLVES = {
     "inkling_text": "InklingShortConvolution",
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
     "zaya": "ZayaCCAProjection",
 }
 
@@ -72,6 +73,7 @@ def refuse_config(config: Any) -> None:
     """Raise if a model of this config has layers that are not softmax attention under a mask."""
     others: dict[str, list[int]] = {}
     model_type = getattr(config, "model_type", "")
+    refuse_model(model_type)
     known = ATTENTION_LAYERS | (CONVOLUTION_LAYERS if model_type in CONVOLVES else set())
     for n, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in known:
@@ -88,7 +90,6 @@ def refuse_config(config: Any) -> None:
             f"{model_type} {how}, which sees the tokens of this rank only: call "
             "ringspan.integrations.transformers.prepare(model) first"
         )
-    refuse_model(model_type)
 
 
 def refuse_model(model_type: str) -> None:
