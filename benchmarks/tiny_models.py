@@ -78,10 +78,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": WIDTH},
     },
     "dots1": {"n_shared_experts": 1},
+    "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    "dots3_note_text": {
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), HEADS),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "shared_experts_intermediate_size"), 16),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim", "index_head_dim"), 8),
+        "index_n_heads": 2,
+    },
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "gemma3n": {"vision_config": None},
     "gemma4": {"vision_config": None, "audio_config": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "layer_types": ...},
+    "inkling2_text": {"n_layers_per_attn_res_block": 2, "unpadded_vocab_size": VOCABULARY},
     "lfm2": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": MIXED},
     "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
@@ -151,7 +160,8 @@ def small_model(model_type: str) -> nn.Module:
     accepted = cls.config_class
     if accepted is not None and not isinstance(config, accepted):
         parts = [getattr(config, name) for name in config.sub_configs]
-        config = next(part for part in parts if isinstance(part, accepted))
+        # A model type without a model of its own has the attributes of that model's config: InternLM 3 is a Llama.
+        config = next((part for part in parts if isinstance(part, accepted)), config)
     with torch.device("meta"), without_timm():
         size = sum(x.numel() for x in cls(config).parameters())
     if size > MAX_PARAMETERS:

@@ -21,6 +21,7 @@ from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
 from ringspan.integrations.transformers.masks import LayerMask
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
+from ringspan.kernels.partial import share_of_keys
 
 NAME = "ringspan"
 
@@ -39,8 +40,9 @@ def ringspan_attention(
     """Attend from this rank's queries (B, H, S, D) to the keys (B, G, T, D) and values (B, G, T, E) of all ranks.
 
     Called by the layers of a model whose ``attn_implementation`` is ``ringspan``. ``attention_mask`` is the
-    :class:`LayerMask` of the layer. ``softcap``, ``s_aux`` (the sinks), ``sliding_window``, ``position_ids`` and
-    ``cu_seq_lens_q`` are read from the keyword arguments. Outside a block, attention is PyTorch's SDPA.
+    :class:`LayerMask` of the layer. Read from the keyword arguments are ``softcap``, ``s_aux`` and ``sinks`` (a sink for
+    each head, and for each query), ``sliding_window``, ``position_ids`` and ``cu_seq_lens_q``. Outside a block,
+    attention is PyTorch's SDPA.
     """
     if isinstance(attention_mask, KeyBias):
         query, key = attention_mask.folded(query, key, scaling or query.shape[-1] ** -0.5)
@@ -65,15 +67,18 @@ def _attend(
         block = mask.block  # the values of position ids are not known while a program is traced
     else:
         block = mask.block_of(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window"))
-    cap, sinks_H, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
+    cap, bias, sinks_H, sinks_BHS1 = (kwargs.get(name) for name in ("softcap", "position_bias", "s_aux", "sinks"))
     q_BHSD, k_BGTD, v_BGTE = under_autocast(query, key, value)
-    if cap is None and sinks_H is None and bias is None:
+    if all(x is None for x in (cap, bias, sinks_H, sinks_BHS1)):
         return block.attention(q_BHSD, k_BGTD, v_BGTE, scale=scaling)
     score_mod = None if cap is None else softcap_mod(cap)
     if isinstance(bias, RelativeBias):
         score_mod = bias.score_mod
     result: Any = block.flex_attention(q_BHSD, k_BGTD, v_BGTE, score_mod, scale=scaling, enable_gqa=True, return_lse=True)
     out_BHSE, lse_BHS = result
+    if sinks_BHS1 is not None:  # a score for each query
+        share_BHS = share_of_keys(lse_BHS, sinks_BHS1.squeeze(-1).to(lse_BHS.dtype))
+        out_BHSE = out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype)
     return out_BHSE if sinks_H is None else with_sinks(out_BHSE, lse_BHS, sinks_H).out
 
 
@@ -91,7 +96,7 @@ def _without_mask(
     """Attend outside a block by SDPA, or inside a block under the block's own mask."""
     block = current_block()
     if block is None:
-        if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        if _has_extras(kwargs):
             raise UnplannedAttention(
                 f"{layer_name(module)} has a softcap or sinks, which SDPA does not support: call the model inside a "
                 'ContextParallel block, or set_attn_implementation("eager")'
@@ -104,7 +109,7 @@ def _without_mask(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
         problem = f"has a mask of shape {tuple(attention_mask.shape)} that is not part of the plan: give it to ContextParallel"
-    elif kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+    elif _has_extras(kwargs):
         problem = "has a softcap or sinks, but no mask of the model"
     elif bool(causal) != block.mask.is_causal:
         problem = f"is {'' if causal else 'not '}causal, but the block's mask {block.mask.name} is{' not' if causal else ''}"
@@ -115,3 +120,8 @@ def _without_mask(
         f"{layer_name(module)} {problem}. If the layer is not part of the split sequence (a vision tower, for example), "
         "call it in `with rs.local_attention():`"
     )
+
+
+def _has_extras(kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer has a softcap or sinks, which SDPA does not support."""
+    return any(kwargs.get(name) is not None for name in ("s_aux", "sinks", "softcap"))

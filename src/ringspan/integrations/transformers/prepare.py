@@ -24,7 +24,7 @@ from ringspan.integrations.transformers.blt import blt_model, blt_patch_states
 from ringspan.integrations.transformers.convolutions import convolution_over_ranks
 from ringspan.integrations.transformers.cpmant import cpmant_attention, cpmant_model
 from ringspan.integrations.transformers.doge import doge_biases
-from ringspan.integrations.transformers.inkling import inkling_attention, inkling_bias
+from ringspan.integrations.transformers.inkling import inkling_attention, inkling_bias, inkling_convolution, inkling_residual
 from ringspan.integrations.transformers.prophetnet import (
     no_local_buckets,
     no_local_masks,
@@ -50,6 +50,11 @@ SPECIAL: dict[str, dict[str, Methods]] = {
     "inkling_text": {
         "InklingAttention": (("forward", inkling_attention),),
         "InklingRelativeLogits": (("forward", inkling_bias),),
+    },
+    "inkling2_text": {
+        "Inkling2RelativeLogits": (("forward", inkling_bias),),
+        "Inkling2DynamicShortConvolution": (("forward", inkling_convolution),),
+        "Inkling2BlockAttentionResidual": (("forward", inkling_residual),),
     },
     "prophetnet": {
         "ProphetNetAttention": (("forward", refuse_encoder),),

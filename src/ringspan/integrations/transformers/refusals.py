@@ -42,6 +42,7 @@ WRITES_OUT = {
 # Model types with causal convolutions -> the class of these, or of the module around them.
 CONVOLVES = {
     "inkling_text": "InklingShortConvolution",
+    "inkling2_text": "Inkling2ShortConvolution",
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
     "lfm3": "Lfm3ShortConv",
@@ -112,7 +113,7 @@ def _why_prepare(model_type: str) -> str:
 # Tensors that an attention layer can pass to the attention function without changing what it computes there.
 HARMLESS = {
     *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep"),
-    *("position_ids", "position_embeddings", "cache_position", "s_aux"),
+    *("position_ids", "position_embeddings", "cache_position", "s_aux", "sinks"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     "seq_idx",  # the documents again, for convolutions
 }
