@@ -17,7 +17,7 @@ from transformers import masking_utils as hf
 import ringspan as rs
 from ringspan.integrations.transformers import packed_mask
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
-from ringspan.integrations.transformers.packing import check_positions, packed_ids
+from ringspan.integrations.transformers.packing import COUNTS_IN_DOCUMENTS, check_positions, packed_ids
 
 N = 13
 SAME = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, 0, 0, -1, -1, 2]])
@@ -89,13 +89,36 @@ def test_zigzag_positions_look_like_packed_documents_to_transformers() -> None:
     assert mask_of(function, Sequence(N, N)) == rs.causal(N)  # the documents are those of the block
 
 
+DOCUMENTS = [[5, 1, 7], [2, 11]]
+PACKED = {
+    "chunked": hf.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
+    "sliding": hf.sliding_window_causal_mask_function(4),
+    "a function of the user": hf.and_masks(hf.causal_mask_function, lambda b, h, q, k: k // 3 == q // 3),
+}
+
+
+@pytest.mark.skipif(not COUNTS_IN_DOCUMENTS, reason="transformers counts tokens in documents since 5.23")
+@pytest.mark.parametrize("rows", [[0, 0], [0, 1]], ids=["the same rows", "other rows"])
+@pytest.mark.parametrize("name", PACKED)
+def test_tokens_of_packed_documents_are_counted_in_their_documents(name: str, rows: list[int]) -> None:
+    positions = torch.stack([torch.cat([torch.arange(n) for n in DOCUMENTS[row]]) for row in rows])
+    function = hf.packed_sequence_compatibility_function(PACKED[name], positions, hf.find_packed_sequence_indices(positions))
+    sequence = Sequence(N, N, gathered=lambda x: x, positions=positions)
+    mask = mask_of(function, sequence) & packed_mask(positions)
+    for b, wanted in enumerate(dense(function, 2)):
+        assert (mask.dense(b=b) == wanted).all()
+    # a rank whose tokens do not look packed makes the same mask
+    assert (mask_of(PACKED[name], sequence) & packed_mask(positions)).digest == mask.digest
+    assert (mask.predicate is None) == (rows == [0, 0])
+
+
 def test_every_function_of_transformers_is_known() -> None:
     """If this fails, transformers has a new mask function, or has renamed one: add it to mask_functions.py."""
     from ringspan.integrations.transformers.mask_functions import _KNOWN
 
     made = {
         *(name for name in vars(hf) if name.endswith(("_mask_function", "_overlay"))),
-        *("and_masks", "or_masks", "remap_positions_for_packed_sequence"),
+        *("and_masks", "or_masks", "remap_positions_for_packed_sequence"),  # the last one since transformers 5.23
     }
     # composed of others; never seen by the mask interface; added by the mask interface itself
     composed = {

@@ -3,12 +3,15 @@ float64."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 import ringspan as rs
@@ -26,12 +29,17 @@ ROUNDING = 1e-14
 
 DECODERS = [
     *("llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "olmo3", "llama4", "gpt_oss", "phi3", "cohere2"),
-    *("deepseek_v3", "smollm3"),
+    *("deepseek_v3", "gemma4", "smollm3"),
 ]
 # all others only have the name set
 PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]
 PREPARED += ["doge", "git", "inkling", "xlm", "xlnet", "zaya"]
-ONLY_EAGER = {"gemma2", "gpt_oss", "t5gemma"}  # SDPA has no softcap and no sinks
+SPECIAL = ["llama", "doge", "inkling", "xlm", "xlnet", "zaya"]
+IS_NEW = Version(version("transformers")) >= Version("5.23")
+if IS_NEW:
+    PREPARED += ["inkling2"]
+    SPECIAL += ["inkling2"]
+ONLY_EAGER = {"gemma2", "gpt_oss", "inkling2", "t5gemma"}  # SDPA has no softcap and no sinks
 ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt", "git", "xlm", "xlnet"}  # they have no other
 LAYOUTS = ["contiguous", "zigzag"]
 
@@ -120,13 +128,16 @@ def plain_prepared(rank: int, name: str, layout: str) -> dict[str, float]:
     if name not in ("bart", "bloom", "xlnet"):
         mine["position_ids"] = cp.positions()[None].expand(B, -1)
     found = compare(name, cp, whole, mine)
-    wanted = small_model(name)(**whole).logits
     model = prepare(small_model(name))
     copied = copy.deepcopy(model)
     for x in copied.parameters():
         x.data.zero_()
-    found["outside a block"] = difference(model(**whole).logits, wanted)
-    with cp, torch.no_grad():
+    if name == "inkling2":
+        with Float64(), pytest.raises(rs.UnplannedAttention, match="has a softcap or sinks, which SDPA does not support"):
+            model(**whole)
+    else:
+        found["outside a block"] = difference(model(**whole).logits, small_model(name)(**whole).logits)
+    with cp, torch.no_grad(), in_float64(name):
         found["a copy has its own weights"] = copied(**mine, use_cache=False).logits.abs().max().item()
     return found
 
@@ -216,9 +227,10 @@ def test_packed_documents_are_exact(name: str, layout: str, pools: Pools) -> Non
     check(pools(2).run(packed, name, layout))
 
 
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
 @pytest.mark.parametrize("job", [packed_by_cu_seq_lens, packed_by_rows])
-def test_packed_documents_of_the_call_and_of_rows_are_exact(job: Any, pools: Pools) -> None:
-    check(pools(2).run(job, "gemma3", "zigzag"))
+def test_packed_documents_of_the_call_and_of_rows_are_exact(job: Any, name: str, pools: Pools) -> None:
+    check(pools(2).run(job, name, "zigzag"))
 
 
 @pytest.mark.parametrize(("side", "shared"), [("left", True), ("right", True), ("left", False)])
@@ -275,29 +287,43 @@ def test_convolutions_are_exact(pools: Pools) -> None:
     check(pools(2).run(convolutions))
 
 
-def special_models(rank: int) -> dict[str, float]:
-    """Packed documents and a checkpoint around the model, with models that have code of their own, and with Llama."""
+def in_float64(name: str) -> Any:
+    """Compute in float64 what Inkling 2 computes in float32: its router multiplies float32 by float64 otherwise."""
+    return Float64() if name == "inkling2" else nullcontext()
+
+
+def special_model(name: str, cp: rs.ContextParallel, ids: Tensor) -> dict[str, float]:
     from ringspan.integrations.transformers import prepare
 
-    cp, ids = rs.ContextParallel(None, rs.documents(LENGTHS), layout="zigzag"), tokens()
-    found = {}
-    for name in ("llama", "doge", "inkling", "xlm", "xlnet", "zaya"):
-        model = prepare(small_model(name))
-        each = [model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
-        given = cp.shard({"input_ids": ids, "position_ids": positions(LENGTHS)}, dim=1)
-        if name == "xlnet":
-            del given["position_ids"]
-        with cp:
+    alone, model = small_model(name), prepare(small_model(name))
+    each = [alone(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
+    given = cp.shard({"input_ids": ids, "position_ids": positions(LENGTHS)}, dim=1)
+    if name == "xlnet":
+        del given["position_ids"]
+    with cp:
+        if name == "inkling2":  # a checkpoint would run it again without Float64
+            logits = model(**given, use_cache=False).logits
+        else:
             logits = torch.utils.checkpoint.checkpoint(
                 lambda given, model: model(**given, use_cache=False).logits, given, model, use_reentrant=False
             )
-        logits.square().sum().backward()
-        cp.sum_gradients(model.parameters())
-        wanted = torch.cat(each, dim=1)
-        grads = torch.autograd.grad(wanted.square().sum(), list(model.parameters()), allow_unused=True)
-        found[f"{name}: documents"] = difference(logits, cp.shard(wanted, dim=1))
-        pairs = [(x.grad, y) for x, y in zip(model.parameters(), grads, strict=True) if y is not None and x.grad is not None]
-        found[f"{name}: gradients"] = difference(*(torch.cat([x.flatten() for x in xs]) for xs in zip(*pairs, strict=True)))
+    logits.square().sum().backward()
+    cp.sum_gradients(model.parameters())
+    wanted = torch.cat(each, dim=1)
+    grads = torch.autograd.grad(wanted.square().sum(), list(alone.parameters()), allow_unused=True)
+    found = {f"{name}: documents": difference(logits, cp.shard(wanted, dim=1))}
+    pairs = [(x.grad, y) for x, y in zip(model.parameters(), grads, strict=True) if y is not None and x.grad is not None]
+    found[f"{name}: gradients"] = difference(*(torch.cat([x.flatten() for x in xs]) for xs in zip(*pairs, strict=True)))
+    return found
+
+
+def special_models(rank: int) -> dict[str, float]:
+    """Packed documents and a checkpoint around the model, with models that have code of their own, and with Llama."""
+    cp, ids = rs.ContextParallel(None, rs.documents(LENGTHS), layout="zigzag"), tokens()
+    found: dict[str, float] = {}
+    for name in SPECIAL:
+        with in_float64(name):
+            found |= special_model(name, cp, ids)
     return found
 
 
@@ -392,6 +418,7 @@ def refused(rank: int) -> dict[str, str]:
         "convolutions, not prepared": message("lfm2", cp),
         "documents only in the positions": message("llama", cp, position_ids=cp.shard(positions([20, 9]), dim=1)),
         "a mask tensor": message("llama", cp, attention_mask=torch.ones(B, 1, 15, 15, dtype=torch.bool)),
+        "a part of the logits": message("gemma4", cp, logits_to_keep=1),
         "images and a causal block": message("gemma3 with images", cp, token_type_ids=types, **images),
         "whole inputs": message("llama", cp, input_ids=tokens(), position_ids=torch.arange(N)[None]),
     }
@@ -408,6 +435,7 @@ REFUSALS = {
     "convolutions, not prepared": "lfm2 has convolutions over its tokens",
     "documents only in the positions": "make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids)",
     "a mask tensor": "LlamaAttention, layer 0 has a mask of shape (2, 1, 15, 15)",
+    "a part of the logits": "Leave logits_to_keep out" if IS_NEW else "",
     "images and a causal block": "this layer lets queries see later keys",
     "whole inputs": "this layer has 29 queries and 29 keys",
 }
