@@ -100,6 +100,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "qwen4_exp_text": {**INDEXER, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "recurrent_gemma": {"layer_types": ...},
     "reformer": {"axial_pos_embds": False},
     "xlm": {"causal": True},  # by default it is an encoder
     "xlnet": {"attn_type": "uni"},  # by default a token sees those after it

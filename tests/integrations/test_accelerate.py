@@ -363,6 +363,13 @@ def test_the_hooks_are_there(name: str) -> None:
         assert snippet in source, f"{cls}.{method} of {package} has no `{snippet}`: see ringspan/integrations/accelerate.py"
 
 
+def test_trainer_rounds_the_number_of_labels_in_the_versions_that_we_refuse() -> None:
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer._get_num_items_in_batch)
+    assert f"num_items_in_batch {'//' if ROUNDS else '/'} (" in source, "see ROUNDS in ringspan/integrations/trainer.py"
+
+
 def sizes_that_are_refused(rank: int) -> list[str]:
     import accelerate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.util import find_spec
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_tokens_of_packed_documents_are_counted_in_their_documents(name: str, ro
     # a rank whose tokens do not look packed makes the same mask
     assert (mask_of(PACKED[name], sequence) & packed_mask(positions)).digest == mask.digest
     assert (mask.predicate is None) == (rows == [0, 0])
+
+
+def test_transformers_looks_for_documents_under_the_conditions_that_we_read() -> None:
+    source = inspect.getsource(hf._preprocess_mask_arguments)
+    condition = "if position_ids is not None and attention_mask is None and past_key_values is None:"
+    assert condition in source, "transformers looks for packed documents in other calls: see positions_of_mask in packing.py"
+    names = {"position_ids", "attention_mask", "past_key_values", "inputs_embeds"}
+    for function in (hf.create_causal_mask, hf.create_sliding_window_causal_mask, hf.create_chunked_causal_mask):
+        code = inspect.unwrap(function).__code__
+        assert code.co_name.startswith("create_"), "positions_of_mask in packing.py looks for a frame of this name"
+        assert names <= set(code.co_varnames + code.co_cellvars), f"{code.co_name} has other arguments: see packing.py"
 
 
 def test_every_function_of_transformers_is_known() -> None:

@@ -181,8 +181,8 @@ def _biases(layer: Any, hidden_BRSM: Tensor, block: ContextParallel) -> Tensor:
     made_BRSKH = layer.relative_pos_embeddings(hidden_BRSM).unflatten(-1, (layer.num_buckets, layer.num_attn_heads))
     bias_BRNKH = block.unshard(made_BRSKH, dim=2, grad="partial")
     main_B1HNK = bias_BRNKH[:, :1].permute(0, 1, 4, 2, 3)
-    # transformers 5.22 writes the biases of the predicting streams in the order (token, stream, head), and reads them
-    # in the order (stream, head, token). A query then has the biases of another one, perhaps of another rank.
+    # transformers (5.22, 5.23) writes the biases of the predicting streams in the order (token, stream, head), and reads
+    # them in the order (stream, head, token). A query then has the biases of another one, perhaps of another rank.
     written_BNGHK = bias_BRNKH[:, 1:].permute(0, 2, 1, 4, 3)
     batch, n, streams, heads, buckets = written_BNGHK.shape
     read_BGHNK = written_BNGHK.reshape(batch, streams, heads, n, buckets)
