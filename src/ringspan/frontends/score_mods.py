@@ -123,6 +123,12 @@ def with_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Partial:
     return Partial(out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype), torch.logaddexp(lse_BHS, sink_H1))
 
 
+def with_query_sinks(out_BHSE: Tensor, lse_BHS: Tensor, sink_BHS: Tensor) -> Tensor:
+    """Add attention sinks whose score is another one for each query, and return the output."""
+    share_BHS = share_of_keys(lse_BHS, sink_BHS.to(lse_BHS.dtype))
+    return out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype)
+
+
 def _can_fuse(*tensors: Tensor) -> bool:
     """Return whether the Triton kernels of sinks can be used. A compiler fuses the operations itself."""
     out, lse, _ = tensors

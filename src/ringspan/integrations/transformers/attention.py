@@ -16,12 +16,11 @@ from ringspan.errors import RingspanError, UnplannedAttention
 from ringspan.frontends.attention_block import under_autocast
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.score_mods import softcap as softcap_mod
-from ringspan.frontends.score_mods import with_sinks
+from ringspan.frontends.score_mods import with_query_sinks, with_sinks
 from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
 from ringspan.integrations.transformers.masks import LayerMask
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
-from ringspan.kernels.partial import share_of_keys
 
 NAME = "ringspan"
 
@@ -76,9 +75,8 @@ def _attend(
         score_mod = bias.score_mod
     result: Any = block.flex_attention(q_BHSD, k_BGTD, v_BGTE, score_mod, scale=scaling, enable_gqa=True, return_lse=True)
     out_BHSE, lse_BHS = result
-    if sinks_BHS1 is not None:  # a score for each query
-        share_BHS = share_of_keys(lse_BHS, sinks_BHS1.squeeze(-1).to(lse_BHS.dtype))
-        out_BHSE = out_BHSE * share_BHS.unsqueeze(-1).to(out_BHSE.dtype)
+    if sinks_BHS1 is not None:
+        out_BHSE = with_query_sinks(out_BHSE, lse_BHS, sinks_BHS1.squeeze(-1))
     return out_BHSE if sinks_H is None else with_sinks(out_BHSE, lse_BHS, sinks_H).out
 
 
