@@ -34,7 +34,7 @@ from ringspan.transports.null import NullTransport
 WORLD = 8
 SHAPE = rs.Shape(heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
 STRATEGIES = ("exchange(stages=1)", "exchange(stages=2)", "gather(stages=1)", "ring", "ulysses", "pass_q(stages=2)")
-ROUNDS = 5
+ROUNDS = 3
 CLOSE = 1.02
 
 
