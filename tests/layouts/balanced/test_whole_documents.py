@@ -1,4 +1,4 @@
-"""Nodes hold whole documents as far as possible, and documents that are too large for a node are on few nodes."""
+"""Nodes hold whole documents as far as possible."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.layouts import Layout, balance, balanced
-from ringspan.layouts.balanced import _documents
-from ringspan.layouts.balanced.whole_documents import assign_whole, long_chunks
+from ringspan.layouts.balanced.whole_documents import assign_whole
 
 
 def nodes_of_documents(layout: Layout, lengths: list[int], per_node: int) -> list[int]:
@@ -29,34 +28,6 @@ def test_documents_that_fit_into_a_node_are_on_one_node() -> None:
     split = [n for n, nodes in zip(lengths, nodes_of_documents(layout, lengths, 4), strict=True) if nodes > 1]
     assert len(split) <= 8  # at most one for each node,
     assert max(split, default=0) < np.median(lengths)  # and short ones
-
-
-def test_a_long_document_is_on_few_nodes() -> None:
-    """It has the work of 5.2 nodes. There are light documents for the other tokens of its nodes."""
-    lengths = [20000, *[4000] * 50, *[200] * 1000]
-    mask = rs.documents(lengths)
-    layout = balanced(mask, 64, per_node=4)
-    assert 20000 * 20001 / 2 / mask.area * 16 == pytest.approx(5.16, abs=0.01)
-    assert max(layout.counts) - min(layout.counts) <= 1
-    assert balance(mask, layout) <= 1.02
-    assert nodes_of_documents(layout, lengths, 4)[0] <= 7
-
-
-def test_chunks_have_the_work_of_a_node_with_light_documents() -> None:
-    mask = rs.documents([30000, *[1000] * 98])
-    ring = _documents(mask, 128)
-    tokens, work = 16000, mask.area // 8
-    chunks = long_chunks(ring, tokens, work, 128, 7)
-    assert chunks
-    assert chunks[0].stop == 30000
-    assert [chunk.stop for chunk in chunks[1:]] == [chunk.start for chunk in chunks[:-1]]  # from the end
-    for chunk in chunks:
-        pairs = (chunk.stop * (chunk.stop + 1) - chunk.start * (chunk.start + 1)) // 2
-        light = (tokens - (chunk.stop - chunk.start)) * 500.5
-        assert work - 128 * 30000 <= pairs + light <= work  # to within a block
-        assert chunk.start % 128 == 0
-    assert len(long_chunks(ring, tokens, work, 128, 2)) == 2
-    assert not long_chunks(_documents(rs.causal(30000), 128), 4000, rs.causal(30000).area // 8, 128, 7)
 
 
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60), nodes=st.integers(1, 6))

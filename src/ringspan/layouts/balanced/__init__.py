@@ -21,14 +21,14 @@ separates keys that stay in the node, so few keys cross nodes::
     2 nodes of 2 ranks      [------ node 0 ------)[------ node 1 ------)      the cheapest cuts are between nodes
                             [-rank 0-)[-rank 1-)  [-rank 2-)[-rank 3-)
 
-Before that, nodes get whole documents, or chunks of long ones (``whole_documents.py``), and the ring has the rest. The
-ranks of a node get equal parts of the documents that other nodes have, too (``dealing.py``).
+Before that, nodes get whole documents (``whole_documents.py``), or parts of long ones (``long_documents.py``), and the
+ring has the rest. The ranks of a node get equal parts of the documents that other nodes have, too (``dealing.py``).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +36,10 @@ import numpy as np
 from ringspan.errors import LayoutError
 from ringspan.layouts.balanced.cuts import Goal, Resolution, RingInterval, best_intervals, nearest_interval
 from ringspan.layouts.balanced.dealing import Spans, deal, shared_first
+from ringspan.layouts.balanced.long_documents import long_parts
 from ringspan.layouts.balanced.renumber import renumber_ranks
 from ringspan.layouts.balanced.ring import PieceRings
-from ringspan.layouts.balanced.whole_documents import assign_whole, long_chunks
+from ringspan.layouts.balanced.whole_documents import assign_whole
 from ringspan.layouts.contiguous import contiguous
 from ringspan.layouts.cut import areas
 from ringspan.layouts.layout import Ints, Layout, check_world
@@ -160,32 +161,44 @@ def _share_among(rings: PieceRings, parts: Sequence[Sequence[Limits]], resolutio
 def _among_nodes(ring: PieceRings, parts: Sequence[Limits], resolution: Resolution) -> list[tuple[Ints, Ints]]:
     """Return the starts and stops of the pieces of each node.
 
-    If some documents have more work than a node may have, nodes get chunks of these, else whole documents. The rest of
-    the ring fills them up. If this does not balance the work, the ring is shared as it is.
+    Nodes first get what :func:`_held_first` gives them, and the rest of the ring fills them up. If this does not
+    balance the work, the ring is shared as it is.
+    """
+    for held, stop in _held_first(ring, parts, resolution.block):
+        rest = np.flatnonzero(stop > ring.start)
+        others = PieceRings.of(ring.profile, np.zeros_like(rest), ring.start[rest], stop[rest], 1)
+        pieces = _fill_up(others, parts, held, resolution)
+        works = (int((ring.profile.work_before(high) - ring.profile.work_before(low)).sum()) for low, high in pieces)
+        if all(of_node <= part.fair + part.fair // NODE_TOLERANCE for of_node, part in zip(works, parts, strict=True)):
+            return pieces
+    return _share_among(ring, [parts], resolution)[0]
+
+
+def _held_first(ring: PieceRings, parts: Sequence[Limits], block: int) -> Iterator[tuple[list[Spans], Ints]]:
+    """Yield the spans that nodes may get before the rest of the ring is shared, and for each document the end of what
+    is left of it.
+
+    If some documents have more work than a node may have, these are parts of them, first with beginnings that are dealt
+    among nodes, then without. Else they are whole documents.
     """
     size, work = np.diff(ring.edge), np.diff(ring.work_at)
     # With more tokens than its share, a node could leave too few for the others.
     shares = [int(size.sum()) * part.ranks // sum(part.ranks for part in parts) for part in parts]
-    chunks = long_chunks(ring, shares[0], parts[0].fair, resolution.block, len(parts) - 1)
-    node = np.full(len(size), -1)
-    if not chunks and work.max(initial=0) <= parts[0].fair:
+    cut: list[list[Spans]] = []
+    for may_deal in (True, False):
+        of_nodes, left = long_parts(ring, shares[0], parts[0].fair, block, len(parts) - 1, may_deal=may_deal)
+        if of_nodes and of_nodes not in cut:
+            cut.append(of_nodes)
+            stop = ring.stop.copy()
+            stop[list(left)] = list(left.values())
+            yield of_nodes + [[] for _ in parts[len(of_nodes) :]], stop
+    if not cut and work.max(initial=0) <= parts[0].fair:
         node = assign_whole(size, work, shares, [part.fair for part in parts], [part.most_work for part in parts])
-    stop = ring.stop.copy()
-    held: list[Spans] = [[] for _ in parts]
-    for of_node, chunk in zip(held, chunks, strict=False):
-        of_node.append((chunk.start, chunk.stop))
-        stop[chunk.piece] = min(stop[chunk.piece], chunk.start)
-    for i in np.flatnonzero(node >= 0).tolist():
-        held[node[i]].append((int(ring.start[i]), int(ring.stop[i])))
-    if not any(held):
-        return _share_among(ring, [parts], resolution)[0]
-    rest = np.flatnonzero((node < 0) & (stop > ring.start))
-    others = PieceRings.of(ring.profile, np.zeros_like(rest), ring.start[rest], stop[rest], 1)
-    pieces = _fill_up(others, parts, held, resolution)
-    works = (int((ring.profile.work_before(high) - ring.profile.work_before(low)).sum()) for low, high in pieces)
-    if all(of_node <= part.fair + part.fair // NODE_TOLERANCE for of_node, part in zip(works, parts, strict=True)):
-        return pieces
-    return _share_among(ring, [parts], resolution)[0]
+        held: list[Spans] = [[] for _ in parts]
+        for i in np.flatnonzero(node >= 0).tolist():
+            held[node[i]].append((int(ring.start[i]), int(ring.stop[i])))
+        if any(held):
+            yield held, np.where(node >= 0, ring.start, ring.stop)
 
 
 def _fill_up(

@@ -1,4 +1,4 @@
-"""Decide which documents a node holds as a whole, and where documents that are too large for a node are cut.
+"""Decide which documents a node holds as a whole.
 
 Keys cross between nodes only if a document is on several nodes. So documents that fit into a node are assigned to nodes
 as they are, the heaviest first, and only the lightest ones are left to fill the nodes up exactly::
@@ -7,90 +7,21 @@ as they are, the heaviest first, and only the lightest ones are left to fill the
     node 1    [-- document 1 --)[-- 3 --)[.....)     few keys cross at their cuts
     node 2    [- document 2 -)[- 5 -)[- 6 -)[..)
 
-If a document has more work than a node may have, no document is assigned as a whole. Instead, such documents are cut
-from their ends. Each *chunk* has as much work as a node can take if the rest of its tokens are light documents. The
-beginning of the document is shared like the documents that are not cut::
-
-    document     [---- beginning ----)[-- chunk 2 --)[- chunk 1 -)[chunk 0)     equal work: later rows see more keys
+If a document has more work than a node may have, no document is assigned as a whole (``long_documents.py``).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.layouts.balanced.ring import PieceRings
 from ringspan.layouts.layout import Ints
 
 # The fraction of the tokens, in the lightest documents, that is not assigned as a whole: 1/20.
 RESERVE = 20
-
-# The work per token of the light documents depends on how many of them are needed, and their number on the work per
-# token. Both are computed in turn, this many times.
-ROUNDS = 4
-
-
-class Chunk(NamedTuple):
-    """Rows of a document that is too large for a node. ``piece`` is the number of the document in the ring."""
-
-    piece: int
-    start: int
-    stop: int
-
-
-def long_chunks(ring: PieceRings, tokens: int, work: int, block: int, most: int) -> list[Chunk]:
-    """Return at most ``most`` chunks of the documents with more work than a node may have, one for each node.
-
-    ``tokens`` and ``work`` are those of a node. Documents are cut at multiples of ``block``.
-    """
-    size, of_pieces = np.diff(ring.edge), np.diff(ring.work_at)
-    long = np.flatnonzero(of_pieces > work)
-    light = np.flatnonzero((of_pieces <= work) & (of_pieces * tokens < work * size))
-    if not len(long) or not len(light):
-        return []
-    light_tokens, light_work = np.cumsum(size[light]), np.cumsum(of_pieces[light])
-    rows = [np.arange(ring.start[piece], ring.stop[piece], block) for piece in long.tolist()]
-    before = [ring.profile.work_before(np.append(x, ring.stop[piece])) for x, piece in zip(rows, long.tolist(), strict=True)]
-    chunks: list[Chunk] = []
-    filled = 0
-    for _ in range(ROUNDS):
-        # Light documents are in the order of their work per token. The first ones are used, as many as are needed.
-        last = min(int(light_tokens.searchsorted(filled)), len(light) - 1)
-        density = int(light_work[last]) / int(light_tokens[last])
-        chunks, filled = [], 0
-        for i in reversed(range(len(long))):
-            stop = int(ring.stop[long[i]])
-            for start in _cut_from_end(rows[i], before[i], stop, tokens, work, density):
-                free = tokens - (stop - start)
-                if filled + free > light_tokens[-1] or len(chunks) == most:
-                    break
-                chunks.append(Chunk(int(long[i]), start, stop))
-                filled, stop = filled + free, start
-    return chunks
-
-
-def _cut_from_end(rows: Ints, before: Ints, stop: int, tokens: int, work: int, density: float) -> list[int]:
-    """Return the starts of the chunks of a document, the last chunk first, if the other tokens of their nodes have this
-    work per token.
-
-    ``before`` is the work before each of the rows, at which the document may be cut, and before its end.
-    """
-    starts: list[int] = []
-    end = len(rows)
-    while end > 0:
-        taken = stop - rows[:end]
-        total = before[end] - before[:end] + density * (tokens - taken)
-        fitting = np.flatnonzero(total <= work)
-        if not len(fitting) or fitting[0] == 0 or taken[fitting[0]] > tokens:  # nothing fits, or all that is left
-            return starts
-        end = int(fitting[0])
-        stop = int(rows[end])
-        starts.append(stop)
-    return starts
 
 
 def assign_whole(
