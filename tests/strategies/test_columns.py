@@ -16,7 +16,7 @@ from ringspan.layouts import LAYOUTS
 from ringspan.planner import cost
 from ringspan.planner.auto import plans_at, workload_of
 from ringspan.plans.data import PHASES, DkvDtype
-from ringspan.strategies import parse_strategy
+from ringspan.strategies import arrivals, incoming_rows, parse_strategy
 from tests.hypothesis_strategies import Drawn, masks
 from tests.plans.machines import COPYING, LAPTOP, SLOW
 
@@ -85,6 +85,21 @@ def test_columns_cost_what_programs_cost(
 def test_columns_of_many_documents_cost_what_programs_cost(layout: str, strategy: str) -> None:
     lengths = np.random.default_rng(0).integers(1, 4000, 40).tolist()
     check(rs.documents(lengths), 12, layout, strategy, named_hardware("h200x4"), SHAPES[0], "bfloat16")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("longest", [1, 3, 10])
+def test_columns_of_long_and_short_ranges_cost_what_programs_cost(
+    longest: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranges of a message are sent alone, and the others are packed."""
+    for module in (arrivals, incoming_rows):
+        monkeypatch.setattr(module, "LONG_RANGE", longest)
+    rs.clear_caches()
+    for seed in range(8):
+        lengths = np.random.default_rng(seed).integers(1, 30, 20).tolist()
+        check(rs.documents(lengths), 6, "balanced", strategy, named_hardware("h200x3"), SHAPES[1], "float32")
+    rs.clear_caches()
 
 
 def test_pieces_have_no_columns() -> None:

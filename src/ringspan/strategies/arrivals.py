@@ -18,7 +18,7 @@ from ringspan.plans.columns import Messages, Tasks
 from ringspan.plans.data import PayloadKind
 from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, union, whole_tiles
-from ringspan.strategies.incoming_rows import UNPACKED_RANGES, assign_slot_rows, split_at_spans
+from ringspan.strategies.incoming_rows import LONG_RANGE, UNPACKED_RANGES, assign_slot_rows, split_at_spans
 
 
 class Arrivals(NamedTuple):
@@ -55,15 +55,19 @@ class Arrivals(NamedTuple):
         return total.astype(np.int64).reshape(world, self.stages)
 
     def messages(self) -> RowMessages:
-        pair = (self.receiver << 32) + self.owner
-        first = np.flatnonzero(np.diff(pair, prepend=-1))
-        size = self.stop - self.start
-        rows = np.add.reduceat(size, first) if len(first) else size
-        ranges = np.diff(first, append=len(pair))
-        hashed = _hash((self.start << 32) + self.stop)
-        digest = np.add.reduceat(hashed, first) if len(first) else hashed
-        columns = (self.owner[first], self.receiver[first], self.stage[first], rows, digest)
-        is_packed = ranges > UNPACKED_RANGES
+        """Return the messages of :func:`ringspan.strategies.incoming_rows.by_peer`. Those that are not packed are one
+        entry for each pair of ranks."""
+        pair, size = (self.receiver << 32) + self.owner, self.stop - self.start
+        _, pair_of, number = np.unique(pair, return_inverse=True, return_counts=True)
+        is_short = (number[pair_of] > UNPACKED_RANGES) & (size < LONG_RANGE)
+        order = np.lexsort((is_short, pair))
+        size, key = size[order], 2 * pair[order] + is_short[order]
+        first = np.flatnonzero(np.diff(key, prepend=-1))
+        hashed = _hash((self.start[order] << 32) + self.stop[order])
+        rows, digest = (np.add.reduceat(x, first) if len(first) else x for x in (size, hashed))
+        ranges = np.diff(first, append=len(key))
+        is_packed = is_short[order][first] & (ranges > 1)
+        columns = (self.owner[order][first], self.receiver[order][first], self.stage[order][first], rows, digest)
         return RowMessages(*columns, np.where(is_packed, 1, ranges), is_packed)
 
     def tasks(self, workload: Workload, moving: MovingSide, slots: Ints) -> Tasks:

@@ -31,7 +31,7 @@ from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Side, Slot,
 from ringspan.plans.problem import Problem, Rows
 from ringspan.plans.slot_tokens import SlotTokens, own_tokens
 from ringspan.strategies.heads import Run, share_heads
-from ringspan.strategies.incoming_rows import by_peer
+from ringspan.strategies.incoming_rows import ranges_by_peer
 from ringspan.strategies.nodes import Nodes, by_node, sorted_pieces
 
 RESULTS: dict[Phase, tuple[PayloadKind, ...]] = {"forward": ("out",), "backward": ("dq", "dkv")}
@@ -148,7 +148,7 @@ def _slot(middle: Program, of: Side, run: int, slot: int) -> int:
 def _messages(p: Pieces) -> dict[int, list[Rows]]:
     """Return one message to each peer. Some heads of a row are never contiguous with those of the next row, so all are
     packed."""
-    return by_peer(p.owner, p.at, p.at + p.size, apart=1)
+    return {peer: [rows] for peer, rows in ranges_by_peer(p.owner, p.at, p.at + p.size).items()}
 
 
 def check_keep(given: object) -> None:
