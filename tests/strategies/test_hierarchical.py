@@ -8,7 +8,7 @@ import torch
 
 import ringspan as rs
 from ringspan.masks import Band
-from ringspan.strategies import crossing_pieces
+from ringspan.strategies import crossing_pieces, incoming_rows
 from ringspan.strategies.crossing_pieces import make_pieces, spread, step_weights
 from ringspan.strategies.nodes import Nodes
 from ringspan.testing.assertions import assert_close
@@ -52,6 +52,45 @@ def test_results_and_gradients_equal_dense_attention() -> None:
     wanted = torch.autograd.grad(expected, (q, k, v), dout)
     for found, gradient in zip(torch.autograd.grad(out, (q, k, v), dout), wanted, strict=True):
         assert_close(found, gradient, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", ["hierarchical(per_node=2)", "hierarchical(per_node=2, pieces=3)"])
+@pytest.mark.parametrize("world", [10, 11])
+def test_a_document_whose_beginning_is_dealt_equals_dense_attention(
+    world: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node has a slice of the beginning and a chunk, and some ranges of a message are sent alone. The last node of
+    11 ranks has one rank. All gradients, those of lse as well."""
+    monkeypatch.setattr(incoming_rows, "LONG_RANGE", 5)
+    torch.manual_seed(0)
+    mask = rs.documents([240, *[40] * 18])
+    plan = rs.plan(mask, world=world, rank=0, layout="balanced(per_node=2)", strategy=strategy).verify()
+    owner = np.concatenate(
+        [np.stack([plan.q_layout.positions(r), np.full(plan.q_layout.counts[r], r // 2)]) for r in range(world)], 1
+    )
+    nodes = owner[1][np.argsort(owner[0])][:240]
+    assert len(np.flatnonzero(np.diff(nodes))) > len(np.unique(nodes))  # not one chunk for each node
+    q, k, v = (torch.randn(1, heads, mask.lengths[0], 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5).masked_fill(~torch.from_numpy(mask.dense()), -torch.inf)
+    expected = scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+    given = {"mask": mask, "strategy": strategy, "layout": "balanced(per_node=2)", "return_lse": True}
+    found = rs.LocalWorld(world).attention(q, k, v, **given)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, rtol=1e-12, atol=1e-12)
+    upstream = [torch.randn_like(x) for x in expected]
+    wanted = torch.autograd.grad(expected, (q, k, v), upstream)
+    for a, b in zip(torch.autograd.grad(found, (q, k, v), upstream), wanted, strict=True):
+        assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_each_piece_has_rows_that_many_ranks_see() -> None:
+    """The first rows of a rank are in another piece on each node."""
+    mask = rs.causal(48)
+    layout = rs.plan(mask, world=6, rank=0, layout="contiguous").q_layout
+    pieces = make_pieces(mask, layout, layout, Nodes(6, 2), 3)
+    first = pieces.of(np.arange(6), np.zeros(6, dtype=np.int64))
+    assert first[:4].tolist() == [0, 0, 1, 1]  # no row of the last node crosses
+    assert pieces.of(np.full(8, 2), np.arange(8)).tolist() == [1, 1, 2, 2, 2, 0, 0, 0]
 
 
 def test_pieces_send_each_row_across_once() -> None:

@@ -35,6 +35,7 @@ class CrossingPieces(NamedTuple):
     work that is with rows of other nodes.
     """
 
+    per_node: int
     bounds: Ints
     layout: Layout
     most_crossing: float
@@ -44,8 +45,12 @@ class CrossingPieces(NamedTuple):
         return self.bounds.shape[1] + 1
 
     def of(self, owner: Ints, row: Ints) -> Ints:
-        """Return the piece in which each of these rows of these ranks crosses."""
-        pieces: Ints = (self.bounds[owner] <= row[:, None]).sum(axis=1)
+        """Return the piece in which each of these rows of these ranks crosses.
+
+        The first rows of a rank are seen by most others. So the ranks of different nodes begin with different pieces:
+        each piece has rows that many ranks see, and rows that few see.
+        """
+        pieces: Ints = ((self.bounds[owner] <= row[:, None]).sum(axis=1) + owner // self.per_node) % self.number
         return pieces
 
 
@@ -54,7 +59,7 @@ def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, c
     """Split the rows of each rank that cross to other nodes into ``count`` pieces of equal size."""
     bounds = np.zeros((kv_layout.world, count - 1), dtype=np.int64)
     if count == 1:
-        return CrossingPieces(bounds, kv_layout, UNKNOWN_CROSSING)
+        return CrossingPieces(nodes.per_node, bounds, kv_layout, UNKNOWN_CROSSING)
     owner, start, stop = _crossing_rows(mask, q_layout, kv_layout, nodes)
     for rank in np.unique(owner).tolist():
         first, last = owner.searchsorted((rank, rank + 1))
@@ -74,7 +79,7 @@ def make_pieces(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes, c
             row += len(tokens)
         spans.append(found)
     layout = Layout(spans, length=kv_layout.length, name=kv_layout.name)
-    return CrossingPieces(bounds, layout, _most_crossing(mask, q_layout, kv_layout, nodes))
+    return CrossingPieces(nodes.per_node, bounds, layout, _most_crossing(mask, q_layout, kv_layout, nodes))
 
 
 def _crossing_rows(mask: Mask, q_layout: Layout, kv_layout: Layout, nodes: Nodes) -> tuple[Ints, Ints, Ints]:
