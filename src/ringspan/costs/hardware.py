@@ -161,11 +161,7 @@ def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, memo
         # From the clock of ulysses over 8,192 tokens on 8 ranks in docs/benchmarks.md: 0.32 ms more than its pairs, rows
         # and bytes take by this model with the calibration there, for 80 copies.
         copy_launch_s=4e-6,
-        # Counted in the source of FlashAttention-4 for a head dim of 128 in half precision. Of a query it reads out and
-        # dout, clears dq in float32, later reads it and writes dq: 1,792 bytes for 256. Of a key it clears dk and dv in
-        # float32, later reads them and writes dk and dv: 2,560 bytes for 512. A copy reads and writes.
-        query_passes=1792 / 256 / 2,
-        key_passes=2560 / 512 / 2,
+        # No passes over rows: the speeds were measured with long bands, and include them.
     )
 
 
