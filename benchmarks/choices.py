@@ -74,19 +74,23 @@ def clock_seconds(plans: Sequence[Plan]) -> list[float]:
 
 
 def replayed_step(plan: Plan) -> Callable[[], object]:
-    """Return forward and backward of a rank as the replay of a CUDA graph."""
+    """Return forward and backward of a rank as the replay of a CUDA graph. Received rows are random numbers."""
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     heads = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
     qkv = tuple(torch.randn(1, h, plan.q_rows, SHAPE.head_dim, **made) for h in heads)
     config = config_for(plan, qkv[0], qkv[2], SHAPE.head_dim**-0.5, "auto")
     grad = torch.randn_like(qkv[0])
+    received: list[torch.Tensor] = []
 
     def step() -> None:
-        out = attend_ranks([plan], [qkv], config, NullTransport().run)[0].out
+        out = attend_ranks([plan], [qkv], config, NullTransport(keep=received).run)[0].out
         torch.autograd.grad(out, qkv, grad)
 
     step()  # compiles
+    received.clear()
     replay = captured(step)
+    for x in received:
+        x.normal_()
     if replay is None:
         raise SystemExit(f"{plan.strategy} cannot be captured in a CUDA graph with the kernel {config.kernel.__name__}")
     return lambda: (replay(), qkv, grad)  # the graph reads these tensors, but does not keep them
