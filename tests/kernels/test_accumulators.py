@@ -279,3 +279,42 @@ def test_messages_that_are_added_last_need_no_buffer() -> None:
     result = accumulator.finish()
     assert [x.data_ptr() for x in result] == addresses
     assert torch.equal(torch.cat(result, -1), expected.float())
+
+
+# -- adoption ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_result_of_all_rows_becomes_the_buffer() -> None:
+    total, model = output_accumulator(like=NoBuffers), OutputModel()
+    first, second = random_partial(ROWS, HEADS, 0), random_partial(3, HEADS, 1)
+    model.add(0, ROWS, Partial(*(x.clone() for x in first)), None)
+    model.add(2, 5, second, None)
+    adopted = Partial(*(x.contiguous() for x in first))
+    total.add(0, ROWS, *adopted, adopt=True)
+    total.add(2, 5, *second, adopt=True)  # not of all rows: merged
+    out, lse = total.finish()
+    assert out.data_ptr() == adopted.out.data_ptr()
+    assert_close(out, model.partial.out, atol=1e-14)
+    assert_close(lse, model.partial.lse, atol=1e-14)
+
+
+def test_a_gradient_of_all_rows_becomes_the_buffer() -> None:
+    like = torch.empty(0, dtype=torch.float64).as_subclass(NoBuffers)
+    total = GradientAccumulator((ROWS, BATCH, HEADS), (2,), like=like)
+    first, second = torch.randn(2, ROWS, BATCH, HEADS, 2, dtype=torch.float64)
+    expected = first + second
+    total.add(0, ROWS, first, adopt=True)
+    total.add(0, ROWS, second, adopt=True)
+    (found,) = total.finish()
+    assert found.data_ptr() == first.data_ptr()
+    assert torch.equal(found, expected)
+
+
+def test_only_contiguous_tensors_of_the_accumulation_dtype_are_adopted() -> None:
+    for partial in (random_partial(ROWS, HEADS, 0), random_partial(ROWS, HEADS, 0, torch.float32)):
+        total = output_accumulator()
+        total.add(0, ROWS, *partial, adopt=True)
+        out, lse = total.finish()
+        assert out.data_ptr() != partial.out.data_ptr()
+        assert torch.equal(out, partial.out.double())
+        assert torch.equal(lse, partial.lse)

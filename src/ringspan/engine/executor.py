@@ -146,7 +146,7 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
             if settings.debug:
                 found = {"out": (start, out.movedim(2, 0)), "lse": (start, lse.movedim(2, 0))}
                 check_results_finite(plan, "forward", step, task, config.kernel, found)
-            outputs[task.q_slot].add(start, stop, out.movedim(2, 0), lse.movedim(2, 0))
+            outputs[task.q_slot].add(start, stop, out.movedim(2, 0), lse.movedim(2, 0), adopt=True)
             del out, lse  # else they would be held while the next are computed
 
     slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
@@ -227,8 +227,8 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig
                     "dv": (grads.keys.start, dv_TBGE),
                 }
                 check_results_finite(plan, "backward", step, task, config.kernel, found)
-            dq[task.q_slot].add(grads.rows.start, grads.rows.stop, dq_SBHD)
-            dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, dk_TBGD, dv_TBGE)
+            dq[task.q_slot].add(grads.rows.start, grads.rows.stop, dq_SBHD, adopt=True)
+            dkv[task.kv_slot].add(grads.keys.start, grads.keys.stop, dk_TBGD, dv_TBGE, adopt=True)
             for total, grad in zip(dlearned, grads.dlearned, strict=True):
                 total.add_(grad)
             del grads, dq_SBHD, dk_TBGD, dv_TBGE  # else they would be held while the next are computed

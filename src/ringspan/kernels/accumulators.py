@@ -9,7 +9,7 @@ one partial result or two, so these cases must be cheap. Each row is in one of f
           EMPTY ----------------------> BORROWED ------------> PENDING -----------------------> ACCUMULATED
             |                              |                                                        ^
             |                              +-- partial result in the accumulation dtype: combined --+
-            +-- any other partial result: copied ---------------------------------------------------+
+            +-- any other partial result: copied, or adopted as the buffer -------------------------+
 
     EMPTY        no partial result yet
     BORROWED     one partial result, still in the tensor that the kernel returned: no copy is made
@@ -182,8 +182,11 @@ class RowAccumulator(ABC):
         self._buffers: Tensors | None = None
         self._head_parts: list[HeadPart] = []  # of EMPTY rows
 
-    def add(self, start: int, stop: int, *partial: Tensor) -> None:
-        """Combine a partial result, rows first, with those of the rows ``start:stop`` so far."""
+    def add(self, start: int, stop: int, *partial: Tensor, adopt: bool = False) -> None:
+        """Combine a partial result, rows first, with those of the rows ``start:stop`` so far.
+
+        ``adopt`` says that nothing else reads or writes the tensors later, so that they may become the buffers.
+        """
         is_low_precision = partial[0].dtype != self.like.dtype
         if self._head_parts and any(part.overlaps(start, stop) for part in self._head_parts):
             self.accumulated(start, stop)
@@ -197,7 +200,8 @@ class RowAccumulator(ABC):
                 self._pending.put(first, last, new)
                 self._states.set(first, last, RowState.PENDING)
             elif state == RowState.EMPTY:
-                self._copy_(self._buffer_rows(first, last), new)
+                if not (adopt and covers_all and self._adopt(new)):
+                    self._copy_(self._buffer_rows(first, last), new)
                 self._states.set(first, last, RowState.ACCUMULATED)
             elif state == RowState.BORROWED:
                 self._combine_(self._buffer_rows(first, last), new, old=self._borrowed_rows(first, last))
@@ -292,6 +296,14 @@ class RowAccumulator(ABC):
         """Return the rows ``start:stop`` of the buffers. The first call allocates them."""
 
     @abstractmethod
+    def _adopt(self, partial: Tensors) -> bool:
+        """Use the tensors of a partial result of all rows as the buffers. Returns False if they cannot be used."""
+
+    def _can_be_buffer(self, x: Tensor) -> bool:
+        # On GPUs, a copy takes less time than the host needs to decide.
+        return x.device.type == "cpu" and x.dtype == self.like.dtype and x.is_contiguous()
+
+    @abstractmethod
     def _fill_neutral_(self, into: Tensors) -> None:
         """Write the neutral element, which is the value of a row without partial results."""
 
@@ -324,6 +336,13 @@ class OutputAccumulator(RowAccumulator):
             return super().finish()
         out, lse = self.accumulated(0, self.shape[0])
         return out, lse.to(self.like.dtype)
+
+    def _adopt(self, partial: Tensors) -> bool:
+        out, lse = partial
+        if self._can_be_buffer(out):
+            self._buffers = out, lse.double()
+            return True
+        return False
 
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
         if self._buffers is None:

@@ -80,6 +80,12 @@ class GradientAccumulator(RowAccumulator):
         write_sum_(into, terms if state == RowState.EMPTY else [old, *terms], self.like.dtype)
         self._set_state(start, stop, RowState.BORROWED if is_borrowed and is_last else RowState.ACCUMULATED)
 
+    def _adopt(self, partial: Tensors) -> bool:
+        if len(partial) == 1 and self._can_be_buffer(partial[0]):
+            self._buffers = partial
+            return True
+        return False
+
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
         if self._buffers is None:
             self._buffers = (self.like.new_empty(self.shape),)
