@@ -184,7 +184,8 @@ def backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> Rank
     execute = partial(run_steps, plan, "backward", partial(_prepare_backward, plan, given, config))
     if config.mods is not None or not hasattr(config.kernel, "observed_launches"):
         return execute()
-    options = config.scale, config.head_dim, given.q_SBHD.shape, given.kv_TBGF.shape
+    # Inputs on the device "meta" are not tensors of the pass, but their shapes and dtype are read.
+    options = config.scale, config.head_dim, given.q_SBHD.dtype, given.q_SBHD.shape, given.kv_TBGF.shape
     inputs = [None if x is None or x.is_meta else x for x in (*given[:-1], *given.kept)]
     return run_pass(plan, "backward", config.kernel, options, inputs, execute, cuda_graphs=config.cuda_graphs)
 
