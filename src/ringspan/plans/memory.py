@@ -52,7 +52,7 @@ def _row_buffers(program: Program, phase: Phase) -> Iterator[tuple[PayloadKind, 
     """Yield the buffers of rows that a phase has. Rows that are kept are inputs of the backward pass.
 
     Own rows that the backward pass does not read are counted all the same where nothing is kept. They are few, and the
-    columns of a strategy do not tell them.
+    columns of a strategy do not say which they are.
     """
     own_kv, *received_kv = program.kv_slots
     if phase == "forward" or "kv" in program.own_rows_read or not program.keeps_rows:

@@ -41,15 +41,7 @@ from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 from ringspan.plans.data import OVERWRITES, PHASES, Phase, RankPlan, Side, Slot, Step, Task, completed_exchanges, side
 from ringspan.plans.problem import Rows, union
-from ringspan.plans.symbolic_slots import (
-    NOTHING,
-    ROW_BITS,
-    Heads,
-    Ints,
-    SymbolicSlots,
-    first_head_ids,
-    heads_of,
-)
+from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
 
 
 class ComputedBands(NamedTuple):

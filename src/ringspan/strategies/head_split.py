@@ -157,8 +157,8 @@ def check_keep(given: object) -> None:
 
 
 def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float], *, keep: bool) -> dict[Phase, Loads]:
-    """Return a lower bound: send queries or dout, compute, send results back. ``whole`` is the compute time of all heads of the
-    busiest node.
+    """Return a lower bound: send queries or dout, compute, send results back. ``whole`` is the compute time of all heads
+    of the busiest node.
 
     No rank computes more query heads than ⌈heads / ranks⌉, so it sends all others of its own tokens away, and those
     that do not fit on its node to other nodes, in one copy for each rank that computes as many. Keys are not counted.

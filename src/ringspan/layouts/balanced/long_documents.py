@@ -31,7 +31,6 @@ ROUNDS = 4
 
 # A beginning is dealt if a node would send more than 5/4 of the rows that a node receives. Less is not worth the rows
 # that equal parts send in addition.
-
 ENOUGH_TO_DEAL = 5, 4
 
 # A beginning has up to 12/16 of the tokens of its document.
@@ -155,8 +154,8 @@ def _deal(document: _Document, node: _Node, most: int, free: int) -> list[Spans]
     light = (node.density * (rows - rows[0])).astype(np.int64)
     # The work of the rows before, beyond that of as many tokens of light documents.
     extra = np.maximum.accumulate(np.maximum(before - before[0] - light, 0))
-    room = node.work - int(node.density * node.tokens)
-    count = -(-int(extra[-1]) // room) if room > 0 else most + 1
+    spare_work = node.work - int(node.density * node.tokens)
+    count = -(-int(extra[-1]) // spare_work) if spare_work > 0 else most + 1
     if count < 2 or count > most or count * node.tokens - int(rows[-1] - rows[0]) > free:
         return []
     found: list[Spans] = []
