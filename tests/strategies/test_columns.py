@@ -88,13 +88,14 @@ def test_columns_of_many_documents_cost_what_programs_cost(layout: str, strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("longest", [1, 3, 10])
+@pytest.mark.parametrize(("longest", "most"), [(1, 16), (3, 16), (10, 16), (3, 2), (1, 3)])
 def test_columns_of_long_and_short_ranges_cost_what_programs_cost(
-    longest: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+    longest: int, most: int, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some ranges of a message are sent alone, and the others are packed."""
+    """Some ranges of a message are sent alone, and the others are packed. If too many are long, all are packed."""
     for module in (arrivals, incoming_rows):
         monkeypatch.setattr(module, "LONG_RANGE", longest)
+        monkeypatch.setattr(module, "MAX_LONG_RANGES", most)
     rs.clear_caches()
     for seed in range(8):
         lengths = np.random.default_rng(seed).integers(1, 30, 20).tolist()

@@ -18,7 +18,7 @@ from ringspan.plans.columns import Messages, Tasks
 from ringspan.plans.data import PayloadKind
 from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, union, whole_tiles
-from ringspan.strategies.incoming_rows import LONG_RANGE, UNPACKED_RANGES, assign_slot_rows, split_at_spans
+from ringspan.strategies.incoming_rows import LONG_RANGE, MAX_LONG_RANGES, UNPACKED_RANGES, assign_slot_rows, split_at_spans
 
 
 class Arrivals(NamedTuple):
@@ -59,7 +59,8 @@ class Arrivals(NamedTuple):
         entry for each pair of ranks."""
         pair, size = (self.receiver << 32) + self.owner, self.stop - self.start
         _, pair_of, number = np.unique(pair, return_inverse=True, return_counts=True)
-        is_short = (number[pair_of] > UNPACKED_RANGES) & (size < LONG_RANGE)
+        long = np.bincount(pair_of, weights=size >= LONG_RANGE, minlength=len(number))
+        is_short = (number[pair_of] > UNPACKED_RANGES) & ((size < LONG_RANGE) | (long[pair_of] > MAX_LONG_RANGES))
         order = np.lexsort((is_short, pair))
         size, key = size[order], 2 * pair[order] + is_short[order]
         first = np.flatnonzero(np.diff(key, prepend=-1))

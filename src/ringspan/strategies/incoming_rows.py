@@ -17,6 +17,9 @@ from ringspan.plans.slot_tokens import START, STEP, STOP, SlotTokens
 # Up to this many ranges of rows are sent as one message each, without packing. So are longer ranges than this many
 # rows: of 8 key heads of 128 in bfloat16 they are 1 MiB, and copying them twice takes longer than a message more.
 UNPACKED_RANGES, LONG_RANGE = 2, 256
+# If there are more long ranges than this many, all are packed: a message takes time whatever its size, and layouts of
+# small blocks have thousands of ranges.
+MAX_LONG_RANGES = 16
 
 # The stage of the rank's own rows, which are in slot 0.
 OWN = -1
@@ -92,7 +95,8 @@ def by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
     """Return the rows of the messages to or from each peer.
 
     Up to ``UNPACKED_RANGES`` ranges of rows are a message each, so that nothing is packed. Of more ranges, those of at
-    least ``LONG_RANGE`` rows are a message each, and the others are one packed message.
+    least ``LONG_RANGE`` rows are a message each, if there are at most ``MAX_LONG_RANGES`` of them, and the others are one
+    packed message.
 
     >>> by_peer(*np.array([[5, 5, 5, 5], [0, 400, 900, 910], [9, 800, 902, 913]]))
     {5: [((400, 800),), ((0, 9), (900, 902), (910, 913))]}
@@ -100,8 +104,11 @@ def by_peer(peer: Ints, start: Ints, stop: Ints) -> dict[int, list[Rows]]:
     messages: dict[int, list[Rows]] = {}
     for p, spans in ranges_by_peer(peer, start, stop).items():
         least = 0 if len(spans) <= UNPACKED_RANGES else LONG_RANGE
+        alone = [(a, b) for a, b in spans if b - a >= least]
         packed = tuple((a, b) for a, b in spans if b - a < least)
-        messages[p] = [*(((a, b),) for a, b in spans if b - a >= least), *([packed] if packed else [])]
+        if len(alone) > MAX_LONG_RANGES:
+            alone, packed = [], spans
+        messages[p] = [*((span,) for span in alone), *([packed] if packed else [])]
     return messages
 
 
