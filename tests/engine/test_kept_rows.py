@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.engine.kept_rows import kept_tensors
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.plans.memory import kept_bytes
@@ -100,13 +103,16 @@ def test_what_is_kept_takes_the_place_of_own_rows(dtype: torch.dtype) -> None:
     assert kept >= sum(kept_bytes(plan, shape) for plan in plans)
 
 
-def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["no_grad", "no input requires one", "neither"])
+def test_nothing_is_kept_without_gradients(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr("ringspan.engine.executor.kept_tensors", lambda *given: called.append(given) or ())
+    monkeypatch.setattr("ringspan.engine.executor.kept_tensors", lambda *given: called.append(given) or kept_tensors(*given))
     given = tensors(rs.causal(N), 4, 2, torch.float32)
-    with torch.no_grad():
-        attend(rs.causal(N), 2, "ulysses", [x.detach() for x in given])
-    assert not called
+    if why == "no input requires one":
+        given = [x.detach() for x in given]
+    with torch.no_grad() if why == "no_grad" else nullcontext():
+        attend(rs.causal(N), 2, "ulysses", given)
+    assert bool(called) == (why == "neither")
 
 
 def test_a_backward_pass_may_run_twice() -> None:

@@ -71,7 +71,7 @@ def _attend_ranks(plans: Sequence[Plan], qkv: Sequence[QKV], config: AttentionCo
     # the third again outside it: a view made outside may be changed in place.
     try:
         flat: tuple[Tensor, ...] = Attend.apply(
-            plans, config, run, *tensors, *(() if config.mods is None else config.mods.learned)
+            plans, config, run, torch.is_grad_enabled(), *tensors, *(() if config.mods is None else config.mods.learned)
         )
     except RuntimeError as error:
         refuse_transforms(error)
@@ -104,14 +104,17 @@ class Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plans: Sequence[Plan], config: AttentionConfig, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, plans: Sequence[Plan], config: AttentionConfig, run: Run, grad_enabled: bool, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        keep = grad_enabled and any(ctx.needs_input_grad)  # needs_input_grad does not depend on no_grad()
         queries, key_values, generators = [], [], []
         for i, plan in enumerate(plans):
             q_BHSD, k_BGTD, v_BGTE = inputs[3 * i : 3 * i + 3]
             q_SBHD, kv_TBGF = q_BHSD.movedim(2, 0), pack_kv(k_BGTD.movedim(2, 0), v_BGTE.movedim(2, 0))
             queries.append(q_SBHD)
             key_values.append(kv_TBGF)
-            generators.append(forward(plan, q_SBHD, kv_TBGF, config, keep=any(ctx.needs_input_grad)))
+            generators.append(forward(plan, q_SBHD, kv_TBGF, config, keep=keep))
         outputs: list[Tensor] = []
         results: list[Tensor] = []
         kept: list[Tensor] = []
@@ -167,9 +170,9 @@ class Attend(torch.autograd.Function):
         # Of the results, which depend on all inputs. The lse of each rank is saved in any case.
         origins = (*tensors[2 * n : 4 * n], *grads)
         found: list[Tensor | None] = []
-        for x, needed in zip(computed, ctx.needs_input_grad[3:], strict=True):
+        for x, needed in zip(computed, ctx.needs_input_grad[4:], strict=True):
             found.append((once_differentiable(x, *origins) if again else x) if needed else None)
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:

@@ -85,7 +85,7 @@ def attend(
                 q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
             learned = () if config.mods is None else config.mods.learned
             run = partial(handle.group.run, device=q_BHSD.device)
-            found = Attend.apply((plan,), config, run, q_BHSD, k_BGTD, v_BGTE, *learned)
+            found = Attend.apply((plan,), config, run, torch.is_grad_enabled(), q_BHSD, k_BGTD, v_BGTE, *learned)
             result = Partial(found[0].movedim(0, 2), found[1].movedim(0, 2))
             return (result, found[2]) if max_logits else result
     except Exception as error:  # out of memory, most likely, before or after the exchanges of the call
