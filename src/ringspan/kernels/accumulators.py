@@ -200,7 +200,10 @@ class RowAccumulator(ABC):
                 self._pending.put(first, last, new)
                 self._states.set(first, last, RowState.PENDING)
             elif state == RowState.EMPTY:
-                if not (adopt and covers_all and self._adopt(new)):
+                # On GPUs, a copy takes less time than the host needs to decide.
+                x, like = new[0], self.like
+                can_adopt = adopt and covers_all and x.device.type == "cpu" and x.dtype == like.dtype and x.is_contiguous()
+                if not (can_adopt and self._adopt(new)):
                     self._copy_(self._buffer_rows(first, last), new)
                 self._states.set(first, last, RowState.ACCUMULATED)
             elif state == RowState.BORROWED:
@@ -297,11 +300,7 @@ class RowAccumulator(ABC):
 
     @abstractmethod
     def _adopt(self, partial: Tensors) -> bool:
-        """Use the tensors of a partial result of all rows as the buffers. Returns False if they cannot be used."""
-
-    def _can_be_buffer(self, x: Tensor) -> bool:
-        # On GPUs, a copy takes less time than the host needs to decide.
-        return x.device.type == "cpu" and x.dtype == self.like.dtype and x.is_contiguous()
+        """Use the tensors of a partial result of all rows as the buffers. Returns False if these are other tensors."""
 
     @abstractmethod
     def _fill_neutral_(self, into: Tensors) -> None:
@@ -339,10 +338,8 @@ class OutputAccumulator(RowAccumulator):
 
     def _adopt(self, partial: Tensors) -> bool:
         out, lse = partial
-        if self._can_be_buffer(out):
-            self._buffers = out, lse.double()
-            return True
-        return False
+        self._buffers = out, lse.double()
+        return True
 
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
         if self._buffers is None:

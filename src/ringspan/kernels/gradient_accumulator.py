@@ -81,10 +81,10 @@ class GradientAccumulator(RowAccumulator):
         self._set_state(start, stop, RowState.BORROWED if is_borrowed and is_last else RowState.ACCUMULATED)
 
     def _adopt(self, partial: Tensors) -> bool:
-        if len(partial) == 1 and self._can_be_buffer(partial[0]):
-            self._buffers = partial
-            return True
-        return False
+        if len(partial) > 1:
+            return False
+        self._buffers = partial
+        return True
 
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
         if self._buffers is None:
@@ -145,8 +145,11 @@ def _triton_sums() -> ModuleType | None:
     return import_module("ringspan.kernels.fused_sums") if find_spec("triton") is not None else None
 
 
-def _as_many(*groups: Tensors) -> tuple[Tensors, ...]:
+def _as_many(*groups: Tensors) -> list[Tensors]:
     """Split tensors that have all gradients side by side, unless all groups have them so."""
-    most = max(groups, key=len)
-    widths = [x.shape[-1] for x in most]
-    return tuple([x if len(x) == len(most) else x[0].split(widths, dim=-1) for x in groups])
+    most, widths, split = max(groups, key=len), [], []
+    for x in most:
+        widths.append(x.shape[-1])
+    for tensors in groups:
+        split.append(tensors if len(tensors) == len(most) else tensors[0].split(widths, dim=-1))
+    return split
