@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.kernels import GradientAccumulator, Message, OutputAccumulator, Partial, accumulators, merge
+from ringspan.kernels import GradientAccumulator, OutputAccumulator, Partial, ReceivedRows, accumulators, merge
 from ringspan.testing.assertions import assert_close
 
 ROWS, BATCH, HEADS = 7, 2, 3
@@ -187,7 +187,7 @@ gradient_kinds = st.sampled_from(["add", "add message", "add together", "add to 
 gradient_operations = st.lists(st.tuples(gradient_kinds, row_ranges, head_ranges, st.integers(0, 99)), max_size=8)
 
 
-def messages_of(seed: int) -> list[Message]:
+def messages_of(seed: int) -> list[ReceivedRows]:
     """Return up to four messages of any rows, in the accumulation dtype or rounded."""
     source = torch.Generator().manual_seed(seed)
     found = []
@@ -195,7 +195,7 @@ def messages_of(seed: int) -> list[Message]:
         start, stop = sorted(torch.randint(ROWS + 1, (2,), generator=source).tolist())
         dtype = torch.float32 if n % 2 else torch.float64
         (rows,) = random_gradients(stop - start, seed + n, dtype, (sum(WIDTHS),))
-        found.append(Message(start, stop, rows))
+        found.append(ReceivedRows(start, stop, rows))
     return found
 
 
@@ -266,7 +266,7 @@ def test_messages_that_are_added_last_need_no_buffer() -> None:
     accumulator = GradientAccumulator((ROWS, BATCH, HEADS), WIDTHS, like=like, reuse_kernel_output=True)
     first, second = random_gradients(ROWS, 0, torch.float32), random_gradients(2, 1, torch.float32)
     messages = [
-        Message(a, b, random_gradients(b - a, a, torch.float64, (sum(WIDTHS),))[0]) for a, b in ((0, 4), (1, 6), (1, 4))
+        ReceivedRows(a, b, random_gradients(b - a, a, torch.float64, (sum(WIDTHS),))[0]) for a, b in ((0, 4), (1, 6), (1, 4))
     ]
     expected = torch.cat(first, -1).double()
     expected[3:5] += torch.cat(second, -1)

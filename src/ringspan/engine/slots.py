@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine.messages import StepMessages
-from ringspan.kernels import GradientAccumulator, Message, OutputAccumulator
+from ringspan.kernels import GradientAccumulator, OutputAccumulator, ReceivedRows
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
 from ringspan.transports import PostExchange
@@ -154,11 +154,11 @@ class Slots:
             self._rows_of(t).add_(message)
 
     def _add_together(self, arrived: Sequence[tuple[Transfer, Tensor]], *, is_last: bool = False) -> None:
-        messages: dict[tuple[str, int], list[Message]] = {}
+        messages: dict[tuple[str, int], list[ReceivedRows]] = {}
         for t, message in arrived:
             at = 0
             for start, stop in t.rows:
-                messages.setdefault((t.what, t.slot), []).append(Message(start, stop, message[at : at + stop - start]))
+                messages.setdefault((t.what, t.slot), []).append(ReceivedRows(start, stop, message[at : at + stop - start]))
                 at += stop - start
         for (what, slot), of_slot in messages.items():
             self.gradients[what][slot].add_together(of_slot, is_last=is_last)

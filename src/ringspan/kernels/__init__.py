@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from ringspan.kernels.accumulators import OutputAccumulator
-from ringspan.kernels.gradient_accumulator import GradientAccumulator, Message
+from ringspan.kernels.gradient_accumulator import GradientAccumulator, ReceivedRows
 from ringspan.kernels.kernel import Gradients, Inputs, Kernel, PartialRows, Saved, accumulation_dtype, kernel_name
 from ringspan.kernels.max_logits import max_logits
 from ringspan.kernels.mods import IndexedMods, MaskMod, Mods, ScoreMod, mods_of
@@ -23,11 +23,11 @@ __all__ = [
     "Inputs",
     "Kernel",
     "MaskMod",
-    "Message",
     "Mods",
     "OutputAccumulator",
     "Partial",
     "PartialRows",
+    "ReceivedRows",
     "Saved",
     "ScoreMod",
     "accumulation_dtype",

@@ -27,7 +27,7 @@ from ringspan.kernels.accumulators import RowAccumulator, RowState, Tensors, sli
 from ringspan.kernels.partial import triton_kernels
 
 
-class Message(NamedTuple):
+class ReceivedRows(NamedTuple):
     """Gradients of the rows ``start:stop`` from another rank: (rows, B, H, F), in any dtype."""
 
     start: int
@@ -48,7 +48,7 @@ class GradientAccumulator(RowAccumulator):
         super().__init__((*shape_SBH, sum(widths)), like=like, reuse_kernel_output=reuse_kernel_output)
         self._widths = list(widths)
 
-    def add_together(self, messages: Sequence[Message], *, is_last: bool = False) -> None:
+    def add_together(self, messages: Sequence[ReceivedRows], *, is_last: bool = False) -> None:
         """Add messages, of which several may have the same rows, to the gradients of their rows so far.
 
         The result is that of adding one after the other. ``is_last`` says that nothing is added to this accumulator
@@ -58,13 +58,13 @@ class GradientAccumulator(RowAccumulator):
             if any(part.overlaps(start, stop) for part in self._head_parts):
                 self.accumulated(start, stop)
         for first, last in pairwise(sorted({edge for start, stop, _ in messages for edge in (start, stop)})):
-            here = [Message(first, last, rows[first - a : last - a]) for a, b, rows in messages if a <= first and last <= b]
+            here = [rows[first - a : last - a] for a, b, rows in messages if a <= first and last <= b]
             for low, high, state in self._states.between(first, last) if here else ():
                 if state != RowState.PENDING:
-                    self._add_rows(low, high, state, [(x[low - first : high - first],) for _, _, x in here], is_last)
+                    self._add_rows(low, high, state, [(x[low - first : high - first],) for x in here], is_last)
                     continue
                 for begin, end, partial in self._pending.pop(low, high):
-                    terms = [partial, *[(x[begin - first : end - first],) for _, _, x in here]]
+                    terms = [partial, *[(x[begin - first : end - first],) for x in here]]
                     self._add_rows(begin, end, state, terms, is_last)
 
     def finish(self) -> Tensors:

@@ -45,7 +45,7 @@ class LongParts(NamedTuple):
     left: dict[int, int]
 
 
-class _Node(NamedTuple):
+class _NodeWork(NamedTuple):
     """What a node has: ``tokens`` and ``work``, of which the tokens of light documents have ``density`` each."""
 
     tokens: int
@@ -106,7 +106,7 @@ def long_parts(ring: PieceRings, tokens: int, work: int, block: int, most: int, 
     for _ in range(ROUNDS):
         # Light documents are in the order of their work per token. The first ones are used, as many as are needed.
         last = min(int(light_tokens.searchsorted(filled)), len(light) - 1)
-        node = _Node(tokens, work, int(light_work[last]) / int(light_tokens[last]))
+        node = _NodeWork(tokens, work, int(light_work[last]) / int(light_tokens[last]))
         held, left, filled = [], {}, 0
         for piece, document in zip(reversed(long.tolist()), reversed(documents), strict=True):
             free = int(light_tokens[-1]) - filled
@@ -124,7 +124,7 @@ def _tokens(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _from_end(document: _Document, node: _Node, most: int, free: int) -> Iterator[Spans]:
+def _from_end(document: _Document, node: _NodeWork, most: int, free: int) -> Iterator[Spans]:
     """Yield the chunks of a document, the last one first, of at most ``most`` nodes that need at most ``free`` tokens of
     light documents."""
     end, stop = len(document.rows) - 1, int(document.rows[-1])
@@ -143,7 +143,7 @@ def _from_end(document: _Document, node: _Node, most: int, free: int) -> Iterato
         stop = start
 
 
-def _deal(document: _Document, node: _Node, most: int, free: int) -> list[Spans]:
+def _deal(document: _Document, node: _NodeWork, most: int, free: int) -> list[Spans]:
     """Return the spans of each node of a document whose beginning is dealt, if this reduces the rows that a node sends;
     else nothing.
 
