@@ -25,7 +25,8 @@ from ringspan.torch_private.attention_operators import SDPA_FLASH_BACKWARD, SDPA
 # The operator's is_causal is aligned at the bottom right, as in flash attention. SDPA's is aligned at the top left, but
 # SDPA calls this operator only if S == T, where both are the same; torch.nn.attention.bias.causal_lower_right calls it
 # with any S, T.
-CAUSAL, FULL = (FlashCall(slice(None), slice(None), Window(left=None, right=right)) for right in (0, None))
+ALL = slice(None)
+CAUSAL, FULL = (FlashCall(ALL, (ALL,), ALL, Window(left=None, right=right)) for right in (0, None))
 
 
 class Flash(Protocol):

@@ -68,12 +68,12 @@ class FlashCall(NamedTuple):
     """One call of flash attention: a range of queries and of keys, and a window, as one sequence or as several."""
 
     queries: slice
+    query_parts: tuple[slice, ...]
+    """The parts of ``queries`` whose results and gradients are used: all but large gaps."""
     keys: slice
     window: Window
     q_sequences: Sequences | None = None
     k_sequences: Sequences | None = None
-    query_parts: tuple[slice, ...] = ()
-    """The parts of ``queries`` whose results and gradients are used: all but large gaps."""
 
 
 # Results of fewer rows than this cost less than a launch more.
@@ -144,7 +144,7 @@ def _split_tall_band(band: Band) -> list[Band]:
 def _make_call(group: Sequence[Band], seen: Sequence[tuple[int, int]], device: torch.device) -> FlashCall:
     queries, keys = slice(group[0].q0, group[-1].q1), slice(group[0].k0, group[-1].k1)
     if len(group) == 1:
-        return FlashCall(queries, keys, window_of_band(group[0]), query_parts=(queries,))
+        return FlashCall(queries, (queries,), keys, window_of_band(group[0]))
     q_cuts, k_cuts = [0], [0]
 
     def end_sequence(q: int, k: int) -> None:
@@ -162,7 +162,7 @@ def _make_call(group: Sequence[Band], seen: Sequence[tuple[int, int]], device: t
     inside = [(max(start, queries.start), min(stop, queries.stop)) for start, stop in seen]
     parts = tuple(slice(start, stop) for start, stop in inside if start < stop)
     q_sequences, k_sequences = (_make_sequences(cuts, device) for cuts in (q_cuts, k_cuts))
-    return FlashCall(queries, keys, window_of_band(group[0]), q_sequences, k_sequences, parts)
+    return FlashCall(queries, parts, keys, window_of_band(group[0]), q_sequences, k_sequences)
 
 
 def _make_sequences(cuts: list[int], device: torch.device) -> Sequences:
