@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.engine import attend_ranks, config_for
 from ringspan.engine.kept_rows import kept_tensors
 from ringspan.planner import bytes_moved
 from ringspan.plans.data import PHASES
 from ringspan.plans.memory import kept_bytes
-from ringspan.transports import ProcessGroupTransport
+from ringspan.transports import InProcessTransport, ProcessGroupTransport
 from tests.conftest import Pools
 
 N = 40
@@ -228,3 +229,26 @@ def test_ranks_that_differ_in_what_they_keep_raise(pools: Pools, agreed: bool, h
     for error in pools(2).run(different_ranks, agreed, how):
         assert error.startswith("PeerMismatch: "), error
         assert agreed or ("keep=True" in error and "keep=False" in error)
+
+
+@pytest.mark.parametrize(("keep", "changed", "fails"), [(True, "out", False), (False, "out", True), (True, "lse", True)])
+def test_changes_of_results_before_the_backward_pass(keep: bool, changed: str, fails: bool) -> None:
+    """The backward pass reads the kept out, not the one that was returned."""
+    given, mask = tensors(rs.causal(N), 4, 2, torch.float64), rs.causal(N)
+    plans = rs.LocalWorld(2).plans(mask, strategy=f"ulysses(heads=4, kv_heads=2, keep={keep})", layout="contiguous")
+    config = config_for(plans[0], given[0], given[2], 8**-0.5, "auto")
+
+    def gradients(change: bool) -> tuple[Tensor, ...]:
+        leaves = [x.detach()[:, :, half].requires_grad_() for half in (slice(0, 20), slice(20, N)) for x in given[:3]]
+        ranks = attend_ranks(plans, [tuple(leaves[:3]), tuple(leaves[3:])], config, InProcessTransport(2).run)
+        losses = [(out * given[3][:, :, :20]).sum() for out, _ in ranks]
+        if change:
+            with torch.no_grad():
+                getattr(ranks[0], changed).mul_(2.0)
+        return torch.autograd.grad(sum(losses), leaves)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(change=True)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(gradients(change=True), gradients(change=False), strict=True))
