@@ -209,7 +209,9 @@ class PlanHandle:
             raise error
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
         wire = f", dkv_dtype {plan.program.dkv_dtype}" if plan.program.rounds_dkv else ""
-        text = f"plan {plan.digest} ({plan.mask.name} by {plan.strategy} on {plan.q_layout.name}{wire})"
+        as_given = self.plan.for_heads(signature.heads, signature.kv_heads)
+        why = "" if plan.digest == as_given.digest else ", as it runs compiled code or a dispatch mode, which keep no rows"
+        text = f"plan {plan.digest} ({plan.mask.name} by {plan.strategy} on {plan.q_layout.name}{wire}{why})"
         check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_text=text)
 
 

@@ -46,6 +46,8 @@ def describe_difference(number: int, rank: int, call: CallRecord, other_rank: in
     """Return the error message for two ranks whose calls of this number differ."""
     pairs = zip((*call.description, call.thread), (*other.description, other.thread), strict=True)
     fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
+    if fields[0] == "kind":  # the others mean something else for each kind
+        del fields[1:]
     return (
         f"the ranks make different calls: call {number} is {call.description} on rank {rank}, and {other.description} on "
         f"rank {other_rank}; they differ in {' and '.join(fields)}. All ranks must make the same calls in the same order"
