@@ -2,6 +2,7 @@
 #   make test PYTHON=python3.12      another interpreter (the environment is created again)
 #   make test VENV=/tmp/ringspan     another place for the environment
 #   make test JOBS=8                 more processes for the tests
+#   make test PYTEST_ARGS=--pdb      options for each run of pytest
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,6 +13,7 @@ CODE     := conftest.py src tests $(wildcard benchmarks docs examples)
 # The tests run in this many processes. Those marked "alone" have time limits and run one after the other.
 JOBS     ?= 2
 PARALLEL := -n $(JOBS) --dist loadfile
+PYTEST   := $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # For `make test-torch`: a version of torch other than the pinned one.
 TORCH      ?=
@@ -41,15 +43,15 @@ docs: $(READY)  ## build the documentation as a site, in build/site/index.html; 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test: lint  ## lint, types, tests, doctests and the documentation, all but the slow
-	$(BIN)/python -m pytest $(PARALLEL) -m "not alone and not slow"
-	$(BIN)/python -m pytest -m "alone and not slow"
+	$(PYTEST) $(PARALLEL) -m "not alone and not slow"
+	$(PYTEST) -m "alone and not slow"
 
 test-slow: $(READY)  ## the tests that take long and rarely fail: random cases, experiments, examples
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone"
-	$(BIN)/python -m pytest -m "slow and alone"
+	$(PYTEST) $(PARALLEL) -m "slow and not alone"
+	$(PYTEST) -m "slow and alone"
 
 test-titan: $(TITAN)  ## the tests of torchtitan, which is installed in build/titan without its 40 dependencies
-	PYTHONPATH=$(dir $(TITAN)) $(BIN)/python -m pytest tests/integrations/test_torchtitan.py
+	PYTHONPATH=$(dir $(TITAN)) $(PYTEST) tests/integrations/test_torchtitan.py
 
 test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
@@ -60,8 +62,8 @@ test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0
 	$(TORCH_VENV)/bin/python -m pytest -m alone
 
 coverage: $(READY)  ## the tests, and how much of the code they run (worker processes included)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not alone" --cov --cov-report=
-	$(BIN)/python -m pytest -m alone --cov --cov-append --cov-report=term:skip-covered --cov-report=html
+	$(PYTEST) $(PARALLEL) -m "not alone" --cov --cov-report=
+	$(PYTEST) -m alone --cov --cov-append --cov-report=term:skip-covered --cov-report=html
 
 lint: $(READY)  ## style and types only
 	$(BIN)/ruff check $(CODE)

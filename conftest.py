@@ -1,10 +1,15 @@
-"""Settings that must be made before ringspan is imported: Triton's interpreter on machines without a GPU, threads."""
+"""Settings that must be made before ringspan is imported: Triton's interpreter on machines without a GPU, threads.
+
+Also the option ``--begin-until``, for continuous integration with a time limit: a run that is killed reports nothing.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -18,3 +23,23 @@ if not find_spec("transformers"):
     collect_ignore.append("src/ringspan/integrations")
 elif not find_spec("trl"):
     collect_ignore.append("src/ringspan/integrations/trl.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--begin-until", type=float, metavar="SECONDS", help="skip tests that would begin later, in Unix time")
+
+
+def no_time_left(config: pytest.Config) -> bool:
+    until = config.getoption("begin_until")
+    return until is not None and time.time() > until
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if no_time_left(session.config):
+        pytest.exit("no time left (--begin-until)", returncode=0)  # collecting the tests takes time, too
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if no_time_left(item.config):
+        pytest.skip("no time left (--begin-until)")
