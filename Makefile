@@ -7,6 +7,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 
+# Hundreds of processes of the tests import torch, which takes five times as long without compiled modules. They are
+# written into the environment, even if PYTHONDONTWRITEBYTECODE is set to keep the source tree clean.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
+
 BIN      := $(VENV)/bin
 CODE     := conftest.py src tests $(wildcard benchmarks docs examples)
 
