@@ -132,13 +132,12 @@ class Attend(torch.autograd.Function):
         captured = () if config.mods is None else config.mods.captured
         own: list[Tensor | None] = []
         ctx.unread = {}  # the shapes of own rows that the backward pass does not read, by their place in `own`
-        for n, x in enumerate((*queries, *key_values, *outputs[::2])):
-            of, program = ("q", "kv", "q")[n // len(plans)], plans[n % len(plans)].program
-            if of in program.own_rows_read:
-                own.append(x)
-            else:
-                own.append(None)
-                ctx.unread[n] = torch.empty_like(x, device="meta")
+        for of, of_ranks in (("q", queries), ("kv", key_values), ("q", outputs[::2])):
+            for plan, x in zip(plans, of_ranks, strict=True):
+                is_read = of in plan.program.own_rows_read
+                if not is_read:
+                    ctx.unread[len(own)] = torch.empty_like(x, device="meta")
+                own.append(x if is_read else None)
         ctx.save_for_backward(*own, *outputs[1::2], *kept, *captured)
         return tuple(results)
 
