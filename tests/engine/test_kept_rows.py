@@ -1,8 +1,10 @@
-"""Rows that are kept for the backward pass: the same bits as without, no more memory, and fewer bytes."""
+"""Rows that are kept for the backward pass: the same bits as without, in place of own rows, and fewer bytes."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ringspan as rs
 from ringspan.engine import attend_ranks, config_for
 from ringspan.engine.kept_rows import kept_tensors
-from ringspan.planner import bytes_moved
+from ringspan.planner import Plan, bytes_moved
+from ringspan.plans import Step, Transfer, verify
 from ringspan.plans.data import PHASES
 from ringspan.plans.memory import kept_bytes
 from ringspan.transports import InProcessTransport, ProcessGroupTransport
@@ -77,15 +80,15 @@ def test_only_gradients_are_sent_backward() -> None:
     assert sent == {"forward": {"q", "kv", "out"}, "backward": {"dout", "dq", "dkv"}}
 
 
+def note_storage(sizes: dict[int, int], x: Tensor) -> Tensor:
+    sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return x
+
+
 def saved_bytes(strategy: str, given: list[Tensor], world: int, mask: rs.Mask) -> int:
     """Return the bytes of the tensors that autograd has saved, without the results of the call."""
     storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(partial(note_storage, storages), lambda x: x):
         parts = [x.detach().requires_grad_() for x in given[:3]]
         out = rs.LocalWorld(world).attention(*parts, mask=mask, strategy=strategy, layout="contiguous")
     assert out.requires_grad
@@ -102,6 +105,23 @@ def test_what_is_kept_takes_the_place_of_own_rows(dtype: torch.dtype) -> None:
     own_lse = 2 * 8 * N * (8 if dtype == torch.float64 else 4)
     assert kept <= again + own_lse
     assert kept >= sum(kept_bytes(plan, shape) for plan in plans)
+
+
+def test_a_projection_saves_the_own_output_besides_what_is_kept() -> None:
+    """Without keeping, it saves the tensor that attention has saved."""
+    found, projection = {}, torch.randn(4 * 6, 3, dtype=torch.float64, requires_grad=True)
+    for keep in (True, False):
+        plans = rs.LocalWorld(2).plans(rs.causal(N), strategy=f"ulysses(heads=4, kv_heads=2, keep={keep})", layout="contiguous")
+        qkv = [torch.randn(1, h, N // 2, d, dtype=torch.float64, requires_grad=True) for h, d in ((4, 8), (2, 8), (2, 6))]
+        config = config_for(plans[0], qkv[0], qkv[2], 8**-0.5, "auto")
+        sizes: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(partial(note_storage, sizes), lambda x: x):
+            parts = attend_ranks(plans, [tuple(qkv)] * 2, config, InProcessTransport(2).run)
+            before = sum(sizes.values())
+            projected = [out.transpose(1, 2).flatten(2) @ projection for out, _ in parts]
+        assert all(x.requires_grad for x in projected)
+        found[keep] = sum(sizes.values()) - before - projection.nbytes
+    assert found == {True: 4 * N * 6 * 8, False: 0}
 
 
 @pytest.mark.parametrize("why", ["no_grad", "no input requires one", "neither"])
@@ -163,6 +183,42 @@ def test_interleaved_parts_keep_their_own_rows() -> None:
     assert sum(sent for sent, _ in kept) < sum(sent for sent, _ in again)
     assert all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
     assert joined[0].without_keeping() is joined[0]
+
+
+def keeping(plan: Plan, kinds: set[str]) -> Plan:
+    """Return a plan that keeps the keys ("kv") or the queries ("q") that it receives: then these keys are not sent again,
+    and of the queries only dout is."""
+    program = plan.program
+
+    def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        left = (t for t in transfers if t.what != "kv" or "kv" not in kinds)
+        return tuple(replace(t, what="dout") if t.what == "q" and "q" in kinds else t for t in left)
+
+    steps = (Step(sends=moved(step.sends), recvs=moved(step.recvs), tasks=step.tasks) for step in program.backward)
+    q_slots, kv_slots = (
+        (own, *(replace(slot, kept=of in kinds) for slot in received))
+        for of, (own, *received) in (("q", program.q_slots), ("kv", program.kv_slots))
+    )
+    return replace(plan, program=replace(program, backward=tuple(steps), q_slots=q_slots, kv_slots=kv_slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "kinds"), [("gather(stages=2)", {"kv"}), ("exchange(stages=1)", {"kv"}), ("pass_q(stages=1)", {"q"})], ids=str
+)
+def test_any_strategy_can_keep_what_it_receives(strategy: str, kinds: set[str], dtype: torch.dtype) -> None:
+    """Beside the own rows, which the backward pass reads. All keys that a query sees are on one rank, or queries could not
+    be kept."""
+    mask = rs.documents([13, 9, 18], kv_lengths=[10, 20, 10], align="end")
+    spans = [[(10, 30)], [(0, 10)], [(30, 40)]]
+    plans = rs.LocalWorld(3).plans(mask, strategy=strategy, layout="round_robin", kv_layout=spans)
+    kept = [keeping(plan, kinds) for plan in plans]
+    verify(kept)
+    given, found = tensors(mask, 4, 2, dtype), []
+    for of_ranks in (kept, plans):
+        result = rs.LocalWorld(3).run(of_ranks, *given[:3])
+        found.append([*result, *torch.autograd.grad(result, given[:3], given[3:])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_plan_without_keeping_has_the_same_tasks() -> None:
