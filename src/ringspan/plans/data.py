@@ -22,7 +22,7 @@ these terms: those that move keys, move queries, move some heads of either, or f
 
 In the backward pass ``q`` are the queries with all that their gradients need: out, lse and the upstream gradients, dout
 and dlse. A slot may be *kept*: the backward pass begins with what the forward pass left in it, queries with their out
-and lse, or keys. Then only ``dout`` is sent, and nothing else arrives in the slot. All other slots begin empty.
+and lse, or keys. Nothing overwrites these, and only ``dout`` is sent to such queries. All other slots begin empty.
 """
 
 from __future__ import annotations
