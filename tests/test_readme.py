@@ -52,6 +52,22 @@ def test_examples_for_one_process(block: str, capsys: pytest.CaptureFixture[str]
         assert "forward" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("world_of_one")
+def test_the_code_about_batches_runs() -> None:
+    section = README.read_text(encoding="utf-8").partition("\n## Batches\n")[2].partition("\n## ")[0]
+    lines = [re.findall(r"`(.+?)`", line) for line in section.splitlines() if line.startswith("|")]
+    parts = [rs.ContextParallel(None, rs.documents(lengths)) for lengths in ([30, 5], [9, 44])]
+    names: dict[str, object] = {"rs": rs, "torch": torch, "world": 1, "lengths": [70, 20, 9], "a": parts[0], "b": parts[1]}
+    names["rows"] = [[7, 8, 1, 2], [7, 8, 5]]
+    names["cp"], names["x"] = rs.ContextParallel(None, rs.documents([70, 20, 9])), torch.randn(1, 99, 4)
+    code = [snippet for snippets in lines for snippet in snippets]
+    assert len([snippets for snippets in lines if snippets]) == 5
+    for snippet in code:
+        exec(compile(f"{snippet} pass" if snippet.endswith(":") else snippet, str(README), "exec"), names)
+    assert repr(names["trie"]) == "<Trie: 2 rows of 7 tokens as 3 nodes of 5 tokens>"
+    assert repr(names["part"]).startswith("Microbatch(documents=(0, 1, 2)")
+
+
 @pytest.mark.parametrize("processes", [1, 3])
 def test_the_training_script_gives_the_same_losses_on_any_number_of_processes(tmp_path: Path, processes: int) -> None:
     script = tmp_path / "train.py"

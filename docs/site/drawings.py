@@ -1,4 +1,4 @@
-"""The drawings of the concepts page, made from masks, layouts, plans and the cost model.
+"""The drawings of the pages on concepts and batches, made from masks, layouts, plans and the cost model.
 
     python docs/site/drawings.py        write docs/images/*.svg
 
@@ -15,7 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ringspan as rs
+from ringspan.cli.batch_picture import (
+    LOAD_COLOURS,
+    OTHER_DOCUMENTS,
+    WITHIN_NODE,
+    bytes_between,
+    document_colours,
+    ideal_seconds,
+    loads_of,
+    runs_of,
+)
 from ringspan.cli.pictures import COLOURS, owners
+from ringspan.cli.units import size as in_bytes
+from ringspan.costs.hardware import hardware
 from ringspan.layouts import areas
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"
@@ -23,9 +35,19 @@ INK, QUIET, HIDDEN = "#222222", "#777777", "#F1F1F1"
 WORLD, LENGTHS = 4, (14, 10)
 MASK = rs.documents(LENGTHS)
 
+# A packed batch: one document for three nodes, some that a node holds, and many short ones.
+NODE, NODES, TOKENS_PER_RANK = 4, 4, 16_384
+BATCH = [120_000, 34_000, 26_000, 18_000, 11_000, 9_000, *[2_000] * 20]
+
 
 def drawings() -> dict[str, str]:
-    return {"mask.svg": mask(), "layouts.svg": layouts(), "plan.svg": plan(), "timeline.svg": timeline()}
+    return {
+        "mask.svg": mask(),
+        "layouts.svg": layouts(),
+        "plan.svg": plan(),
+        "timeline.svg": timeline(),
+        "batch.svg": batch(),
+    }
 
 
 def mask() -> str:
@@ -98,6 +120,60 @@ def timeline() -> str:
                 x, middle, stop = (72 + t * 1e3 * 95 for t in (begin, computed, end))
                 parts += [box(x, y, stop - x, 14, COLOURS[rank], opacity=0.25), box(x, y, middle - x - 0.5, 14, COLOURS[rank])]
     return svg(690, 24 + 108 * 3, parts)
+
+
+def batch() -> str:
+    """Draw a packed batch: which rank holds which document, the load of each rank, and the bytes between nodes."""
+    shape, machine, world = rs.Shape(heads=32, kv_heads=8, head_dim=128), hardware(f"h200x{NODE}"), NODE * NODES
+    (part,) = rs.pack(BATCH, world, tokens_per_rank=TOKENS_PER_RANK, hardware=machine, shape=shape)
+    colours, loads = document_colours(part, named=6), loads_of(part, machine, shape)
+    slowest, ideal = part.seconds(machine, shape), ideal_seconds(part, machine, shape)
+    per_token, per_second = 250 / max(part.layout.counts), 150 / slowest
+    parts = [
+        text(66, 18, "Who holds which document"),
+        text(332, 18, f"Load: {slowest * 1e3:.1f} ms, ideal {ideal * 1e3:.1f} ms"),
+        text(518, 18, "Bytes between nodes"),
+    ]
+    bottom = 28 + 14 * world + 8 * NODES
+    for rank in range(world):
+        y = 28 + 14 * rank + 8 * (rank // NODE)
+        if rank % NODE == 0:
+            parts.append(text(16, y + 30, f"node {rank // NODE}"))
+        for run in runs_of(part, rank):
+            parts.append(box(66 + run.start * per_token, y, run.rows * per_token, 12, colours[run.document]))
+        x = 332.0
+        for words, of_ranks in loads.items():
+            parts.append(box(x, y, of_ranks[rank] * per_second, 12, LOAD_COLOURS[words]))
+            x += of_ranks[rank] * per_second
+    parts.append(box(332 + ideal * per_second, 24, 1.5, bottom - 28, COLOURS[1]))
+    between = bytes_between(part, NODE, shape)
+    most = (between * (1 - np.eye(NODES))).max()
+    for row, column in np.ndindex(NODES, NODES):
+        x, y, amount = 556 + 32 * column, 46 + 32 * row, between[row, column]
+        colour, shade = (WITHIN_NODE, 1.0) if row == column else (COLOURS[0], 0.1 + 0.7 * amount / most)
+        parts.append(box(x, y, 31, 31, colour, opacity=round(shade, 2)))
+        if row != column and amount:
+            parts.append(text(x + 3, y + 19, f"{amount / 2**20:.0f}", size=10))
+    parts += [text(556 + 32 * n + 12, 42, f"{n}", size=10, colour=QUIET) for n in range(NODES)]
+    parts += [text(518, 66 + 32 * n, f"node {n}", size=10, colour=QUIET) for n in range(NODES)]
+    parts += [text(518, 190, "MiB for one layer, from the node of", size=10, colour=QUIET)]
+    parts += [text(518, 203, "the row to that of the column", size=10, colour=QUIET)]
+    parts += [text(518, 216, f"{in_bytes((between * (1 - np.eye(NODES))).sum())} together", size=10, colour=QUIET)]
+    named = [(f"{part.lengths[i]:,} tokens", colours[i]) for i in range(6)]
+    others = f"{len(BATCH) - 6} documents of {part.lengths[6]:,}"
+    parts += key(66, bottom + 8, [*named, (others, OTHER_DOCUMENTS[0])], columns=2, width=128)
+    words = [*LOAD_COLOURS.items(), ("ideal: equal work, nothing sent", COLOURS[1])]
+    parts += key(332, bottom + 8, words, columns=1, width=200)
+    return svg(690, bottom + 92, parts)
+
+
+def key(x: int, y: int, entries: list[tuple[str, str]], *, columns: int, width: int) -> Iterable[str]:
+    """Yield a small box of each colour with what it stands for, column by column."""
+    rows = -(-len(entries) // columns)
+    for n, (words, colour) in enumerate(entries):
+        left, top = x + width * (n // rows), y + 15 * (n % rows)
+        yield box(left, top, 12, 10, colour)
+        yield text(left + 18, top + 9, words, size=10)
 
 
 def tokens(spans: NDArray[np.int64]) -> NDArray[np.int64]:

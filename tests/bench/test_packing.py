@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ringspan.bench.packing import LENGTHS, SHAPE, WAYS, draw_lengths, packing_rows
 from ringspan.bench.rows import ignore_progress
+from ringspan.cli.bench.pack import DESCRIPTION
 from ringspan.costs.hardware import hardware
 from ringspan.costs.layer import layer_cost
 
@@ -44,3 +47,10 @@ def test_the_ideal_is_a_bound_where_nothing_is_split() -> None:
         on_progress=ignore_progress,
     )
     assert {row["way"]: 1 <= row["over_ideal"] < 1.2 for row in rows} == dict.fromkeys(WAYS, True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_described(way: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+    assert f"\n| {way} | " in page.read_text(encoding="utf-8")
+    assert f"\n  {way} " in DESCRIPTION

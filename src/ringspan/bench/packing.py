@@ -6,10 +6,12 @@ attention with its communication, by the plan that ringspan makes for the group,
 ideal is the work of all documents, divided equally among all ranks, without any communication. The bound is the least
 time of any way, for the same documents and machine (``bench/bounds.py``).
 
-The ways other than ringspan's are written from their public descriptions:
+The ways other than ringspan's are written from their public descriptions. Within a group they get the plan that
+ringspan makes on the layout ``per_document``:
 
-``in order``     Fixed groups. A sequence takes documents in the order of the batch until the next one does not fit.
-``equal work``   Fixed groups. Sequences of equal predicted time, as of WLB-LLM.
+``in order``     Fixed groups of 16 ranks. A sequence takes documents in the order of the batch until the next one does
+                 not fit.
+``equal work``   The same groups. Sequences of equal predicted time, as of WLB-LLM.
 ``powers of 2``  A document gets the smallest power of two of ranks that holds it. Groups of a size get equal sums of
                  squared length ÷ ranks, as of the balanced scheduler of Megatron.
 ``ringspan``     :func:`ringspan.pack`: every microbatch over all ranks.
@@ -76,8 +78,7 @@ def packing_rows(
     done = 0
     for name in lengths:
         for ranks in world:
-            total = int(ranks * tokens_per_rank * rounds * FILLED)
-            drawn = draw_lengths(name, tokens=total, longest=min(longest, min(FIXED_SIZE, ranks) * tokens_per_rank), seed=seed)
+            drawn = draw_batch_lengths(name, ranks, tokens_per_rank, longest=longest, rounds=rounds, seed=seed)
             for way in WAYS:
                 on_progress(done, todo, f"{name}, {ranks} ranks, {way}")
                 yield _row(name, drawn, ranks, tokens_per_rank, machine, way)
@@ -146,6 +147,12 @@ LENGTHS: dict[str, Callable[[np.random.Generator], float]] = {
     "long tail": lambda rng: rng.lognormal(mean=8.5, sigma=1.6),
     "books and code": lambda rng: rng.uniform(65536, 262144) if rng.random() < 0.03 else rng.lognormal(mean=7.5, sigma=1.2),
 }
+
+
+def draw_batch_lengths(name: str, world: int, tokens_per_rank: int, *, longest: int, rounds: int, seed: int) -> list[int]:
+    """Draw the documents of a batch. None is longer than a fixed group of ranks holds."""
+    most = min(FIXED_SIZE, world) * tokens_per_rank
+    return draw_lengths(name, tokens=int(world * tokens_per_rank * rounds * FILLED), longest=min(longest, most), seed=seed)
 
 
 def draw_lengths(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import ringspan as rs
-from ringspan.bench.packing import FILLED, LENGTHS, SHAPE, draw_lengths, packing_rows
+from ringspan.bench.packing import FIXED_SIZE, LENGTHS, SHAPE, draw_batch_lengths, packing_rows
 from ringspan.bench.rows import OnProgress, Row
 from ringspan.cli.argument_types import at_least
 from ringspan.cli.batch_picture import draw_batch
@@ -15,6 +15,19 @@ from ringspan.cli.plan.png import check_drawable
 from ringspan.costs.hardware import hardware
 
 HELP = "how ways of packing share a batch over all ranks: predicted time of the slowest rank ÷ ideal"
+
+DESCRIPTION = f"""{HELP}
+
+A batch has documents of very different lengths. The ways of packing are:
+
+  in order      fixed context parallelism: groups of {FIXED_SIZE} ranks, whose sequences take documents in the order of the
+                batch until the next one does not fit
+  equal work    the same groups, with sequences of equal predicted time, as of WLB-LLM
+  powers of 2   a document gets the smallest power of two of ranks that holds it, and groups of a size get equal sums of
+                squared length ÷ ranks, as of Megatron's balanced scheduler
+  ringspan      rs.pack: every microbatch over all ranks
+  bf16 dkv      the same, with gradients of keys and values sent in bfloat16
+"""
 
 COLUMNS = {
     "lengths": "lengths",
@@ -47,10 +60,8 @@ def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
     if args.png is not None:
         check_drawable(args.png)
         machine = hardware(args.hardware)
-        tokens = int(args.world[0] * args.tokens_per_rank * args.rounds * FILLED)
-        drawn = draw_lengths(
-            args.lengths[0], tokens=tokens, longest=min(args.longest, args.world[0] * args.tokens_per_rank), seed=args.seed
-        )
+        sizes = {"longest": args.longest, "rounds": args.rounds, "seed": args.seed}
+        drawn = draw_batch_lengths(args.lengths[0], args.world[0], args.tokens_per_rank, **sizes)
         part, *_ = rs.pack(drawn, args.world[0], tokens_per_rank=args.tokens_per_rank, hardware=machine, shape=SHAPE)
         draw_batch(args.png, part, machine, SHAPE)
     return packing_rows(
