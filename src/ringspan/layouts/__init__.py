@@ -87,16 +87,15 @@ def named_layout(name: str, mask: Mask, world: int) -> tuple[Layout, str]:
 def by_rows(given: LayoutLike | Sequence[Layout], mask: BatchMask, world: int) -> Layout:
     """Return the layout of the rows of a batch, laid end to end, from one layout for all rows or from one for each.
 
-    A rank has as many tokens of each row as of any other, so that its shard has a batch dim. Ranks of a row's layout
-    are renumbered by their number of tokens where that is needed.
+    A rank has as many tokens of each row as of any other, so that its shard has a batch dim. If a row's layout gives
+    other ranks a token more than the first row's layout does, these ranks are renumbered.
     """
     each = isinstance(given, list | tuple) and bool(given) and all(isinstance(one, Layout) for one in given)
     of_rows: Sequence[Any] = given if each else [given] * len(mask.rows)  # type: ignore[assignment]
     if len(of_rows) != len(mask.rows):
         raise LayoutError(f"{len(of_rows)} layouts for a batch of {len(mask.rows)} rows: give one for all, or one for each")
     layouts = [make_layout(one, row, world)[0] for one, row in zip(of_rows, mask.rows, strict=True)]
-    if len({layout.counts for layout in layouts}) > 1:
-        layouts = [_by_tokens(layout) for layout in layouts]
+    layouts = [_with_counts(layout, layouts[0].counts) for layout in layouts]
     if len({layout.counts for layout in layouts}) > 1:
         raise LayoutError(
             f"a rank must have as many tokens of each row of a batch, but the layouts have {layouts[0].counts}, then "
@@ -105,9 +104,19 @@ def by_rows(given: LayoutLike | Sequence[Layout], mask: BatchMask, world: int) -
     return end_to_end(layouts, layouts[0].name)
 
 
-def _by_tokens(layout: Layout) -> Layout:
-    """Renumber the ranks by their number of tokens, the largest first."""
-    order = sorted(range(layout.world), key=lambda rank: -layout.counts[rank])
+def _with_counts(layout: Layout, counts: Sequence[int]) -> Layout:
+    """Renumber ranks such that rank i has ``counts[i]`` tokens, if there are such ranks; else return the layout.
+
+    Ranks that have as many tokens already keep their number, and the others get a near one: neighbours share documents,
+    and a node.
+    """
+    if sorted(layout.counts) != sorted(counts):
+        return layout
+    order = list(range(layout.world))
+    moved = [rank for rank in order if layout.counts[rank] != counts[rank]]
+    for rank in tuple(moved):
+        order[rank] = min((other for other in moved if layout.counts[other] == counts[rank]), key=lambda x: abs(x - rank))
+        moved.remove(order[rank])
     return layout.renumbered(order)
 
 
