@@ -63,6 +63,7 @@ def compare(model_type: str, layout: str) -> dict[str, Any]:
 
     import ringspan as rs
     from ringspan.integrations.transformers import prepare
+    from ringspan.integrations.transformers.refusals import first_position
 
     torch.set_default_dtype(torch.float64)
     try:
@@ -72,13 +73,12 @@ def compare(model_type: str, layout: str) -> dict[str, Any]:
     ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
     weights = torch.randn(BATCH, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
     reference = "sdpa" if model._supports_sdpa else "eager"
-    inputs = {"input_ids": ids, "position_ids": torch.arange(TOKENS).expand(BATCH, -1)}
-    if "position_ids" not in signature(model.forward).parameters and model_type not in HANDS_ON_POSITIONS:
-        inputs.pop("position_ids")
+    takes_positions = "position_ids" in signature(model.forward).parameters or model_type in HANDS_ON_POSITIONS
     whole = {WHOLE[model_type]: torch.zeros_like(ids)} if model_type in WHOLE else {}
     try:
         model.set_attn_implementation(reference)
-        wanted, wanted_grads = logits_and_gradients(model, {**inputs, **whole}, weights)
+        # without position ids: those that the model makes itself are the right ones
+        wanted, wanted_grads = logits_and_gradients(model, {"input_ids": ids, **whole}, weights)
     except Exception as error:
         return {"result": "not made", "why": f"one process: {_one_line(error)}"}
     mask = rs.full(TOKENS) if model_type in NOT_CAUSAL else rs.causal(TOKENS)
@@ -86,7 +86,9 @@ def compare(model_type: str, layout: str) -> dict[str, Any]:
     try:
         prepare(model)
         with cp:
-            mine = {**cp.shard(inputs, dim=1), **whole}
+            mine = {"input_ids": cp.shard(ids, dim=1), **whole}
+            if takes_positions:
+                mine["position_ids"] = (cp.positions() + first_position(model.config)).expand(BATCH, -1)
             logits, grads = logits_and_gradients(model, mine, cp.shard(weights, dim=1), cp)
     except rs.UnplannedAttention as error:
         return {"result": "refused", "why": _one_line(error)}

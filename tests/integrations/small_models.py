@@ -59,6 +59,16 @@ VISION: dict[str, Any] = {
 }
 
 
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0, 1.0, 1.0, 1.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+
+
 def _gemma3_with_images(transformers: Any) -> Any:
     text = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": MIXED}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
@@ -114,6 +124,17 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ),
     ),
     "phi3": ("Phi3ForCausalLM", lambda t: t.Phi3Config(**SIZES, sliding_window=8)),
+    "llama with dynamic RoPE": (
+        "LlamaForCausalLM",
+        lambda t: t.LlamaConfig(
+            **{**SIZES, "max_position_embeddings": 16},
+            rope_parameters=DYNAMIC_ROPE,
+        ),
+    ),
+    "phi3 with LongRoPE": (
+        "Phi3ForCausalLM",
+        lambda t: t.Phi3Config(**SIZES, original_max_position_embeddings=24, rope_parameters=LONG_ROPE),
+    ),
     "cohere2": ("Cohere2ForCausalLM", lambda t: t.Cohere2Config(**SIZES, sliding_window=8, layer_types=MIXED)),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
@@ -138,6 +159,10 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bert": (
         "BertLMHeadModel",
         lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),
+    ),
+    "roberta": (
+        "RobertaForCausalLM",
+        lambda t: t.RobertaConfig(**{**SIZES, "num_key_value_heads": None}, is_decoder=True, attention_probs_dropout_prob=0.0),
     ),
     "blt": (
         "BltForCausalLM",

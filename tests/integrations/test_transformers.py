@@ -34,6 +34,7 @@ DECODERS = [
 # all others only have the name set
 PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]
 PREPARED += ["doge", "git", "inkling", "xlm", "xlnet", "zaya"]
+LENGTH_DEPENDENT = ["llama with dynamic RoPE", "phi3 with LongRoPE"]
 SPECIAL = ["llama", "doge", "inkling", "xlm", "xlnet", "zaya"]
 IS_NEW = Version(version("transformers")) >= Version("5.23")
 if IS_NEW:
@@ -93,7 +94,7 @@ def use_ringspan(model: Any, name: str) -> None:
     """As docs/transformers.md says: ``prepare`` for some models, the name of the attention for all others."""
     import ringspan.integrations.transformers as ours
 
-    if name in (*PREPARED, "bart with encoder"):
+    if name in (*PREPARED, *LENGTH_DEPENDENT, "bart with encoder"):
         ours.prepare(model)
     else:
         model.set_attn_implementation("ringspan")
@@ -160,6 +161,33 @@ def packed_by_cu_seq_lens(rank: int, name: str, layout: str) -> dict[str, float]
     return compare(name, cp, whole, {**cp.shard(whole, dim=1), **given})
 
 
+def documents_of_the_call(rank: int) -> dict[str, float]:
+    """``cu_seq_lens_q`` for a model that does not pass it to its layers. The documents are those of each alone."""
+    from ringspan.integrations.transformers import prepare
+
+    cp, ids = rs.ContextParallel(None, rs.causal(N), layout="zigzag"), tokens()
+    model = prepare(small_model("bloom"))
+    wanted = torch.cat([model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)], dim=1)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    with cp, torch.no_grad():
+        logits = model(input_ids=cp.shard(ids, dim=1), cu_seq_lens_q=ends, use_cache=False).logits
+    return {"logits": difference(logits, cp.shard(wanted, dim=1))}
+
+
+def packed_and_more(rank: int, name: str) -> dict[str, float]:
+    """The same packed documents, with a KV cache and with an attention mask, which in one process would hide them."""
+    from ringspan.integrations.transformers import prepare
+
+    cp = rs.ContextParallel(None, rs.documents(LENGTHS), layout="zigzag")
+    model = prepare(small_model(name))
+    given = cp.shard({"input_ids": tokens(), "position_ids": positions(LENGTHS)}, dim=1)
+    with cp, torch.no_grad():
+        wanted = model(**given, use_cache=False).logits
+        cached = model(**given, use_cache=True).logits
+        masked = model(**given, use_cache=False, attention_mask=torch.ones(B, N, dtype=torch.long)).logits
+    return {"with a cache": difference(cached, wanted), "with a mask": difference(masked, wanted)}
+
+
 def packed_by_rows(rank: int, name: str, layout: str) -> dict[str, float]:
     """Every row of the batch has its own documents."""
     from ringspan.integrations.transformers import packed_mask
@@ -210,6 +238,13 @@ def encoder_and_decoder(rank: int, name: str, layout: str) -> dict[str, float]:
     return compare(name, cp, {"input_ids": source, "decoder_input_ids": target}, mine)
 
 
+def counted_after_padding(rank: int) -> dict[str, float]:
+    """RoBERTa, whose first position is pad_token_id + 1."""
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    mine = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None] + 1}
+    return compare("roberta", cp, {"input_ids": tokens()}, mine)
+
+
 def check(found: list[dict[str, float]], tolerance: float = TOLERANCE) -> None:
     wrong = {what: x for differences in found for what, x in differences.items() if not x <= tolerance}
     assert not wrong
@@ -231,6 +266,25 @@ def test_packed_documents_are_exact(name: str, layout: str, pools: Pools) -> Non
 @pytest.mark.parametrize("job", [packed_by_cu_seq_lens, packed_by_rows])
 def test_packed_documents_of_the_call_and_of_rows_are_exact(job: Any, name: str, pools: Pools) -> None:
     check(pools(2).run(job, name, "zigzag"))
+
+
+def test_documents_of_the_call_are_not_lost_in_the_model(pools: Pools) -> None:
+    check(pools(2).run(documents_of_the_call), tolerance=1e-6)  # Bloom computes softmax in float32
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+def test_a_cache_or_a_mask_does_not_change_packed_documents(name: str, pools: Pools) -> None:
+    check(pools(2).run(packed_and_more, name))
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_rope_that_depends_on_the_largest_position_is_exact(name: str, pools: Pools) -> None:
+    """The positions of the first rank are below the limits of the models, those of the second are not."""
+    check(pools(2).run(plain, name, "contiguous"))
+
+
+def test_positions_after_that_of_padding_are_exact(pools: Pools) -> None:
+    check(pools(2).run(counted_after_padding))
 
 
 @pytest.mark.parametrize(("side", "shared"), [("left", True), ("right", True), ("left", False)])
@@ -359,6 +413,7 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
     padded = tokens()
     padded[0, 20:] = 0
     image = torch.zeros(B, 3, 28, 28).double()
+    of_call = {"cu_seq_lens_q": torch.tensor([0, 20, N]), "position_ids": cp.shard(positions([20, 9]), dim=1)}
     return {
         "doge": message("doge", long, prepared=True),
         "doge, not prepared": message("doge", cp),
@@ -368,12 +423,19 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
         "xlm, no positions": message("xlm", cp, prepared=True, position_ids=None),
         "xlnet": message("xlnet", cp, prepared=True, token_type_ids=torch.zeros_like(cp.shard(padded, dim=1))),
         "xlnet, dropout": message("xlnet", cp, training=True, prepared=True),
+        **{name: message(name.partition(",")[0], cp, prepared=True, **of_call) for name in DOCUMENTS_OF_CALL},
+        "xlnet, documents of the call": message(
+            "xlnet", cp, prepared=True, position_ids=None, cu_seq_lens_q=of_call["cu_seq_lens_q"]
+        ),
         "zaya": message("zaya", cp, prepared=True, attention_mask=(padded != 0).long()),
         "zaya, not prepared": message("zaya", cp),
     }
 
 
+DOCUMENTS_OF_CALL = ["inkling, documents of the call", "zaya, documents of the call"]
 REFUSED_WHEN_PREPARED = {
+    **dict.fromkeys(DOCUMENTS_OF_CALL, "would cross it"),
+    "xlnet, documents of the call": "XLNet would cross it",
     "doge": "above keep_window_size=32 this layer chooses keys",
     "doge, not prepared": "prepare(model)",
     "git": "call it in `with rs.local_attention():`",
@@ -414,6 +476,9 @@ def refused(rank: int) -> dict[str, str]:
         "no positions": message("llama", cp, position_ids=None),
         "no positions of documents": message("llama", packed, position_ids=None),
         "no positions, added to the tokens": message("bert", cp, position_ids=None),
+        "positions that begin with 0": message("roberta", cp),
+        "no positions after that of padding": message("roberta", cp, position_ids=None),
+        "RoPE of another length": message("phi3 with LongRoPE", cp),
         "not prepared": message("bart", cp, position_ids=None),
         "convolutions, not prepared": message("lfm2", cp),
         "documents only in the positions": message("llama", cp, position_ids=cp.shard(positions([20, 9]), dim=1)),
@@ -431,6 +496,9 @@ REFUSALS = {
     "no positions": "pass position_ids=cp.positions()[None]",
     "no positions of documents": "pass position_ids=cp.positions(documents=lengths)[None]",
     "no positions, added to the tokens": "pass position_ids=cp.positions()[None]",
+    "positions that begin with 0": "begin with 1 in this model (cp.positions()[None] + 1)",
+    "no positions after that of padding": "pass position_ids=cp.positions()[None] + 1",
+    "RoPE of another length": "phi3 has RoPE of the type 'longrope', whose frequencies above 24 tokens depend on the largest",
     "not prepared": "bart counts the positions of its tokens",
     "convolutions, not prepared": "lfm2 has convolutions over its tokens",
     "documents only in the positions": "make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids)",
@@ -447,6 +515,50 @@ def test_what_is_not_exact_is_refused(pools: Pools) -> None:
         for found in (first[case], second[case]):
             assert said.lower() in found.lower(), case
             assert bool(said) == bool(found), case
+
+
+def left_to_sdpa(rank: int) -> str:
+    """A model that keeps the name sdpa, with a window that is wider than the tokens of this rank."""
+    import ringspan.integrations.transformers  # noqa: F401
+
+    cp = rs.ContextParallel(None, rs.causal(N), layout="contiguous")
+    model = small_model("mistral")
+    model.config.sliding_window = 20
+    model.set_attn_implementation("sdpa")
+    try:
+        with cp:
+            model(input_ids=cp.shard(tokens(), dim=1), position_ids=cp.positions()[None], use_cache=False)
+    except rs.UnplannedAttention as error:
+        return str(error)
+    return ""
+
+
+def test_a_window_that_sdpa_would_leave_out_is_refused(pools: Pools) -> None:
+    for error in pools(2).run(left_to_sdpa):
+        assert "leaves out windows and chunks of 20 tokens" in error
+
+
+def cross_documents(rank: int) -> str:
+    cp = rs.ContextParallel(None, rs.full(N, 37) & rs.window(left=5), layout="zigzag", kv_layout="zigzag")
+    mine = {
+        "input_ids": cp.shard(tokens(37), dim=1, of="kv"),
+        "position_ids": cp.positions("kv")[None],
+        "decoder_input_ids": cp.shard(tokens(), dim=1),
+        "decoder_position_ids": cp.positions()[None],
+    }
+    model = small_model("t5gemma")
+    model.set_attn_implementation("ringspan")
+    try:
+        with cp:
+            model(**mine, use_cache=False)
+    except rs.UnplannedAttention as error:
+        return str(error)
+    return ""
+
+
+def test_a_mask_of_cross_attention_is_not_taken_for_that_of_the_encoder(pools: Pools) -> None:
+    for error in pools(2).run(cross_documents):
+        assert "does not say what the tokens of the encoder or of the decoder see of each other" in error
 
 
 def test_indexed_layers_are_named() -> None:

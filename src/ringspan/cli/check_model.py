@@ -6,10 +6,10 @@ The model is made from its config with random weights, in float64, by default wi
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import ringspan as rs
 from ringspan.errors import InputError
 from ringspan.testing.workers import Pool
 
-ATTENTION = "ringspan"
 LAYERS, HEADS, HEAD_DIM, WINDOW = 2, 4, 8, 8
 # key of a config -> the largest value of a small model
 SMALL = {
@@ -101,7 +100,7 @@ def smaller(config: Mapping[str, Any]) -> dict[str, Any]:
         distinct = list(dict.fromkeys(kinds))
         small["layer_types"] = [distinct[i % len(distinct)] for i in range(small["num_hidden_layers"])]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if key in small:
+        if key in small and not (isinstance(small[key], int) and small[key] < small.get("vocab_size", 0)):
             small[key] = None
     return small
 
@@ -110,30 +109,39 @@ def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> r
     """Compare the model on this rank. A job for all workers of a pool."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    importlib.import_module("ringspan.integrations.transformers")  # registers ATTENTION
+    from ringspan.integrations.transformers import prepare
+
     torch.manual_seed(0)
     options = {
         key: value for key, value in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")
     }
     made = AutoConfig.for_model(config["model_type"], **options)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation=ATTENTION, experts_implementation="eager")
+    model = prepare(AutoModelForCausalLM.from_config(made, experts_implementation="eager"))
     cp = rs.ContextParallel(None, rs.causal(tokens), layout=layout)
     ids = torch.randint(made.vocab_size, (1, tokens))
+    ids[ids == made.pad_token_id] += 1  # some models count the tokens that are no padding
     return rs.check_parity(model, ids, cp, step=step, without_cp=loss_of_transformers)
 
 
 def step(model: Any, ids: Tensor, cp: rs.ContextParallel) -> Tensor:
+    from ringspan.integrations.transformers.refusals import first_position
+
     mine, labels = cp.shard(ids, rs.shift_labels(ids), dim=1)
+    given = {"input_ids": mine}
+    if "position_ids" in signature(model.forward).parameters:
+        given["position_ids"] = cp.positions()[None] + first_position(model.config)
     with cp:
-        logits = model(input_ids=mine, position_ids=cp.positions()[None], use_cache=False).logits
+        logits = model(**given, use_cache=False).logits
     return cp.mean(F.cross_entropy(logits.mT, labels, reduction="none"), labels >= 0)
 
 
 def loss_of_transformers(model: Any, ids: Tensor) -> Tensor:
     """Compute the same loss without ringspan, by the attention that transformers has for every model."""
+    from ringspan.integrations.transformers import prepare
+
     model.set_attn_implementation("eager")
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
-        model.set_attn_implementation(ATTENTION)
+        prepare(model)
     return F.cross_entropy(logits[:, :-1].mT, ids[:, 1:])

@@ -23,13 +23,16 @@ mask (``attention_mask``, ``token_type_ids``, ``cu_seq_lens_q``) are those of th
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from ringspan.integrations.transformers.attention import NAME, ringspan_attention
-from ringspan.integrations.transformers.masks import ringspan_mask
+from ringspan.integrations.transformers.masks import ringspan_mask, sdpa_mask_of_block
 from ringspan.integrations.transformers.packing import packed_mask
 from ringspan.integrations.transformers.prepare import prepare
 
 AttentionInterface.register(NAME, ringspan_attention)
 AttentionMaskInterface.register(NAME, ringspan_mask)
+if ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask:  # and not one of the user
+    AttentionMaskInterface.register("sdpa", sdpa_mask_of_block)
 
 __all__ = ["NAME", "packed_mask", "prepare", "ringspan_attention", "ringspan_mask"]

@@ -17,6 +17,7 @@ from ringspan.frontends.attention_block import under_autocast
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.score_mods import softcap as softcap_mod
 from ringspan.frontends.score_mods import with_query_sinks, with_sinks
+from ringspan.integrations.transformers.convolutions import refuse_documents_of_call
 from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
 from ringspan.integrations.transformers.masks import LayerMask
@@ -51,6 +52,7 @@ def ringspan_attention(
         return out_BSHE, None
     try:
         refuse_layer(module, attention_mask.tokens, dropout, kwargs)
+        refuse_documents_of_call(module, attention_mask.outer, kwargs.get("cu_seq_lens_q"))
         out_BHSE = _attend(attention_mask, query, key, value, scaling, kwargs)
     except RingspanError as error:
         error.add_note(f"in {layer_name(module)}")

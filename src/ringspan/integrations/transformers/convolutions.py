@@ -28,7 +28,8 @@ from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
-from ringspan.integrations.transformers.refusals import named_refusals
+from ringspan.integrations.transformers.packing import refuse_documents
+from ringspan.integrations.transformers.refusals import CONVOLVES_WITHOUT_CALL, named_refusals
 
 
 def convolution_over_ranks(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,3 +107,10 @@ def document_lengths(block: ContextParallel, cu_seq_lens: Tensor | None) -> list
     length = block.plan.q_layout.length
     lengths: list[int] = np.diff(np.union1d(starts, [0, length])).tolist()
     return lengths
+
+
+def refuse_documents_of_call(layer: nn.Module, block: ContextParallel, cu_seq_lens: Tensor | None) -> None:
+    """Raise if a call has documents that the convolutions before an attention layer do not know."""
+    model_type = getattr(getattr(layer, "config", None), "model_type", "")
+    if model_type in CONVOLVES_WITHOUT_CALL:
+        refuse_documents(cu_seq_lens, block.mask, f"The convolutions of {model_type}")

@@ -30,6 +30,7 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.integrations.transformers.mask_functions import Sequence, by_rows
 from ringspan.integrations.transformers.masks import block_with_mask
 from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
+from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
 from ringspan.layouts import Layout
 from ringspan.masks import full
@@ -84,6 +85,7 @@ def cpmant_model(
     with named_refusals(self, outer.refuse):
         refuse_weights("cpmant", output_attentions, self.config)
         refuse_cache(past_key_values)
+        refuse_documents(documents_of_call(), outer.mask, "CPM-Ant")
         _refuse_mask(outer)
         ids_BL = _with_prompt(self, outer.unshard(input_ids.long(), dim=1))
         prompted, bias = _prompted(self, outer, ids_BL)

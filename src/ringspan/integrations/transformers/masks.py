@@ -25,12 +25,14 @@ from ringspan.integrations.transformers.mask_functions import Sequence, mask_of,
 from ringspan.integrations.transformers.packing import (
     check_positions,
     check_restarts,
+    documents_of_call,
     missing_positions,
     packed_ids,
     positions_of_mask,
     positions_of_model,
 )
-from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, refuse_config
+from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, first_position, refuse_config
+from ringspan.integrations.transformers.rotary import refuse_rotary
 from ringspan.masks import Mask, documents, window
 from ringspan.plans.data import Side
 
@@ -44,6 +46,8 @@ class ModelCall(NamedTuple):
     valid_BN: Tensor | None  # False at padding, for the whole sequence
     packed_BS: Tensor | None  # the number of the document of each token of this rank, as transformers counts them
     positions: tuple[bool, Tensor | None] = (False, None)  # whether the position ids of the model are known, and these
+    first: int = 0  # the position id of the first token
+    cu_seq_lens: Tensor | None = None  # where the documents of the call start, in the whole sequence
 
 
 class LayerMask:
@@ -56,21 +60,22 @@ class LayerMask:
     def __init__(
         self, mask: Mask, outer: ContextParallel, sides: Sides, call: ModelCall, *, refusal: RingspanError | None = None
     ) -> None:
-        self._mask, self._outer, self._sides, self._call, self._refusal = mask, outer, sides, call, refusal
+        self.outer = outer  # the user's block
+        self._mask, self._sides, self._call, self._refusal = mask, sides, call, refusal
         self.local_lengths = tuple(_layout(outer, side).counts[outer.rank] for side in sides)
         self.tokens = _layout(outer, sides[0]).length
         self._last: tuple[Any, Any, Any, ContextParallel] | None = None
         self._block: ContextParallel | None = None
         if refusal is None:
             try:
-                self._block = self._made(outer.mask)
+                self._block = self._made(self._documents(call.cu_seq_lens))
             except RingspanError as error:
                 self._refusal = error
 
     @property
     def block(self) -> ContextParallel:
         """The user's block with the mask of the layer."""
-        self._outer.was_used = True  # a layer attends: the block need not intercept a call
+        self.outer.was_used = True  # a layer attends: the block need not intercept a call
         if self._block is None:
             raise self._refusal or UnplannedAttention("this mask has no block")
         return self._block
@@ -85,15 +90,12 @@ class LayerMask:
         if position_ids is None and is_known:
             position_ids = of_model
             if of_model is None:
-                raise missing_positions()
+                raise missing_positions(self._call.first)
         last = self._last
         if last is not None and last[0] is position_ids and last[1] is cu_seq_lens and last[2] == window_size:
             return last[3]
-        of_documents = self._outer.mask
-        block = self.block
-        if cu_seq_lens is not None:
-            of_documents = of_documents & _documents(cu_seq_lens, *of_documents.lengths)
-            block = self._made(of_documents)
+        of_documents = self._documents(self._call.cu_seq_lens if cu_seq_lens is None else cu_seq_lens)
+        block = self.block if cu_seq_lens is None else self._made(of_documents)
         self._check_positions(position_ids, of_documents)
         if window_size is not None:
             _check_window(block.mask, window_size)
@@ -103,7 +105,7 @@ class LayerMask:
     def narrowed(self, size: int) -> LayerMask:
         """Return this mask, limited to the last ``size`` keys of each query."""
         mask = self._mask & window(left=size - 1)
-        return LayerMask(mask, self._outer, self._sides, self._call, refusal=self._refusal)
+        return LayerMask(mask, self.outer, self._sides, self._call, refusal=self._refusal)
 
     def size(self) -> torch.Size:
         """Return the shape that a mask tensor would have: (B, 1, S, T), of this rank's tokens."""
@@ -114,19 +116,31 @@ class LayerMask:
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this rank has refused a call. They would wait for its messages."""
-        self._outer.refuse(error)
+        self.outer.refuse(error)
+
+    def _documents(self, cu_seq_lens: Tensor | None) -> Mask:
+        """Return the block's mask, with the documents of the call."""
+        mask = self.outer.mask
+        return mask if cu_seq_lens is None else mask & _documents(cu_seq_lens, *mask.lengths)
 
     def _made(self, of_documents: Mask) -> ContextParallel:
-        mask = self._mask if self._sides != ("q", "kv") else _intersect(self._mask, of_documents)
-        return block_with_mask(self._outer, self._sides, mask)
+        if self._sides == ("q", "kv"):
+            return block_with_mask(self.outer, self._sides, _intersect(self._mask, of_documents))
+        if of_documents.predicate is not None or of_documents.area != np.prod(of_documents.lengths):
+            raise UnplannedAttention(
+                f"the block's mask {of_documents.name} is that of cross-attention, and does not say what the tokens of the "
+                "encoder or of the decoder see of each other: give ContextParallel rs.full(n, m)"
+            )
+        return block_with_mask(self.outer, self._sides, self._mask)
 
     def _check_positions(self, position_ids: Tensor | None, of_documents: Mask) -> None:
         is_self_attention = self._sides == ("q", "kv") and of_documents.lengths[0] == of_documents.lengths[1]
-        tokens = _tokens(self._outer, self._sides[0])
+        tokens = _tokens(self.outer, self._sides[0])
         if self._call.packed_BS is not None and is_self_attention:
             check_restarts(self._call.packed_BS, tokens, of_documents)
         if position_ids is not None:
-            check_positions(position_ids, tokens, of_documents if is_self_attention else None, self._call.valid_BN)
+            mask = of_documents if is_self_attention else None
+            check_positions(position_ids, tokens, mask, self._call.valid_BN, first=self._call.first)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -177,15 +191,17 @@ def ringspan_mask(
         )
     sides = _sides(outer, q_length, kv_length)
     q_len, k_len = (_layout(outer, side).length for side in sides)
+    refuse_rotary(config, q_len)
     sequence = Sequence(
         q_len,
         k_len,
         gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]),
-        positions=positions_of_mask(mask_function),
+        positions=positions_of_mask(mask_function, _has_documents(outer.mask)),
     )
     if attention_mask is not None:
         sequence = sequence._replace(padding_BN=of_whole_sequence(attention_mask, outer, sides[1]))
-    call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function))
+    call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function), first=first_position(config))
+    call = call._replace(cu_seq_lens=documents_of_call())
     if config is None or config.model_type not in COUNTS_POSITIONS:
         call = call._replace(positions=positions_of_model())
     try:
@@ -195,6 +211,29 @@ def ringspan_mask(
     except RingspanError as error:  # raised by the layers that use this mask, if any does
         return LayerMask(sequence.full, outer, sides, call, refusal=error)
     return LayerMask(mask, outer, sides, call)
+
+
+def sdpa_mask_of_block(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """Return the mask of a layer that attends by the name ``sdpa``, as transformers makes it.
+
+    transformers makes no mask of a window or of chunks that are longer than the tokens that it sees. Inside a block these
+    are this rank's, so the layer would attend without the window: this raises.
+    """
+    made: Tensor | None = sdpa_mask(*args, local_size=local_size, **kwargs)
+    if made is not None or local_size is None or torch.compiler.is_compiling():
+        return made
+    blocks = entered_blocks()
+    if blocks and isinstance(blocks[-1], ContextParallel) and local_size < blocks[-1].plan.kv_layout.length:
+        raise UnplannedAttention(
+            f"this model attends by sdpa, which leaves out windows and chunks of {local_size} tokens, since this rank has no "
+            'more: call model.set_attn_implementation("ringspan")'
+        )
+    return made
+
+
+def _has_documents(mask: Mask) -> bool:
+    """Return whether a mask has several documents, or may have them."""
+    return mask.predicate is not None or (mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2)
 
 
 def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:

@@ -60,14 +60,16 @@ def packed_ids(function: Callable[..., Any]) -> Tensor | None:
     return found
 
 
-def positions_of_mask(function: Callable[..., Any]) -> Tensor | None:
+def positions_of_mask(function: Callable[..., Any], has_documents: bool) -> Tensor | None:
     """Return the position ids by which transformers would count this rank's tokens, if they looked packed.
 
     transformers 5.23 gives a mask function the positions of tokens in their documents, if the batch is packed. The
-    tokens of one rank can look packed and those of another not, so it cannot be seen in ``function``. So the conditions
-    are those of ``_preprocess_mask_arguments``: position ids, and neither a padding mask nor a KV cache. They are read
-    from the frame of the function of transformers that makes the mask. In compiled code that frame is not there, but
-    every rank's ``function`` has the position ids.
+    tokens of one rank can look packed and those of another not, so it cannot be seen in ``function``. So the position
+    ids are read from the frame of the function of transformers that makes the mask. In compiled code that frame is not
+    there, but every rank's ``function`` has the position ids.
+
+    In one process, transformers does not look for documents in a call with a padding mask or a KV cache. Here a cache
+    is empty, and changes nothing. With a padding mask, tokens are counted in documents if the block has any.
     """
     if not COUNTS_IN_DOCUMENTS:
         return None
@@ -78,10 +80,10 @@ def positions_of_mask(function: Callable[..., Any]) -> Tensor | None:
             return found
         if frame.f_globals.get("__name__") == MODULE and frame.f_code.co_name.startswith("create_"):
             given = frame.f_locals
-            if given.get("attention_mask") is not None or given.get("past_key_values") is not None:
-                return None
             positions = given.get("position_ids")
-            return None if positions is None else positions.expand(given["inputs_embeds"].shape[0], -1)
+            if positions is None or (given.get("attention_mask") is not None and not has_documents):
+                return None
+            return positions.expand(given["inputs_embeds"].shape[0], -1)
         frame = frame.f_back
     return None
 
@@ -116,10 +118,43 @@ def positions_of_model() -> tuple[bool, Tensor | None]:
     return False, None
 
 
-def missing_positions() -> UnplannedAttention:
+def documents_of_call() -> Tensor | None:
+    """Return ``cu_seq_lens_q`` of the model that is being called, None if it got none.
+
+    It is read from the frames of ``forward``, because many models do not pass it to their layers.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "forward":
+            given = frame.f_locals
+            others = given.get("kwargs")
+            found = given.get("cu_seq_lens_q", others.get("cu_seq_lens_q") if isinstance(others, dict) else None)
+            if isinstance(found, Tensor):
+                return found
+        frame = frame.f_back
+    return None
+
+
+def refuse_documents(cu_seq_lens: Tensor | None, mask: Mask, what: str) -> None:
+    """Raise if ``cu_seq_lens_q`` has documents that the block's mask does not have. ``what`` knows only the latter."""
+    if cu_seq_lens is None:
+        return
+    known = np.array([0, mask.lengths[0]]) if mask.predicate is not None else mask.documents()
+    unknown = np.setdiff1d(cu_seq_lens.cpu().numpy(), known)
+    if len(unknown):
+        raise UnplannedAttention(
+            f"cu_seq_lens_q says that a document starts at token {unknown[0]}, which the block's mask does not say. {what} "
+            "would cross it: give ContextParallel rs.documents(lengths)"
+        )
+
+
+def missing_positions(first: int = 0) -> UnplannedAttention:
+    offset = f" + {first}" if first else ""
     return UnplannedAttention(
-        "this model was called without position_ids, and counts the tokens of this rank from 0: pass "
-        "position_ids=cp.positions()[None], for packed documents cp.positions(documents=lengths)[None], or "
+        f"this model was called without position_ids, and counts the tokens of this rank from {first}: pass "
+        f"position_ids=cp.positions()[None]{offset}, for packed documents cp.positions(documents=lengths)[None]{offset}, or "
         "cp.shard(position_ids, dim=1), to the model"
     )
 
@@ -135,20 +170,23 @@ def check_restarts(ids_BS: Tensor, tokens_S: NDArray[np.int64], mask: Mask) -> N
         raise _restarts(int(inside[0]), mask)
 
 
-def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mask | None, valid_BN: Tensor | None) -> None:
+def check_positions(
+    position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mask | None, valid_BN: Tensor | None, *, first: int = 0
+) -> None:
     """Raise unless the position ids are those of this rank's tokens.
 
     They may count from the start of the sequence, from the start of each document of ``mask``, or over the tokens that
-    are no padding. ``mask`` is None for a sequence without documents. The ids of padding are not checked.
+    are no padding, each beginning with ``first``. ``mask`` is None for a sequence without documents. The ids of padding
+    are not checked.
     """
     if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
         # Several kinds of positions for each token, as in M-RoPE. Their meaning depends on the model, but positions
         # that all count from 0 on this rank are wrong.
         counted = torch.arange(len(tokens_S), device=position_ids.device)
         if position_ids.shape[-1] == len(tokens_S) and tokens_S[-1] >= len(tokens_S) and bool((position_ids == counted).all()):
-            raise missing_positions()
+            raise missing_positions(first)
         return
-    given_BS = position_ids.cpu().numpy()
+    given_BS = position_ids.cpu().numpy() - first
     allowed: list[NDArray[np.int64]] = [tokens_S]
     is_padding: Any = np.zeros(len(tokens_S), dtype=bool)
     if mask is not None and mask.predicate is None:
@@ -163,16 +201,18 @@ def check_positions(position_ids: Tensor, tokens_S: NDArray[np.int64], mask: Mas
         return
     row, i = (int(n) for n in np.argwhere((given_BS != tokens_S) & ~is_padding)[0])
     where = f"row {i} of this rank is token {tokens_S[i]}"
+    offset = f" + {first}" if first else ""
     if (given_BS == np.arange(len(tokens_S))).all():
         raise UnplannedAttention(
-            f"the position ids of this rank are 0, 1, 2, …, but {where}: pass position_ids={_positions_of(mask)}[None], or "
-            "cp.shard(position_ids, dim=1), to the model"
+            f"the position ids of this rank are {_shown(given_BS[row] + first)}, but {where}: pass "
+            f"position_ids={_positions_of(mask)}[None]{offset}, or cp.shard(position_ids, dim=1), to the model"
         )
+    from_first = f" and begin with {first} in this model (cp.positions()[None]{offset})" if first else ""
     raise UnplannedAttention(
-        f"the position ids of this rank are {_shown(given_BS[row])}. They differ from its tokens: {where}, with position "
-        f"{given_BS[row, i]}. Positions must count from the start of the sequence or of each document of the block's mask. "
-        "For a packed batch, make ContextParallel with ringspan.integrations.transformers.packed_mask(position_ids) of the "
-        "whole sequence, or rs.documents(lengths)"
+        f"the position ids of this rank are {_shown(given_BS[row] + first)}. They differ from its tokens: {where}, with "
+        f"position {given_BS[row, i] + first}. Positions must count from the start of the sequence or of each document of the "
+        f"block's mask{from_first}. For a packed batch, make ContextParallel with "
+        "ringspan.integrations.transformers.packed_mask(position_ids) of the whole sequence, or rs.documents(lengths)"
     )
 
 

@@ -4,6 +4,7 @@
   position embeddings are computed for the whole sequence, and this rank's rows are taken.
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
+* RoPE that depends on the largest position (:mod:`ringspan.integrations.transformers.rotary`).
 * BLT, CPM-Ant, Doge, Inkling, ProphetNet, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
@@ -35,6 +36,7 @@ from ringspan.integrations.transformers.prophetnet import (
     refuse_encoder,
 )
 from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName, refuse_model
+from ringspan.integrations.transformers.rotary import depends_on_length, rotary_of_sequence
 from ringspan.integrations.transformers.written_out import attention_over_ranks
 from ringspan.integrations.transformers.xlm import xlm_attention, xlm_model
 from ringspan.integrations.transformers.xlnet import xlnet_attention, xlnet_distances
@@ -82,9 +84,9 @@ def prepare(model: nn.Module) -> nn.Module:
     """Let a model use ringspan inside a ``ContextParallel`` block, and return it.
 
     For most models this is ``model.set_attn_implementation("ringspan")``. In addition it replaces the ``forward`` of
-    position embeddings that count tokens, and of layers that write attention out or have a convolution. Outside a block
-    these compute what they did before. Raises :class:`ringspan.UnplannedAttention` for models that are known not to be
-    exact.
+    position embeddings that count tokens or depend on the largest position, and of layers that write attention out or
+    have a convolution. Outside a block these compute what they did before. Raises :class:`ringspan.UnplannedAttention`
+    for models that are known not to be exact.
 
     >>> from transformers import GPTJConfig, GPTJForCausalLM
     >>> config = GPTJConfig(vocab_size=8, n_embd=8, n_head=2, n_layer=1, rotary_dim=2, n_positions=8)
@@ -114,6 +116,8 @@ def _prepare_module(module: Any, model_type: str) -> None:
         methods = (("forward", convolution_over_ranks),)
     elif model_type in COUNTS_POSITIONS and name.endswith("PositionalEmbedding"):
         methods = (("forward", _positions_of_shard),)
+    elif depends_on_length(module):
+        methods = (("forward", rotary_of_sequence),)
     if methods:
         module.__class__ = _subclass(cls, methods)
 

@@ -32,6 +32,7 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.integrations.transformers.mask_functions import Sequence, padding_mask
 from ringspan.integrations.transformers.masks import LayerMask, ModelCall, of_whole_sequence
 from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
+from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
 from ringspan.masks import Mask, Predicate, causal
 
@@ -91,6 +92,7 @@ def prophetnet_masks(self: Any, original: Callable[..., Any], hidden_BSM: Tensor
         return original(self, hidden_BSM, attention_mask)
     with named_refusals(self, block.refuse):
         _refuse_documents(block)
+        refuse_documents(documents_of_call(), block.mask, "ProphetNet")
         n = block.plan.q_layout.length
         sequence = Sequence(n, n)
         mask = _stream_mask(n, self.ngram + 1, self.config.num_decoder_attention_heads)

@@ -19,6 +19,11 @@ COUNTS_POSITIONS = {
     *("musicgen_decoder", "musicgen_melody_decoder", "roformer", "trocr", "whisper"),
 }
 
+# Model types whose positions begin with pad_token_id + 1: that of padding is pad_token_id.
+COUNTS_AFTER_PADDING = {
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
 # Model types whose layers write attention out -> the class of these layers.
 WRITES_OUT = {
     "big_bird": "BigBirdSelfAttention",
@@ -49,6 +54,9 @@ CONVOLVES = {
     "zaya": "ZayaCCAProjection",
 }
 
+# Those of them whose convolutions do not get ``cu_seq_lens_q``, and know the documents of the block's mask only.
+CONVOLVES_WITHOUT_CALL = {"inkling_text", "inkling2_text", "zaya"}
+
 # Kinds of layers of the models with convolutions.
 CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
@@ -68,6 +76,11 @@ class PreparedName(str):
 def is_prepared(config: Any) -> bool:
     """Return whether the model of a config, or the model it is a copy of, was given to ``prepare``."""
     return isinstance(config._attn_implementation, PreparedName)
+
+
+def first_position(config: Any) -> int:
+    """Return the position id of the first token of a sequence."""
+    return int(config.pad_token_id) + 1 if getattr(config, "model_type", "") in COUNTS_AFTER_PADDING else 0
 
 
 def refuse_config(config: Any) -> None:

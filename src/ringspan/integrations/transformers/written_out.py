@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
+from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
@@ -43,7 +44,10 @@ def attention_over_ranks(self: Any, original: Callable[..., Any], *args: Any, **
     given = (*args, *kwargs.values())
     mask = next((x for x in given if isinstance(x, LayerMask)), None)
     hidden = next(x for x in given if isinstance(x, Tensor))
-    if mask is None and hasattr(self, "bias") and current_block() is not None:  # no mask of the model, but its own buffer
+    block = current_block() if mask is None and hasattr(self, "bias") else None
+    if block is not None:  # no mask of the model, but the layer's own buffer
+        with named_refusals(self, block.refuse):
+            refuse_documents(documents_of_call(), block.mask, "A layer with a mask of its own")
         found = ringspan_mask(hidden.shape[0], hidden.shape[1], hidden.shape[1])
         mask = found if isinstance(found, LayerMask) else None
     if mask is None:

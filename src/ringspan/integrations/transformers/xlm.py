@@ -19,6 +19,7 @@ from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
+from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
 
 
@@ -31,6 +32,7 @@ def xlm_attention(
         return original(self, input, mask, kv=kv, cache=cache, **kwargs)
     with named_refusals(self, block.refuse):
         keep_blocks(entered_blocks())
+        refuse_documents(documents_of_call(), block.mask, "XLM")
         if kv is not None or (cache is not None and cache.get_seq_length(self.layer_id)):
             raise UnplannedAttention("this layer has keys of another sequence, or of a KV cache: neither is split over ranks")
         batch, count = input.shape[:2]

@@ -28,6 +28,7 @@ from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
+from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals
 
 
@@ -48,6 +49,7 @@ def xlnet_attention(
         return original(self, q_SBHD, k_SBHD, v_SBHD, k_of_distances, seg_mat, attn_mask, output_attentions)
     with named_refusals(self, block.refuse):
         keep_blocks(entered_blocks())
+        refuse_documents(documents_of_call(), block.mask, "XLNet")
         count, batch = q_SBHD.shape[:2]
         _refuse(self, seg_mat, attn_mask, (count, len(k_SBHD)), output_attentions)
         made = ringspan_mask(
