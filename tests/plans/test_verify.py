@@ -112,6 +112,11 @@ def an_exchange() -> list[Plan]:
     return all_plans(rs.causal(12), 3, "exchange(stages=2)", "zigzag")
 
 
+def some_pieces() -> list[Plan]:
+    """Rank 1 returns the gradients of rows 0 and 1 of rank 0, and then those of rows 2 and 3."""
+    return all_plans(rs.full(8), 2, "exchange(stages=1)", "zigzag")
+
+
 def a_full_ring() -> list[Plan]:
     return all_plans(rs.full(12), 3, "ring", "contiguous")
 
@@ -257,6 +262,16 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         an_exchange,
         both(*(edit(B, rank, 2, sends=twice_dkv, recvs=twice_dkv) for rank in range(3))),
         "backward: the dkv of local row 0 on rank 0 is incomplete or counted twice",
+    ),
+    "a gradient is added to other rows": (
+        some_pieces,
+        edit(B, 0, 2, recvs=lambda of: [of[1], of[0], *of[2:]]),
+        "backward: the dkv of local row 0 on rank 0 is incomplete or counted twice",
+    ),
+    "an output is added to other rows": (
+        some_queries,
+        edit(F, 0, 2, recvs=lambda of: [replace(of[0], rows=((0, 2), (3, 4), (2, 3))), *of[1:]]),
+        "forward: the out of local row 2 on rank 0 is incomplete or counted twice",
     ),
     # heads
     "other query heads are sent": (

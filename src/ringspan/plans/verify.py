@@ -10,9 +10,10 @@ send is left over, and the rows and heads of every transfer lie in its slot.
 the bands of a task can be converted to the owners' rows and compared with the mask. Every visible pair must be computed
 exactly once for every query head, with the key head that it shares.
 
-*Flow*: every task adds a random 64-bit weight to all rows of each of its bands, per head, and transfers of outputs and
-gradients add weights. In the end each owner must hold the sum of all weights that were added to its rows: nothing is
-lost or counted twice. This check is randomised, with a fixed seed: an error passes with negligible probability.
+*Flow*: every row of an owner has a random 64-bit factor. Every task adds a random weight to all rows of each of its
+bands, per head, times the factors of these rows, and transfers of outputs and gradients add what they carry. In the end
+each owner must hold the sum of all that was added to its rows: nothing is lost, counted twice or added to another row.
+This check is randomised, with a fixed seed: an error passes with negligible probability.
 
 *Races*: while messages are in flight, no rows are overwritten that a task or a send reads, and no two receives
 overwrite the same rows. Nothing is received over the local rows of slot 0. No output or gradient is sent while a task
@@ -86,15 +87,23 @@ def _check_slot_0(plan: RankPlan) -> None:
 
 
 class _ExpectedWeights:
-    """The sum of the weights added to each head of each row, by owner: what the owner must have in the end."""
+    """The sum of the weights added to each head of each row, by owner: what the owner must have in the end.
 
-    def __init__(self, rows: Sequence[int], heads: int) -> None:
+    A weight is multiplied by a factor of the row and head: rows of one band have the same weight, but other factors.
+    """
+
+    def __init__(self, rows: Sequence[int], heads: int, rng: np.random.Generator) -> None:
         self.heads = heads
         self.start = np.concatenate([[0], np.cumsum(np.repeat(rows, heads))])
         self.total = np.zeros(self.start[-1], dtype=np.uint64)
+        self._factor = rng.integers(1, 2**64, self.start[-1], dtype=np.uint64)
 
-    def add(self, ids: Ints, weight: np.uint64) -> None:
-        self.total[self._indices(ids)] += weight
+    def add(self, ids: Ints, weight: np.uint64) -> NDArray[np.uint64]:
+        """Add a weight to some rows. Returns what was added to each of them."""
+        indices = self._indices(ids)
+        added: NDArray[np.uint64] = self._factor[indices] * weight  # modulo 2⁶⁴
+        self.total[indices] += added
+        return added
 
     def at(self, ids: Ints) -> NDArray[np.uint64]:
         found: NDArray[np.uint64] = self.total[self._indices(ids)]
@@ -132,8 +141,8 @@ class _Simulation:
         self._rng = np.random.default_rng(0)
         self._results = ("out",) if phase == "forward" else ("dq", "dkv")
         self._expected = {
-            "q": _ExpectedWeights([p.q_rows for p in plans], heads.q),
-            "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv),
+            "q": _ExpectedWeights([p.q_rows for p in plans], heads.q, self._rng),
+            "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv, self._rng),
         }
 
     def run(self) -> None:
@@ -327,7 +336,8 @@ def _add_weights(
     expected: dict[str, _ExpectedWeights],
     rng: np.random.Generator,
 ) -> None:
-    """Add a random weight to all rows of each band, per head, and the same weight to the owner's expected sum."""
+    """Add a random weight to all rows of each band, per head, times the factor of the row, and the same to the owner's
+    expected sum."""
     for result in results:
         of = side(result)
         slot = task.kv_slot if of == "kv" else task.q_slot
@@ -336,8 +346,7 @@ def _add_weights(
             a, b = (band.k0, band.k1) if of == "kv" else (band.q0, band.q1)
             for head, ids in enumerate(ids_HS[:, a:b]):
                 weight = rng.integers(1, 2**62, dtype=np.uint64)
-                r.weights[result][slot][head, a:b] += weight
-                expected[of].add(ids, weight)
+                r.weights[result][slot][head, a:b] += expected[of].add(ids, weight)
 
 
 def _check_computed(plan: RankPlan, heads: Heads, computed: list[ComputedBands], phase: Phase) -> None:
