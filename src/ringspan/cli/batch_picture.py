@@ -90,7 +90,7 @@ def _documents(axes: Any, part: Microbatch) -> None:
 def _loads(axes: Any, part: Microbatch, machine: Hardware, shape: Shape) -> None:
     """Draw the seconds of each rank, and those of an equal share of the work."""
     loads, ideal = loads_of(part, machine, shape), ideal_seconds(part, machine, shape)
-    slowest = part.seconds(machine, shape)
+    slowest = float(sum(of_ranks[0] for of_ranks in loads.values()))  # with its wait, every rank takes as long
     unit, per_unit = time_unit(slowest)
     ranks, left = np.arange(part.layout.world), np.zeros(part.layout.world)
     height = 0.9 if part.layout.world <= MAX_RANKS_WITH_GAPS else 1.0
