@@ -1,4 +1,4 @@
-"""Tiny models with random weights, of every causal language model of transformers."""
+"""Tiny models with random weights, of every language model of transformers: causal, masked, or with an encoder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
+# Kind of model -> model type -> the name of its class.
+KINDS: dict[str, dict[str, str]] = {
+    "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+}
 VOCABULARY = 96
 MAX_PARAMETERS = 5_000_000
 
@@ -110,14 +120,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(cls: Any, model_type: str, *, is_part: bool = False) -> Any:
+def small_config(cls: Any, model_type: str, kind: str = "causal", *, is_part: bool = False) -> Any:
     """Return a tiny config of a class, with tiny configs of its parts."""
     fields = {field.name for field in dataclasses.fields(cls)}
     options: dict[str, Any] = {name: value for name, value in SMALL.items() if name in fields}
     for name, spec in (cls.sub_configs_defaults or {}).items():
         part = CONFIG_MAPPING[spec.model_type] if spec.config_class is AutoConfig else spec.config_class
         if dataclasses.is_dataclass(part):
-            options[name] = small_config(part, spec.model_type, is_part=True)
+            options[name] = small_config(part, spec.model_type, kind, is_part=True)
     if "qk_rope_head_dim" in fields:  # multi-head latent attention
         options.pop("head_dim", None)
         options["num_key_value_heads"] = HEADS
@@ -127,7 +137,7 @@ def small_config(cls: Any, model_type: str, *, is_part: bool = False) -> Any:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"):
         if name in fields:
             options[name] = 1
-    if not is_part and "is_decoder" in fields:
+    if kind == "causal" and not is_part and "is_decoder" in fields:
         options["is_decoder"] = True
     options.update(SPECIAL.get(model_type, {}))
     return cls(**{name: value for name, value in options.items() if value is not ...})
@@ -153,11 +163,11 @@ def without_timm() -> Iterator[None]:
         yield
 
 
-def small_model(model_type: str) -> nn.Module:
+def small_model(model_type: str, kind: str = "causal") -> nn.Module:
     """Return a model in float64, the same in every process. No parameter is zero."""
-    config = small_config(CONFIG_MAPPING[model_type], model_type)
+    config = small_config(CONFIG_MAPPING[model_type], model_type, kind)
     torch.manual_seed(0)
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    cls = getattr(transformers, KINDS[kind][model_type])
     accepted = cls.config_class
     if accepted is not None and not isinstance(config, accepted):
         parts = [getattr(config, name) for name in config.sub_configs]

@@ -1,7 +1,8 @@
-"""Every causal language model of the installed transformers, tiny, on 2 processes, against one process.
+"""Every language model of the installed transformers, tiny, on 2 processes, against one process.
 
     python benchmarks/transformers_sweep.py --jobs 8 --json sweep.json    # 2 processes for each job
     python benchmarks/transformers_sweep.py --only llama gemma2           # some models, and a table
+    python benchmarks/transformers_sweep.py --kind masked seq2seq         # encoders, and encoders with decoders
     python benchmarks/transformers_sweep.py --json sweep.json --table     # the table of results that exist, in Markdown
 
 Random weights. The logits and the gradients of all parameters are compared with those of one process, with ``sdpa`` as
@@ -31,7 +32,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-TOKENS, BATCH = 29, 2  # 15 and 14 tokens on the two ranks; longer than the windows and chunks of the models
+TOKENS, SOURCE_TOKENS, BATCH = 29, 37, 2  # 15 and 14 tokens on the two ranks; longer than windows and chunks
 TOLERANCE = 1e-10
 WORLD = 2
 # Models that hand position_ids on to another, and do not name them; what describes the whole sequence in others.
@@ -56,39 +57,37 @@ def logits_and_gradients(model: Any, inputs: dict[str, Any], weights: Any, cp: A
     return logits.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-def compare(model_type: str, layout: str) -> dict[str, Any]:
+def compare(model_type: str, kind: str, layout: str) -> dict[str, Any]:
     """Run one model in one process and on all. Every worker does both, and compares its own tokens."""
     import torch
     from tiny_models import VOCABULARY, small_model
 
     import ringspan as rs
     from ringspan.integrations.transformers import prepare
-    from ringspan.integrations.transformers.refusals import first_position
 
     torch.set_default_dtype(torch.float64)
     try:
-        model: Any = small_model(model_type)
+        model: Any = small_model(model_type, kind)
     except Exception as error:
         return {"result": "not made", "why": _one_line(error)}
-    ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
     weights = torch.randn(BATCH, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(2)).double()
     reference = "sdpa" if model._supports_sdpa else "eager"
-    takes_positions = "position_ids" in signature(model.forward).parameters or model_type in HANDS_ON_POSITIONS
-    whole = {WHOLE[model_type]: torch.zeros_like(ids)} if model_type in WHOLE else {}
+    whole = inputs_of(model, model_type, kind)
     try:
         model.set_attn_implementation(reference)
         # without position ids: those that the model makes itself are the right ones
-        wanted, wanted_grads = logits_and_gradients(model, {"input_ids": ids, **whole}, weights)
+        wanted, wanted_grads = logits_and_gradients(model, whole, weights)
     except Exception as error:
         return {"result": "not made", "why": f"one process: {_one_line(error)}"}
-    mask = rs.full(TOKENS) if model_type in NOT_CAUSAL else rs.causal(TOKENS)
-    cp = rs.ContextParallel(None, mask, layout=layout, timeout=60)
+    if kind == "seq2seq":
+        cp = rs.ContextParallel(None, rs.full(TOKENS, SOURCE_TOKENS), layout=layout, kv_layout=layout, timeout=60)
+    else:
+        mask = rs.full(TOKENS) if kind == "masked" or model_type in NOT_CAUSAL else rs.causal(TOKENS)
+        cp = rs.ContextParallel(None, mask, layout=layout, timeout=60)
     try:
         prepare(model)
         with cp:
-            mine = {"input_ids": cp.shard(ids, dim=1), **whole}
-            if takes_positions:
-                mine["position_ids"] = (cp.positions() + first_position(model.config)).expand(BATCH, -1)
+            mine = inputs_of(model, model_type, kind, cp)
             logits, grads = logits_and_gradients(model, mine, cp.shard(weights, dim=1), cp)
     except rs.UnplannedAttention as error:
         return {"result": "refused", "why": _one_line(error)}
@@ -98,10 +97,35 @@ def compare(model_type: str, layout: str) -> dict[str, Any]:
     found["gradients"] = max(_difference(grads.get(name), x) for name, x in wanted_grads.items())
     is_exact = all(x <= TOLERANCE for x in found.values())
     row = {"result": "exact" if is_exact else "wrong", "reference": reference, **found}
-    if "position_ids" in mine:
-        mine.pop("position_ids")
+    positions = [name for name in mine if name.endswith("position_ids")]
+    if positions:
+        for name in positions:
+            mine.pop(name)
         row["without position_ids"] = without_positions(model, cp, mine, logits)
     return row
+
+
+def inputs_of(model: Any, model_type: str, kind: str, cp: Any = None) -> dict[str, Any]:
+    """Return the inputs of a model in one process, or with ``cp`` those of this rank, with position ids."""
+    import torch
+    from tiny_models import VOCABULARY
+
+    from ringspan.integrations.transformers.refusals import first_position
+
+    ids = torch.randint(2, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    source = torch.randint(2, VOCABULARY, (BATCH, SOURCE_TOKENS), generator=torch.Generator().manual_seed(3))
+    sides = {"decoder_": (ids, "q"), "": (source, "kv")} if kind == "seq2seq" else {"": (ids, "q")}
+    whole = {WHOLE[model_type]: torch.zeros_like(ids)} if model_type in WHOLE else {}
+    if cp is None:
+        return {**{f"{prefix}input_ids": x for prefix, (x, _) in sides.items()}, **whole}
+    found: dict[str, Any] = whole
+    accepted = signature(model.forward).parameters
+    for prefix, (x, side) in sides.items():
+        found[f"{prefix}input_ids"] = cp.shard(x, dim=1, of=side)
+        if f"{prefix}position_ids" in accepted or model_type in HANDS_ON_POSITIONS:
+            positions = cp.positions(side) + first_position(model.config)
+            found[f"{prefix}position_ids"] = positions.expand(BATCH, -1)
+    return found
 
 
 def without_positions(model: Any, cp: Any, mine: dict[str, Any], logits: Any) -> str:
@@ -135,7 +159,7 @@ def _one_line(error: Exception) -> str:
 # -- one model, in processes of its own --------------------------------------------------------------------------------
 
 
-def run_one(model_type: str, layout: str) -> dict[str, Any]:
+def run_one(model_type: str, kind: str, layout: str) -> dict[str, Any]:
     """Run a model on forked workers: they share the imports, which take longer than most models."""
     import torch
     import transformers
@@ -150,7 +174,7 @@ def run_one(model_type: str, layout: str) -> dict[str, Any]:
     results: Any = context.Queue()
     with tempfile.NamedTemporaryFile() as store:
         workers = [
-            context.Process(target=_worker, args=(rank, store.name, model_type, layout, results)) for rank in range(WORLD)
+            context.Process(target=_worker, args=(rank, store.name, model_type, kind, layout, results)) for rank in range(WORLD)
         ]
         for worker in workers:
             worker.start()
@@ -161,17 +185,17 @@ def run_one(model_type: str, layout: str) -> dict[str, Any]:
     for key in ("logits", "gradients"):
         if key in row:
             row[key] = max(found.get(key, float("inf")) for found in both)
-    return {"model": model_type, **row, **versions}
+    return {"model": model_type, "kind": kind, **row, **versions}
 
 
-def _worker(rank: int, store: str, model_type: str, layout: str, results: Any) -> None:
+def _worker(rank: int, store: str, model_type: str, kind: str, layout: str, results: Any) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
     try:
-        results.put(compare(model_type, layout))
+        results.put(compare(model_type, kind, layout))
     except Exception as error:
         results.put({"result": "failed", "why": _one_line(error)})
     results.close()
@@ -182,9 +206,9 @@ def _worker(rank: int, store: str, model_type: str, layout: str, results: Any) -
 # -- all models --------------------------------------------------------------------------------------------------------
 
 
-def run_limited(model_type: str, layout: str, limit: float) -> dict[str, Any]:
+def run_limited(model_type: str, kind: str, layout: str, limit: float) -> dict[str, Any]:
     """Run one model in a process of its own. It is ended, with its workers, after ``limit`` seconds."""
-    command = [sys.executable, __file__, "--one", model_type, "--layout", layout]
+    command = [sys.executable, __file__, "--one", model_type, "--kind", kind, "--layout", layout]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     start = time.perf_counter()
     with subprocess.Popen(
@@ -195,26 +219,28 @@ def run_limited(model_type: str, layout: str, limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            return {"model": model_type, "result": "failed", "why": f"not done after {limit:.0f} s"}
+            return {"model": model_type, "kind": kind, "result": "failed", "why": f"not done after {limit:.0f} s"}
     lines = [line for line in printed.splitlines() if line.startswith('{"model"')]
     if not lines:
-        return {"model": model_type, "result": "failed", "why": " ".join(errors.split())[-300:]}
+        return {"model": model_type, "kind": kind, "result": "failed", "why": " ".join(errors.split())[-300:]}
     return {**json.loads(lines[-1]), "seconds": round(time.perf_counter() - start, 1)}
 
 
-def sweep(types: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = [row for row in read(options.json) if row["model"] in types and row["result"] not in options.again]
-    left = [x for x in types if x not in {row["model"] for row in rows}]
+def sweep(models: list[tuple[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run models, each a type and a kind."""
+    rows = [row for row in read(options.json) if (row["model"], row["kind"]) in models and row["result"] not in options.again]
+    done_before = {(row["model"], row["kind"]) for row in rows}
+    left = [(*x, options.layout, options.limit) for x in models if x not in done_before]
     if options.json is not None and options.again:
         options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ThreadPoolExecutor(options.jobs) as executor:
-        for done in as_completed([executor.submit(run_limited, x, options.layout, options.limit) for x in left]):
+        for done in as_completed([executor.submit(run_limited, *x) for x in left]):
             row = done.result()
             rows.append(row)
             if options.json is not None:
                 with options.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-            print(f"{len(rows)}/{len(types)} {line_of(row)}", file=sys.stderr, flush=True)
+            print(f"{len(rows)}/{len(models)} {line_of(row)}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -248,6 +274,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="model types, as in config.model_type")
+    parser.add_argument("--kind", nargs="+", choices=("causal", "masked", "seq2seq"), default=["causal"], help="of model")
     parser.add_argument("--layout", default="zigzag")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time; each has 2 processes of one thread")
     parser.add_argument("--limit", type=float, default=180, help="seconds for each model")
@@ -257,14 +284,15 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run_one(options.one, options.layout)), flush=True)
+        print(json.dumps(run_one(options.one, options.kind[0], options.layout)), flush=True)
         return
     if options.table:
         print(markdown(read(options.json)))
         return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from tiny_models import KINDS
 
-    rows = sweep(options.only or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options)
+    models = [(x, kind) for kind in options.kind for x in KINDS[kind] if not options.only or x in options.only]
+    rows = sweep(models, options)
     for row in rows:
         print(line_of(row))
     print(dict(Counter(row["result"] for row in rows)), file=sys.stderr)
