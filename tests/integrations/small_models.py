@@ -144,6 +144,12 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     # these need prepare(model): they count positions, or write attention out in their layers
     "bart": ("BartForCausalLM", lambda t: t.BartConfig(**BART, is_decoder=True)),
     "bart with encoder": ("BartForConditionalGeneration", lambda t: t.BartConfig(**BART, encoder_layers=2)),
+    "m2m_100 with encoder": ("M2M100ForConditionalGeneration", lambda t: t.M2M100Config(**BART, encoder_layers=2)),
+    "mvp with encoder": ("MvpForConditionalGeneration", lambda t: t.MvpConfig(**BART, encoder_layers=2)),
+    "mpnet": (
+        "MPNetForMaskedLM",
+        lambda t: t.MPNetConfig(**{**SIZES, "num_key_value_heads": None}, attention_probs_dropout_prob=0.0),
+    ),
     "gptj": ("GPTJForCausalLM", lambda t: t.GPTJConfig(**GPT, rotary_dim=4, n_positions=64)),
     "gpt_neo": (
         "GPTNeoForCausalLM",

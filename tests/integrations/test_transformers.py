@@ -35,13 +35,14 @@ DECODERS = [
 PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]
 PREPARED += ["doge", "git", "inkling", "xlm", "xlnet", "zaya"]
 LENGTH_DEPENDENT = ["llama with dynamic RoPE", "phi3 with LongRoPE"]
+COUNTING_ENCODERS = ["bart with encoder", "m2m_100 with encoder", "mvp with encoder"]
 SPECIAL = ["llama", "doge", "inkling", "xlm", "xlnet", "zaya"]
 IS_NEW = Version(version("transformers")) >= Version("5.23")
 if IS_NEW:
     PREPARED += ["inkling2"]
     SPECIAL += ["inkling2"]
 ONLY_EAGER = {"gemma2", "gpt_oss", "inkling2", "t5gemma"}  # SDPA has no softcap and no sinks
-ONLY_EAGER |= {"gptj", "gpt_neo", "bloom", "openai-gpt", "git", "xlm", "xlnet"}  # they have no other
+ONLY_EAGER |= {"mvp with encoder", "gptj", "gpt_neo", "bloom", "openai-gpt", "git", "xlm", "xlnet"}  # they have no other
 LAYOUTS = ["contiguous", "zigzag"]
 
 
@@ -94,7 +95,7 @@ def use_ringspan(model: Any, name: str) -> None:
     """As docs/transformers.md says: ``prepare`` for some models, the name of the attention for all others."""
     import ringspan.integrations.transformers as ours
 
-    if name in (*PREPARED, *LENGTH_DEPENDENT, "bart with encoder"):
+    if name in (*PREPARED, *LENGTH_DEPENDENT, *COUNTING_ENCODERS):
         ours.prepare(model)
     else:
         model.set_attn_implementation("ringspan")
@@ -233,7 +234,7 @@ def encoder_and_decoder(rank: int, name: str, layout: str) -> dict[str, float]:
         "decoder_input_ids": cp.shard(target, dim=1),
         "decoder_position_ids": cp.positions()[None],
     }
-    if name == "bart with encoder":  # it takes no position ids
+    if name in COUNTING_ENCODERS:  # they take no position ids
         mine = {key: x for key, x in mine.items() if "position_ids" not in key}
     return compare(name, cp, {"input_ids": source, "decoder_input_ids": target}, mine)
 
@@ -299,7 +300,7 @@ def test_image_blocks_are_exact(layout: str, pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["t5gemma", "bart with encoder"])
+@pytest.mark.parametrize("name", ["t5gemma", *COUNTING_ENCODERS])
 def test_an_encoder_and_a_decoder_are_exact(name: str, layout: str, pools: Pools) -> None:
     check(pools(2).run(encoder_and_decoder, name, layout))
 
@@ -429,6 +430,8 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
         ),
         "zaya": message("zaya", cp, prepared=True, attention_mask=(padded != 0).long()),
         "zaya, not prepared": message("zaya", cp),
+        "bart, no tokens of the decoder": message("bart with encoder", cp, prepared=True, position_ids=None),
+        "mpnet": message("mpnet", rs.ContextParallel(None, rs.full(N), layout="zigzag"), prepared=True),
     }
 
 
@@ -446,14 +449,23 @@ REFUSED_WHEN_PREPARED = {
     "xlnet, dropout": "a dropout of 0.1",
     "zaya": "the batch has padding",
     "zaya, not prepared": "zaya has convolutions over its tokens",
+    "bart, no tokens of the decoder": "bart was called without decoder_input_ids",
+    "mpnet": "adds the mask to its scores",
 }
 
 
-def test_prepare_refuses_models_that_are_not_exact() -> None:
+def test_models_that_are_not_exact_are_refused() -> None:
+    import transformers
+
     from ringspan.integrations.transformers import prepare
+    from ringspan.integrations.transformers.refusals import refuse_config
 
     with pytest.raises(rs.UnplannedAttention, match="recurrent_gemma cannot run under context parallelism: it has recurrent"):
         prepare(small_model("recurrent_gemma"))
+    with pytest.raises(rs.UnplannedAttention, match="pegasus_x cannot run under context parallelism: its encoder attends"):
+        refuse_config(transformers.PegasusXConfig())
+    with pytest.raises(rs.UnplannedAttention, match=r"esm scales embeddings by the share of mask tokens"):
+        refuse_config(transformers.EsmConfig(token_dropout=True))
 
 
 def test_what_prepared_models_refuse(pools: Pools) -> None:
@@ -485,6 +497,10 @@ def refused(rank: int) -> dict[str, str]:
         "a mask tensor": message("llama", cp, attention_mask=torch.ones(B, 1, 15, 15, dtype=torch.bool)),
         "a part of the logits": message("gemma4", cp, logits_to_keep=1),
         "images and a causal block": message("gemma3 with images", cp, token_type_ids=types, **images),
+        "labels": message("llama", cp, labels=cp.shard(tokens(), dim=1)),
+        "labels that are shifted": message(
+            "llama", cp, labels=cp.shard(tokens(), dim=1), shift_labels=cp.shard(tokens(), dim=1)
+        ),
         "whole inputs": message("llama", cp, input_ids=tokens(), position_ids=torch.arange(N)[None]),
     }
 
@@ -505,6 +521,8 @@ REFUSALS = {
     "a mask tensor": "LlamaAttention, layer 0 has a mask of shape (2, 1, 15, 15)",
     "a part of the logits": "Leave logits_to_keep out" if IS_NEW else "",
     "images and a causal block": "this layer lets queries see later keys",
+    "labels": "labels= was passed to the model",
+    "labels that are shifted": "",
     "whole inputs": "this layer has 29 queries and 29 keys",
 }
 

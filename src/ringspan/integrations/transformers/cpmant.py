@@ -30,7 +30,8 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.integrations.transformers.mask_functions import Sequence, by_rows
 from ringspan.integrations.transformers.masks import block_with_mask
 from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
-from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
+from ringspan.integrations.transformers.model_call import documents_of_call
+from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
 from ringspan.layouts import Layout
 from ringspan.masks import full

@@ -22,14 +22,13 @@ from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
+from ringspan.integrations.transformers.model_call import documents_of_call, positions_of_model, refuse_labels
 from ringspan.integrations.transformers.packing import (
     check_positions,
     check_restarts,
-    documents_of_call,
     missing_positions,
     packed_ids,
     positions_of_mask,
-    positions_of_model,
 )
 from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, first_position, refuse_config
 from ringspan.integrations.transformers.rotary import refuse_rotary
@@ -156,6 +155,12 @@ class LayerMask:
             "logits_to_keep out; without it, the layers of this model cannot run under context parallelism"
         )
 
+    def __radd__(self, scores: Any) -> NoReturn:
+        raise UnplannedAttention(
+            "a layer of this model adds the mask to its scores, which are those of this rank alone. The layer does not use the "
+            "attention function that was set, and is not among those that ringspan.integrations.transformers.prepare knows"
+        )
+
     def __repr__(self) -> str:
         return f"<LayerMask {self._mask!r}>"
 
@@ -185,6 +190,8 @@ def ringspan_mask(
         return make(batch_size, q_length, kv_length, **given, config=config, **kwargs)
     keep_blocks(entered_blocks())  # a checkpoint around the whole model must make the mask in the same block again
     refuse_config(config)
+    if outer.plan.world > 1:
+        refuse_labels()
     if int(q_offset) or int(kv_offset):
         raise UnplannedAttention(
             f"this call continues a KV cache of {int(q_offset)} tokens, which is not split over ranks: pass no past_key_values"

@@ -102,41 +102,6 @@ def _captured(function: Any, qualname: str, name: str) -> Any:
     return None
 
 
-def positions_of_model() -> tuple[bool, Tensor | None]:
-    """Return whether the ``forward`` that makes a mask has a variable ``position_ids``, and its value.
-
-    The value is None if the user passed none. It is read from the frame of that ``forward``, because many models do not
-    pass it to their layers: those that add position embeddings to the tokens, for example.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            break
-        if frame.f_code.co_name == "forward" and "position_ids" in frame.f_locals:
-            return True, frame.f_locals["position_ids"]
-        frame = frame.f_back
-    return False, None
-
-
-def documents_of_call() -> Tensor | None:
-    """Return ``cu_seq_lens_q`` of the model that is being called, None if it got none.
-
-    It is read from the frames of ``forward``, because many models do not pass it to their layers.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            break
-        if frame.f_code.co_name == "forward":
-            given = frame.f_locals
-            others = given.get("kwargs")
-            found = given.get("cu_seq_lens_q", others.get("cu_seq_lens_q") if isinstance(others, dict) else None)
-            if isinstance(found, Tensor):
-                return found
-        frame = frame.f_back
-    return None
-
-
 def refuse_documents(cu_seq_lens: Tensor | None, mask: Mask, what: str) -> None:
     """Raise if ``cu_seq_lens_q`` has documents that the block's mask does not have. ``what`` knows only the latter."""
     if cu_seq_lens is None:

@@ -5,6 +5,7 @@
 * Models whose layers write attention out (:mod:`ringspan.integrations.transformers.written_out`).
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
 * RoPE that depends on the largest position (:mod:`ringspan.integrations.transformers.rotary`).
+* Encoders with decoders. They raise without tokens of the decoder, which they would make from those of this rank.
 * BLT, CPM-Ant, Doge, Inkling, ProphetNet, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -118,6 +120,8 @@ def _prepare_module(module: Any, model_type: str) -> None:
         methods = (("forward", _positions_of_shard),)
     elif depends_on_length(module):
         methods = (("forward", rotary_of_sequence),)
+    elif not methods and hasattr(module, "config") and "decoder_input_ids" in signature(cls.forward).parameters:
+        methods = (("forward", _with_decoder_tokens),)
     if methods:
         module.__class__ = _subclass(cls, methods)
 
@@ -160,6 +164,20 @@ def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: A
         tokens = tokens.new_zeros(()).expand(shape) if isinstance(tokens, Tensor) else torch.Size(shape)
     rows: Tensor = original(self, tokens, *args, **kwargs)
     return block.shard(rows, dim=rows.ndim - 2, of=side)
+
+
+def _with_decoder_tokens(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of an encoder with a decoder. In a block it raises without the tokens of the decoder."""
+    block = current_block()
+    given = signature(original).bind(self, *args, **kwargs).arguments
+    if block is not None and all(given.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+        error = InputError(
+            f"{self.config.model_type} was called without decoder_input_ids, and would make them by shifting tokens within "
+            "this rank: shift the whole sequence, and pass decoder_input_ids=cp.shard(shifted, dim=1)"
+        )
+        block.refuse(error)
+        raise error
+    return original(self, *args, **kwargs)
 
 
 def _side(block: ContextParallel, count: int) -> Side:

@@ -15,13 +15,13 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 # Model types that count the positions of the tokens that they get, and take no position_ids.
 COUNTS_POSITIONS = {
-    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart"),
     *("musicgen_decoder", "musicgen_melody_decoder", "roformer", "trocr", "whisper"),
 }
 
 # Model types whose positions begin with pad_token_id + 1: that of padding is pad_token_id.
 COUNTS_AFTER_PADDING = {
-    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("camembert", "data2vec-text", "esm", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 
 # Model types whose layers write attention out -> the class of these layers.
@@ -62,8 +62,11 @@ CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
+    "mobilebert": "it joins the embeddings of neighbouring tokens, and takes those of this rank for neighbours",
+    "pegasus_x": "its encoder attends in blocks of tokens, which it would make of those of this rank",
     "reformer": "it has hashed attention",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
+    "sam3_lite_text_text_model": "it has convolutions over its tokens, which would mix only those of this rank",
 }
 
 
@@ -97,6 +100,11 @@ def refuse_config(config: Any) -> None:
         raise UnplannedAttention(
             f"{model_type} has layers that are not softmax attention under a mask ({layers}). They would mix only the tokens "
             "of this rank: this model cannot run under context parallelism"
+        )
+    if getattr(config, "token_dropout", False):
+        raise UnplannedAttention(
+            f"{model_type} scales embeddings by the share of mask tokens (token_dropout), and counts those of this rank: make "
+            "the model with token_dropout=False"
         )
     how = _why_prepare(model_type)
     if how and not is_prepared(config):

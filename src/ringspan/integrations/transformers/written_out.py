@@ -20,52 +20,91 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from inspect import Signature, signature
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
+from ringspan.frontends.recompute import was_absent_in_forward
 from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
-from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
+from ringspan.integrations.transformers.model_call import documents_of_call
+from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 BADDBMMS = {torch.baddbmm, Tensor.baddbmm}
 SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
+KEYS = ("key_value_states", "encoder_hidden_states")  # arguments of layers: what the keys of cross-attention are made from
 
 
 def attention_over_ranks(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a layer that writes attention out. In a call with a :class:`LayerMask` it attends over all
-    ranks."""
-    given = (*args, *kwargs.values())
-    mask = next((x for x in given if isinstance(x, LayerMask)), None)
-    hidden = next(x for x in given if isinstance(x, Tensor))
-    block = current_block() if mask is None and hasattr(self, "bias") else None
-    if block is not None:  # no mask of the model, but the layer's own buffer
-        with named_refusals(self, block.refuse):
-            refuse_documents(documents_of_call(), block.mask, "A layer with a mask of its own")
-        found = ringspan_mask(hidden.shape[0], hidden.shape[1], hidden.shape[1])
-        mask = found if isinstance(found, LayerMask) else None
+    """Run the forward of a layer that writes attention out. Inside a block it attends over all ranks."""
+    given = _signature(original).bind(self, *args, **kwargs).arguments
+    mask, hidden = given.get("attention_mask"), next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    keys, buffer = next((given[name] for name in KEYS if name in given), None), getattr(self, "bias", None)
+    is_made_here = not isinstance(mask, LayerMask)
+    if is_made_here:
+        mask = _made_for(self, mask, hidden, keys)
     if mask is None:
         return original(self, *args, **kwargs)
-    position_ids, buffer = kwargs.get("position_ids"), getattr(self, "bias", None)
-    with named_refusals(self, mask.refuse), WrittenOut(mask, batch=hidden.shape[0], position_ids=position_ids, buffer=buffer):
+    mode = WrittenOut(
+        mask,
+        batch=hidden.shape[0],
+        position_ids=given.get("position_ids"),
+        buffer=buffer,
+        needs_mask=not is_made_here or buffer is not None,
+    )
+    with named_refusals(self, mask.refuse), mode:
         return original(self, *args, **kwargs)
+
+
+def _made_for(layer: Any, given: Any, hidden: Tensor, keys: Tensor | None) -> LayerMask | None:
+    """Return the mask of a layer that has none of the model: causal if it has a buffer of its own, else full.
+
+    None outside a block, and for keys that are not split: every rank has all of them.
+    """
+    block = current_block()
+    if block is None or was_absent_in_forward(block):
+        return None
+    if keys is not None and keys.shape[1] != block.plan.kv_layout.counts[block.rank]:
+        return None
+    with named_refusals(layer, block.refuse):
+        if given is not None:
+            raise UnplannedAttention(
+                f"this layer has a mask of shape {tuple(given.shape)} that ringspan did not make: give the mask of the whole "
+                "sequence to ContextParallel, not to the model"
+            )
+        refuse_documents(documents_of_call(), block.mask, "A layer without a mask of the model")
+    function = causal_mask_function if keys is None and hasattr(layer, "bias") else bidirectional_mask_function
+    count = hidden.shape[1] if keys is None else keys.shape[1]
+    found = ringspan_mask(hidden.shape[0], hidden.shape[1], count, mask_function=function)
+    return found if isinstance(found, LayerMask) else None
+
+
+@cache
+def _signature(forward: Callable[..., Any]) -> Signature:
+    return signature(forward)
 
 
 class WrittenOut(TorchFunctionMode):
     """Computes attention over all ranks for a layer that multiplies queries, keys and values itself.
 
-    ``buffer`` (1, 1, M, M) is a causal mask or window over M positions that the layer has besides the model's mask.
+    ``buffer`` (1, 1, M, M) is a causal mask or window over M positions that the layer has besides the model's mask. A
+    layer that ``needs_mask`` applies the mask to its scores.
     """
 
-    def __init__(self, mask: LayerMask, *, batch: int, position_ids: Tensor | None, buffer: Tensor | None) -> None:
+    def __init__(
+        self, mask: LayerMask, *, batch: int, position_ids: Tensor | None, buffer: Tensor | None, needs_mask: bool = True
+    ) -> None:
         super().__init__()
-        self.mask, self.batch, self.position_ids = mask, batch, position_ids
+        self.mask, self.batch, self.position_ids, self.needs_mask = mask, batch, position_ids, needs_mask
         self.buffer = buffer if buffer is not None and buffer.ndim == 4 else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +162,7 @@ class WrittenOut(TorchFunctionMode):
             self.mask = self.mask.narrowed(size)
 
     def _attend(self, scores: Scores, v: Tensor) -> Tensor:
-        if not scores.is_masked:
+        if self.needs_mask and not scores.is_masked:
             raise UnplannedAttention("this layer attends without the mask that the model made for it")
         block = self.mask.block_of(self.position_ids, None, None)
         wide = torch.promote_types(scores.q.dtype, v.dtype)  # some layers multiply queries and keys in float32

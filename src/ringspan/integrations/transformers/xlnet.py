@@ -28,7 +28,8 @@ from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
-from ringspan.integrations.transformers.packing import documents_of_call, refuse_documents
+from ringspan.integrations.transformers.model_call import documents_of_call
+from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals
 
 
