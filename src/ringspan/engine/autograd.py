@@ -121,8 +121,10 @@ class Attend(torch.autograd.Function):
         for out, lse, *more in run(generators, config.forward_call):
             # Detached: they may be views of a larger buffer, and autograd forbids in-place changes of those.
             outputs += [out.to(inputs[0].dtype).detach(), lse.detach()]
-            results += [*outputs[-2:], *more[: config.max_logits]]
-            kept += more[config.max_logits :]
+            results += outputs[-2:]
+            if config.max_logits:
+                results.append(more.pop(0))
+            kept += more
         if config.max_logits:
             ctx.mark_non_differentiable(*results[2::3])
         ctx.set_materialize_grads(False)

@@ -325,7 +325,7 @@ def _saved(given: BackwardInputs) -> Saved:
         dout = torch.zeros(out.shape, dtype=out.dtype, device=lse.device)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-    q, dout, out = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
+    q, dout, out = [x if x.is_meta or x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
     return Saved(q, dout, out, lse, dlse)
 
 
