@@ -87,5 +87,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
 
 
 def test_no_rows() -> None:
-    none = torch.empty(0, 1, 1, 8, device=DEVICE)
-    fused_sums.write_sum_(none, [none, none], torch.float32)
+    rows = torch.full((2, 1, 1, 8), torch.nan, device=DEVICE)
+    none = torch.zeros(0, 1, 1, 8, device=DEVICE)
+    fused_sums.write_sum_(rows[1:1], [none, none], torch.float32)
+    assert rows.isnan().all()

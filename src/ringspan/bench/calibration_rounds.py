@@ -41,7 +41,7 @@ Seconds = NDArray[np.float64]
 
 # Message sizes in bytes: small ones for the latency, large ones for the bandwidth.
 MESSAGES = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
-# Bytes of each copy in time_copies, and how often it is repeated in one measurement: small ones for the launch, large
+# Bytes of each copy in time_copy, and how often it is repeated in one measurement: small ones for the launch, large
 # ones for the bandwidth. On a GPU the large ones are larger than its cache.
 COPIES = {"cpu": ((1 << 13, 64), (1 << 21, 1)), "cuda": ((1 << 13, 64), (1 << 27, 1))}
 GRAPH_REPLAYS = 10
