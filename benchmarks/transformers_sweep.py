@@ -89,7 +89,7 @@ def compare(model_type: str, kind: str, layout: str) -> dict[str, Any]:
         with cp:
             mine = inputs_of(model, model_type, kind, cp)
             logits, grads = logits_and_gradients(model, mine, cp.shard(weights, dim=1), cp)
-    except rs.UnplannedAttention as error:
+    except (rs.UnplannedAttention, rs.InputError) as error:
         return {"result": "refused", "why": _one_line(error)}
     except Exception as error:
         return {"result": "failed", "why": _one_line(error)}

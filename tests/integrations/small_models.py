@@ -35,6 +35,17 @@ BART: dict[str, Any] = {
     "encoder_ffn_dim": 48,
     "dropout": 0.0,
 }
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+}
 GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
 NEO: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 FALCON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -146,6 +157,11 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bart with encoder": ("BartForConditionalGeneration", lambda t: t.BartConfig(**BART, encoder_layers=2)),
     "m2m_100 with encoder": ("M2M100ForConditionalGeneration", lambda t: t.M2M100Config(**BART, encoder_layers=2)),
     "mvp with encoder": ("MvpForConditionalGeneration", lambda t: t.MvpConfig(**BART, encoder_layers=2)),
+    "t5": ("T5ForConditionalGeneration", lambda t: t.T5Config(**T5)),
+    "mt5": ("MT5ForConditionalGeneration", lambda t: t.MT5Config(**T5)),
+    "umt5": ("UMT5ForConditionalGeneration", lambda t: t.UMT5Config(**T5)),
+    "t5 encoder": ("T5EncoderModel", lambda t: t.T5Config(**T5)),
+    "clap": ("ClapTextModel", lambda t: t.ClapTextConfig(**SIZES)),
     "mpnet": (
         "MPNetForMaskedLM",
         lambda t: t.MPNetConfig(**{**SIZES, "num_key_value_heads": None}, attention_probs_dropout_prob=0.0),

@@ -119,7 +119,8 @@ def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> r
     model = prepare(AutoModelForCausalLM.from_config(made, experts_implementation="eager"))
     cp = rs.ContextParallel(None, rs.causal(tokens), layout=layout)
     ids = torch.randint(made.vocab_size, (1, tokens))
-    ids[ids == made.pad_token_id] += 1  # some models count the tokens that are no padding
+    if made.pad_token_id is not None:  # some models count the tokens that are no padding
+        ids[ids == made.pad_token_id] = (made.pad_token_id + 1) % made.vocab_size
     return rs.check_parity(model, ids, cp, step=step, without_cp=loss_of_transformers)
 
 

@@ -22,6 +22,7 @@ from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
 from ringspan.integrations.transformers.masks import LayerMask
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
+from ringspan.integrations.transformers.t5 import DistanceBias, is_no_bias
 
 NAME = "ringspan"
 
@@ -50,6 +51,8 @@ def ringspan_attention(
     if not isinstance(attention_mask, LayerMask):
         out_BSHE = _without_mask(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
         return out_BSHE, None
+    if is_no_bias(module, kwargs.get("position_bias")):
+        kwargs.pop("position_bias")
     try:
         refuse_layer(module, attention_mask.tokens, dropout, kwargs)
         refuse_documents_of_call(module, attention_mask.outer, kwargs.get("cu_seq_lens_q"))
@@ -73,7 +76,9 @@ def _attend(
     if all(x is None for x in (cap, bias, sinks_H, sinks_BHS1)):
         return block.attention(q_BHSD, k_BGTD, v_BGTE, scale=scaling)
     score_mod = None if cap is None else softcap_mod(cap)
-    if isinstance(bias, RelativeBias):
+    if isinstance(bias, (RelativeBias, DistanceBias)):
+        if cap is not None:
+            raise UnplannedAttention("this layer has a softcap and a bias of its scores, whose order is not known")
         score_mod = bias.score_mod
     result: Any = block.flex_attention(q_BHSD, k_BGTD, v_BGTE, score_mod, scale=scaling, enable_gqa=True, return_lse=True)
     out_BHSE, lse_BHS = result

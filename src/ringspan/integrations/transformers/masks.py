@@ -228,7 +228,7 @@ def sdpa_mask_of_block(*args: Any, local_size: int | None = None, **kwargs: Any)
     """
     made: Tensor | None = sdpa_mask(*args, local_size=local_size, **kwargs)
     if made is not None or local_size is None or torch.compiler.is_compiling():
-        return made
+        return made  # in compiled code transformers always makes it, and the block refuses the tensor
     blocks = entered_blocks()
     if blocks and isinstance(blocks[-1], ContextParallel) and local_size < blocks[-1].plan.kv_layout.length:
         raise UnplannedAttention(

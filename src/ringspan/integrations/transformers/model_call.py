@@ -1,7 +1,7 @@
 """What a model was called with, read from the frames of its ``forward``.
 
 A mask function and a layer see only what the model passes on to them, and many models keep the documents, the positions
-and the labels of a call to themselves.
+and the labels of a call to themselves. A ``forward`` of a module of the user is none of a model.
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ringspan.errors import InputError
+from ringspan.errors import InputError, UnplannedAttention
+from ringspan.integrations.transformers.refusals import counts_positions
 
 MAX_FRAMES = 24  # between a mask function or a layer, and the forward of the outermost model
 
 
 def positions_of_model() -> tuple[bool, Tensor | None]:
-    """Return whether the ``forward`` that makes a mask has a variable ``position_ids``, and its value.
+    """Return whether a model that makes a mask has a variable ``position_ids``, and its value.
 
-    The value is None if the user passed none.
+    The value is None if the user passed none. Raises for a model that has none, and counts the tokens that it gets.
     """
     for variables, _ in _forwards():
         if "position_ids" in variables:
             return True, variables["position_ids"]
+        model: PreTrainedModel = variables["self"]
+        if counts_positions(model):
+            raise UnplannedAttention(
+                f"{model.config.model_type} counts the positions of its tokens, and takes no position_ids. It is not among the "
+                "models that ringspan.integrations.transformers.prepare knows"
+            )
     return False, None
 
 
@@ -51,13 +59,14 @@ def refuse_labels() -> None:
 
 
 def _forwards() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the variables of each ``forward`` that the caller runs in, the innermost first, and its ``kwargs``."""
+    """Yield the variables of each ``forward`` of a model that the caller runs in, the innermost first, and its
+    ``kwargs``."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:
             return
-        if frame.f_code.co_name == "forward":
-            variables = frame.f_locals
+        variables = frame.f_locals if frame.f_code.co_name == "forward" else {}
+        if isinstance(variables.get("self"), PreTrainedModel):
             others = variables.get("kwargs")
             yield variables, others if isinstance(others, dict) else {}
         frame = frame.f_back

@@ -25,9 +25,9 @@ from transformers import masking_utils
 
 from ringspan.errors import InputError, UnplannedAttention
 from ringspan.integrations.transformers.mask_functions import MODULE, closure_of, is_from_masking_utils
+from ringspan.integrations.transformers.model_call import MAX_FRAMES
 from ringspan.masks import Mask, documents, mask_mod
 
-MAX_FRAMES = 24  # between a mask function and the forward of a model
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 COUNTS_IN_DOCUMENTS = hasattr(masking_utils, REMAPPED.partition(".")[0])  # since transformers 5.23

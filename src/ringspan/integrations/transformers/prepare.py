@@ -6,13 +6,13 @@
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
 * RoPE that depends on the largest position (:mod:`ringspan.integrations.transformers.rotary`).
 * Encoders with decoders. They raise without tokens of the decoder, which they would make from those of this rank.
-* BLT, CPM-Ant, Doge, Inkling, ProphetNet, XLM, XLNet and ZAYA, each in a module of its own.
+* BLT, CPM-Ant, Doge, Inkling, ProphetNet, T5, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from inspect import signature
 from typing import Any
 
@@ -37,8 +37,16 @@ from ringspan.integrations.transformers.prophetnet import (
     prophetnet_positions,
     refuse_encoder,
 )
-from ringspan.integrations.transformers.refusals import CONVOLVES, COUNTS_POSITIONS, WRITES_OUT, PreparedName, refuse_model
+from ringspan.integrations.transformers.refusals import (
+    CONVOLVES,
+    COUNTS_POSITIONS,
+    POSITION_EMBEDDINGS,
+    WRITES_OUT,
+    PreparedName,
+    refuse_model,
+)
 from ringspan.integrations.transformers.rotary import depends_on_length, rotary_of_sequence
+from ringspan.integrations.transformers.t5 import biases_of_distances
 from ringspan.integrations.transformers.written_out import attention_over_ranks
 from ringspan.integrations.transformers.xlm import xlm_attention, xlm_model
 from ringspan.integrations.transformers.xlnet import xlnet_attention, xlnet_distances
@@ -60,6 +68,8 @@ SPECIAL: dict[str, dict[str, Methods]] = {
         "Inkling2DynamicShortConvolution": (("forward", inkling_convolution),),
         "Inkling2BlockAttentionResidual": (("forward", inkling_residual),),
     },
+    "mt5": {"MT5Attention": (("compute_bias", biases_of_distances),)},
+    "pop2piano": {"Pop2PianoAttention": (("compute_bias", biases_of_distances),)},
     "prophetnet": {
         "ProphetNetAttention": (("forward", refuse_encoder),),
         "ProphetNetDecoder": (
@@ -71,6 +81,8 @@ SPECIAL: dict[str, dict[str, Methods]] = {
         "ProphetNetNgramSelfAttention": (("forward", prophetnet_attention),),
         "ProphetNetPositionalEmbeddings": (("forward", prophetnet_positions),),
     },
+    "t5": {"T5Attention": (("compute_bias", biases_of_distances),)},
+    "umt5": {"UMT5Attention": (("compute_bias", biases_of_distances),)},
     "xlm": {"MultiHeadAttention": (("forward", xlm_attention),), "XLMModel": (("forward", xlm_model),)},
     "xlnet": {
         "XLNetRelativeAttention": (("rel_attn_core", xlnet_attention),),
@@ -116,7 +128,7 @@ def _prepare_module(module: Any, model_type: str) -> None:
         methods = (("forward", attention_over_ranks),)
     elif not methods and name == CONVOLVES.get(model_type):
         methods = (("forward", convolution_over_ranks),)
-    elif model_type in COUNTS_POSITIONS and name.endswith("PositionalEmbedding"):
+    elif model_type in COUNTS_POSITIONS and name.endswith(POSITION_EMBEDDINGS):
         methods = (("forward", _positions_of_shard),)
     elif depends_on_length(module):
         methods = (("forward", rotary_of_sequence),)
@@ -139,6 +151,7 @@ def _subclass(cls: Any, methods: Methods) -> Any:
 
 
 def _method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)  # Trainer reads the names of the arguments of a model
     def method_of_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(self, original, *args, **kwargs)
 
@@ -154,6 +167,9 @@ def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: A
         counted: Tensor = kwargs["position_ids"]
         mine = block.positions(_side(block, counted.shape[-1]), device=counted.device)
         return original(self, tokens, *args, **{**kwargs, "position_ids": mine.expand(counted.shape)})
+    before: tuple[None, ...] = ()
+    if tokens is None:  # M2M100 passes its embeddings after the tokens that it has not
+        before, tokens, args = (None,), args[0], args[1:]
     shape = list(tokens.shape if isinstance(tokens, Tensor) else tokens)
     dim = 1 if isinstance(tokens, Tensor) and tokens.is_floating_point() else len(shape) - 1
     side = _side(block, shape[dim])
@@ -162,7 +178,7 @@ def _positions_of_shard(self: nn.Module, original: Callable[..., Any], tokens: A
     else:
         shape[dim] = (block.plan.q_layout if side == "q" else block.plan.kv_layout).length
         tokens = tokens.new_zeros(()).expand(shape) if isinstance(tokens, Tensor) else torch.Size(shape)
-    rows: Tensor = original(self, tokens, *args, **kwargs)
+    rows: Tensor = original(self, *before, tokens, *args, **kwargs)
     return block.shard(rows, dim=rows.ndim - 2, of=side)
 
 

@@ -21,7 +21,9 @@ COUNTS_POSITIONS = {
 
 # Model types whose positions begin with pad_token_id + 1: that of padding is pad_token_id.
 COUNTS_AFTER_PADDING = {
-    *("camembert", "data2vec-text", "esm", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("altclip_text_model", "bridgetower_text_model", "camembert", "clap_text_model", "data2vec-text", "esm", "ibert"),
+    *("kosmos_2_text_model", "kosmos_2_5_text_model", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 
 # Model types whose layers write attention out -> the class of these layers.
@@ -57,17 +59,29 @@ CONVOLVES = {
 # Those of them whose convolutions do not get ``cu_seq_lens_q``, and know the documents of the block's mask only.
 CONVOLVES_WITHOUT_CALL = {"inkling_text", "inkling2_text", "zaya"}
 
+# Model types whose scores have a bias for each distance.
+HAS_BIASES = {"mt5", "pop2piano", "t5", "umt5"}
+
 # Kinds of layers of the models with convolutions.
 CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
+    "longt5": "its encoder attends in blocks of tokens, which it would make of those of this rank",
     "mobilebert": "it joins the embeddings of neighbouring tokens, and takes those of this rank for neighbours",
+    "nllb-moe": "its routers drop tokens that exceed a capacity, and would count those of this rank",
     "pegasus_x": "its encoder attends in blocks of tokens, which it would make of those of this rank",
     "reformer": "it has hashed attention",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
     "sam3_lite_text_text_model": "it has convolutions over its tokens, which would mix only those of this rank",
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"), "it counts the positions of its tokens"),
+    **dict.fromkeys(("t5gemma2", "t5gemma2_decoder"), "its decoder attends to both sequences at once"),
+    "switch_transformers": "its routers drop tokens that exceed a capacity, and would count those of this rank",
 }
+
+
+# How the names of classes that make embeddings of positions end.
+POSITION_EMBEDDINGS = ("PositionalEmbedding", "PositionEmbedding")
 
 
 class PreparedName(str):
@@ -84,6 +98,12 @@ def is_prepared(config: Any) -> bool:
 def first_position(config: Any) -> int:
     """Return the position id of the first token of a sequence."""
     return int(config.pad_token_id) + 1 if getattr(config, "model_type", "") in COUNTS_AFTER_PADDING else 0
+
+
+def counts_positions(model: nn.Module) -> bool:
+    """Return whether a model has embeddings of positions, by the names of classes, that ``prepare`` has not replaced."""
+    classes = {type(module) for module in model.modules()}
+    return any(cls.__name__.endswith(POSITION_EMBEDDINGS) and not hasattr(cls, "_ringspan_methods") for cls in classes)
 
 
 def refuse_config(config: Any) -> None:
@@ -109,7 +129,7 @@ def refuse_config(config: Any) -> None:
     how = _why_prepare(model_type)
     if how and not is_prepared(config):
         raise UnplannedAttention(
-            f"{model_type} {how}, which sees the tokens of this rank only: call "
+            f"{model_type} {how}, and would see the tokens of this rank only: call "
             "ringspan.integrations.transformers.prepare(model) first"
         )
 
@@ -128,6 +148,8 @@ def _why_prepare(model_type: str) -> str:
         return "writes attention out in its layers"
     if model_type in CONVOLVES:
         return "has convolutions over its tokens"
+    if model_type in HAS_BIASES:
+        return "adds biases to its scores, which depend on positions"
     return {"blt": "attends between bytes and patches", "doge": "computes with its attention mask"}.get(model_type, "")
 
 

@@ -1,0 +1,170 @@
+"""Encoders, and encoders with decoders, on two processes against one, in float64."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ringspan as rs
+from ringspan.testing.float64 import Float64
+from tests.conftest import Pools
+from tests.integrations.small_models import small_model
+
+if find_spec("transformers") is None:
+    pytest.skip("needs transformers: pip install 'ringspan[hf]'", allow_module_level=True)
+
+from tests.integrations.test_transformers import COUNTING_ENCODERS, LAYOUTS, B, N, check, compare, message, tokens
+
+
+def encoder_and_decoder(rank: int, name: str, layout: str) -> dict[str, float]:
+    """Three kinds of attention in one block: of the encoder, of the decoder, and from the decoder to the encoder."""
+    source, target = tokens(37), tokens(N)
+    cp = rs.ContextParallel(None, rs.full(N, 37), layout=layout, kv_layout=layout)
+    mine = {
+        "input_ids": cp.shard(source, dim=1, of="kv"),
+        "position_ids": cp.positions("kv")[None],
+        "decoder_input_ids": cp.shard(target, dim=1),
+        "decoder_position_ids": cp.positions()[None],
+    }
+    if name != "t5gemma":  # the others take no position ids
+        mine = {key: x for key, x in mine.items() if "position_ids" not in key}
+    return compare(name, cp, {"input_ids": source, "decoder_input_ids": target}, mine)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["t5gemma", *COUNTING_ENCODERS, "t5", "mt5", "umt5"])
+def test_an_encoder_and_a_decoder_are_exact(name: str, layout: str, pools: Pools) -> None:
+    check(pools(2).run(encoder_and_decoder, name, layout))
+
+
+def encoder(rank: int, lengths: list[int]) -> float:
+    """The largest difference of the states of T5's encoder, over packed documents against one at a time."""
+    from ringspan.integrations.transformers import prepare
+
+    ids = tokens(sum(lengths))[:1]
+    model = small_model("t5 encoder")
+    with Float64():
+        wanted = torch.cat([model(part).last_hidden_state for part in ids.split(lengths, dim=1)], dim=1)
+    cp = rs.ContextParallel(None, rs.documents(lengths, causal=False), layout="zigzag")
+    prepare(model)
+    with cp, Float64():
+        found = model(cp.shard(ids, dim=1)).last_hidden_state
+    return (found - cp.shard(wanted, dim=1)).abs().max().item()
+
+
+def test_packed_documents_of_an_encoder_are_exact(pools: Pools) -> None:
+    assert all(x <= 1e-12 for x in pools(2).run(encoder, [11, 3, 15]))
+
+
+def counted_after_padding(rank: int) -> float:
+    """The largest difference of the states of CLAP's text encoder, a relative of RoBERTa without a language model."""
+    model = small_model("clap")
+    model.set_attn_implementation("eager")  # it has no other
+    with Float64():
+        wanted = model(tokens()).last_hidden_state
+    cp = rs.ContextParallel(None, rs.full(N), layout="zigzag")
+    model.set_attn_implementation("ringspan")
+    with cp, Float64():
+        found = model(cp.shard(tokens(), dim=1), position_ids=cp.positions()[None] + 1).last_hidden_state
+    return (found - cp.shard(wanted, dim=1)).abs().max().item()
+
+
+def test_positions_after_that_of_padding_are_exact(pools: Pools) -> None:
+    assert all(x <= 1e-12 for x in pools(2).run(counted_after_padding))
+
+
+def embedded(rank: int) -> float:
+    """The largest difference of the states of M2M100's encoder, from embeddings in place of tokens."""
+    from ringspan.integrations.transformers import prepare
+
+    model: Any = small_model("m2m_100 with encoder").model.encoder
+    states = torch.randn(B, N, 32, generator=torch.Generator().manual_seed(4)).double()
+    wanted = model(inputs_embeds=states).last_hidden_state
+    cp = rs.ContextParallel(None, rs.full(N), layout="zigzag")
+    prepare(model)
+    with cp, Float64():
+        found = model(inputs_embeds=cp.shard(states, dim=1)).last_hidden_state
+    return (found - cp.shard(wanted, dim=1)).abs().max().item()
+
+
+def test_positions_of_embeddings_are_counted_over_the_whole_sequence(pools: Pools) -> None:
+    assert all(x <= 1e-12 for x in pools(2).run(embedded))
+
+
+class OfUser(nn.Module):
+    """A module of a user, whose forward has variables that a model has, too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = small_model(name)
+
+    def forward(self, cp: rs.ContextParallel, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        ids = cp.shard(tokens(), dim=1)
+        given = {"position_ids": cp.positions()[None]} if hasattr(self.model.model, "rotary_emb") else {}
+        logits = self.model(input_ids=ids, use_cache=False, **given).logits
+        return cp.mean(F.cross_entropy(logits.mT, labels, reduction="none"))
+
+
+def in_module_of_user(rank: int, name: str) -> float:
+    from ringspan.integrations.transformers import prepare
+
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    module = OfUser(name)
+    wanted = F.cross_entropy(module.model(tokens()).logits.mT, tokens())
+    prepare(module.model)
+    with cp, Float64():
+        found = module(cp, labels=cp.shard(tokens(), dim=1))
+    return abs(found.item() - wanted.item())
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_variables_of_a_module_of_the_user_are_not_those_of_the_model(name: str, pools: Pools) -> None:
+    assert all(x <= 1e-6 for x in pools(2).run(in_module_of_user, name))
+
+
+def refused(rank: int) -> dict[str, str]:
+    cp, full = rs.ContextParallel(None, rs.causal(N), layout="zigzag"), rs.ContextParallel(None, rs.full(N), layout="zigzag")
+    return {
+        "bart": message("bart with encoder", cp, prepared=True, position_ids=None),
+        "mpnet": message("mpnet", full, prepared=True),
+        "t5": message("t5", full, position_ids=None),
+        "clap": message("clap", full),
+    }
+
+
+REFUSED = {
+    "bart": "bart was called without decoder_input_ids",
+    "mpnet": "adds the mask to its scores",
+    "t5": "t5 adds biases to its scores",
+    "clap": "begin with 1 in this model",
+}
+
+
+def test_what_encoders_refuse(pools: Pools) -> None:
+    for found in pools(2).run(refused):
+        assert {name: text for name, text in REFUSED.items() if text not in found[name]} == {}
+
+
+def test_every_model_that_counts_from_padding_is_known() -> None:
+    """If this fails, transformers has a new model whose first position is pad_token_id + 1: see COUNTS_AFTER_PADDING."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    from ringspan.integrations.transformers.refusals import COUNTS_AFTER_PADDING, COUNTS_POSITIONS, REFUSED_MODELS
+
+    types: dict[str, set[str]] = {}
+    for model_type in CONFIG_MAPPING_NAMES:
+        types.setdefault(model_type_to_module_name(model_type), set()).add(model_type)
+    known = COUNTS_AFTER_PADDING | COUNTS_POSITIONS | REFUSED_MODELS.keys()
+    counts = "create_position_ids_from_input_ids"
+    files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    folders = {file.parent.name for file in files if counts in file.read_text()}
+    assert "roberta" in folders
+    unknown = {folder for folder in folders if not types.get(folder, set()) & known}
+    assert unknown == {"evolla", "pp_doclayout_v2"}  # they count the letters of a protein, and the parts of a page
