@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringspan.engine.autograd import Attend, positive_scale, refuse_transforms
+from ringspan.engine.flop_formulas import count_attention_in_flop_counters
 from ringspan.engine.handles import PlanHandle
 from ringspan.engine.kernel_choice import with_max_logits
 from ringspan.engine.operator import attend_by_id, attend_by_id_with_max_logits
@@ -104,6 +105,7 @@ def is_traced() -> bool:
         return True
     if dispatch_mode_depth() == 0:
         return False
+    count_attention_in_flop_counters()
     return any(type(mode).__name__ != "CommDebugMode" for mode in dispatch_mode_stack())
 
 

@@ -37,7 +37,7 @@ from ringspan.transports import (
     digest_as_int64,
     report_refusal,
 )
-from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
+from ringspan.transports.handshake import DTYPES, KEEPS_NO_ROWS, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
 from ringspan.user_functions.digests import function_digest
 
 log = logging.getLogger("ringspan.engine")
@@ -210,7 +210,7 @@ class PlanHandle:
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
         wire = f", dkv_dtype {plan.program.dkv_dtype}" if plan.program.rounds_dkv else ""
         as_given = self.plan.for_heads(signature.heads, signature.kv_heads)
-        why = "" if plan.digest == as_given.digest else ", as it runs compiled code or a dispatch mode, which keep no rows"
+        why = "" if plan.digest == as_given.digest else f", {KEEPS_NO_ROWS}"
         text = f"plan {plan.digest} ({plan.mask.name} by {plan.strategy} on {plan.q_layout.name}{wire}{why})"
         check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_text=text)
 
