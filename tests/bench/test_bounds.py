@@ -71,7 +71,7 @@ def test_messages_count_where_a_document_exceeds_a_node() -> None:
     """As many rows as in ``fewest_rows`` cross. Over a slow link they take longer than attention. With few query heads
     an exchange of heads would take fewer bytes."""
     shape = rs.Shape(heads=4, kv_heads=1, head_dim=64)
-    row = 2 * 64 * (2 + 2 + 4)
+    row = 2 * 64 * (2 + 4)  # keys and values in bfloat16 once, and their gradients in float32
     assert crossing_bytes([4096], 2048, 4096 * 4097 // 4, shape) == row * fewest_rows([4096], 2, 1.0)
     fast, slow = (least_seconds([4096], 4, 1024, slow_link(rate), SHAPE) for rate in (1e15, 1e6))
     assert slow > 100 * fast
@@ -85,4 +85,4 @@ def test_merging_counts_where_a_document_exceeds_a_rank() -> None:
 
 
 def test_gradients_in_bfloat16_need_fewer_bytes() -> None:
-    assert crossing_bytes([64], 32, 1e9, SHAPE, "bfloat16") == 0.75 * crossing_bytes([64], 32, 1e9, SHAPE)
+    assert crossing_bytes([64], 32, 1e9, SHAPE, "bfloat16") * 3 == crossing_bytes([64], 32, 1e9, SHAPE) * 2

@@ -88,17 +88,15 @@ def crossing_bytes(
 
     Take key x of a document whose keys are sent to the queries. The rows from x to the end of the document have more
     tokens or pairs than one node may have, so several nodes share them. All of these see key x, and all but its owner
-    receive it, with its gradient on the way back. The same holds with time reversed if queries are sent to the keys,
-    and a query takes at least as many bytes. If heads are exchanged for tokens instead, all nodes that share the
-    document receive their heads of all rows.
+    receive it, once, since it may be kept for the backward pass. Its gradient is sent back. The same holds with time
+    reversed if queries are sent to the keys, and a query takes at least as many bytes. If heads are exchanged for
+    tokens instead, all nodes that share the document receive their heads of all rows.
 
-    >>> crossing_bytes([8], 4, 18, Shape(heads=1, kv_heads=1, head_dim=1), "bfloat16") / (3 * 4)  # keys 0 to 5, once
+    >>> crossing_bytes([8], 4, 18, Shape(heads=1, kv_heads=1, head_dim=1), "bfloat16") / (2 * 4)  # keys 0 to 5, once
     6.0
     """
-    forward, backward = (shape.message_row_bytes("kv", phase) for phase in PHASES)
-    key = forward + backward + shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype)
-    # Rows of the same heads may be kept for the backward pass, so that only gradients are sent then.
-    head_split = key - backward + shape.message_row_bytes("q", "forward") + shape.message_row_bytes("dout", "backward")
+    key = shape.message_row_bytes("kv", "forward") + shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype)
+    head_split = key + shape.message_row_bytes("q", "forward") + shape.message_row_bytes("dout", "backward")
     total = 0.0
     counts = Counter(lengths)
     for n in counts:
