@@ -83,7 +83,7 @@ def replayed_step(plan: Plan) -> Callable[[], object]:
     received: list[torch.Tensor] = []
 
     def step() -> None:
-        out = attend_ranks([plan], [qkv], config, NullTransport(keep=received).run)[0].out
+        out = attend_ranks([plan], [qkv], config, NullTransport(received=received).run)[0].out
         torch.autograd.grad(out, qkv, grad)
 
     step()  # compiles

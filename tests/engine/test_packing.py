@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringspan.engine.packing import _has_whole_words, pack_kv, pack_saved, unpack_saved
-from ringspan.kernels import Saved, accumulation_dtype
+from ringspan.engine.packing import SavedRows, _has_whole_words, pack_kv, pack_saved, unpack_saved
+from ringspan.kernels import accumulation_dtype
 from ringspan.plans.shape import saved_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -47,13 +47,13 @@ def test_words_are_copied_if_rows_consist_of_them(x: Tensor, in_words: bool) -> 
 # -- saved queries --------------------------------------------------------------------------------------------------------
 
 
-def saved(dtype: torch.dtype, d: int, e: int, *, with_dlse: bool) -> Saved:
+def saved(dtype: torch.dtype, d: int, e: int, *, with_dlse: bool) -> SavedRows:
     def normal(*width: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(2, 3, 5, *width, dtype=dtype).movedim(2, 0)  # rows first, not contiguous
 
     lse, dlse = normal(dtype=accumulation_dtype(dtype)), normal(dtype=accumulation_dtype(dtype))
     lse[1, 0, 2] = -torch.inf
-    return Saved(normal(d), normal(e), normal(e), lse, dlse if with_dlse else None)
+    return SavedRows(normal(d), normal(e), normal(e), lse, dlse if with_dlse else None)
 
 
 @pytest.mark.parametrize("with_dlse", [True, False])
@@ -66,7 +66,7 @@ def test_unpacking_gives_what_was_packed(dtype: torch.dtype, d: int, e: int, wit
     assert rows[0, 0, 0].nbytes == saved_bytes(d, e, dtype.itemsize)
     assert saved_bytes(d, e, dtype.itemsize) % 16 == 0
     # A copy, as after a transfer.
-    for name, actual, expected in zip(Saved._fields, unpack_saved(rows.clone(), d, e), given, strict=True):
+    for name, actual, expected in zip(SavedRows._fields, unpack_saved(rows.clone(), d, e), given, strict=True):
         assert actual is not None
         assert torch.equal(actual, torch.zeros_like(actual) if expected is None else expected), name
 

@@ -52,8 +52,11 @@ CLOCK = time.thread_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """The kernel calls to time: each kind of band in several sizes, for tensors of this shape. And in the two smallest
-    sizes, where rows take the largest part of the time, rectangles of as many pairs and other numbers of rows."""
+    """The kernel calls to time: each kind of band in several sizes, for tensors of this shape.
+
+    The two smallest sizes, where rows take the largest part of the time, also have rectangles of as many pairs and
+    other numbers of rows.
+    """
 
     shape: rs.Shape
     tokens: tuple[int, ...]

@@ -6,7 +6,7 @@ relative errors. ``launch_s``, the tile and the passes over rows are fitted to r
 which every kernel computes in one launch. The speed of windows is fitted afterwards, because some kernels compute a
 window block by block.
 
-Rectangles of equal pairs and different rows tell the time of rows from that of pairs.
+Rectangles with equally many pairs but other numbers of rows separate the time of rows from that of pairs.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ringspan.engine.finite import check_inputs_finite, check_results_finite
 from ringspan.engine.global_indices import indexed_mods
 from ringspan.engine.kept_rows import KeptRows, kept_rows, kept_tensors
 from ringspan.engine.messages import StepMessages, schedule
-from ringspan.engine.packing import pack_saved, pack_upstream, unpack_saved, unpack_upstream
+from ringspan.engine.packing import SavedRows, pack_saved, pack_upstream, unpack_saved, unpack_upstream
 from ringspan.engine.pass_cache import run_pass
 from ringspan.engine.slots import Slots
 from ringspan.kernels import GradientAccumulator, Kernel, Mods, OutputAccumulator, Saved, accumulation_dtype, max_logits
@@ -195,17 +195,19 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig
     kv_TBGF = given.kv_TBGF
     kept = kept_rows(program, given.kept) if given.kept else KeptRows({}, {})
     value_dim = kv_TBGF.shape[-1] - head_dim
-    own = _saved(given)
+    own = _own_queries(given)
     del given
     if settings.debug:
-        check_inputs_finite(plan, "backward", {"dout": own.dout_BHSE, "dlse": own.dlse_BHS})
-    rows, queries = _query_slots(program, own, kept, head_dim)
-    rows["kv"] = _slot_buffers(kv_TBGF, program.kv_slots, own.lse_BHS.device, kept.keys)
-    like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=own.lse_BHS.device)
+        check_inputs_finite(plan, "backward", {"dout": own.dout_SBHE, "dlse": own.dlse_SBH})
+    device = own.lse_SBH.device
+    rows, of_slots = _query_slots(program, own, kept, head_dim)
+    rows["kv"] = _slot_buffers(kv_TBGF, program.kv_slots, device, kept.keys)
+    like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=device)
+    queries: list[Saved] = []
     dq: list[GradientAccumulator] = []
-    for n, saved in enumerate(queries):
-        dq.append(GradientAccumulator(saved.lse_BHS.shape, (head_dim,), like=like, reuse_kernel_output=not dq))
-        queries[n] = _heads_first(*saved)
+    for saved in of_slots:
+        dq.append(GradientAccumulator(saved.lse_SBH.shape, (head_dim,), like=like, reuse_kernel_output=not dq))
+        queries.append(_heads_first(*saved))
     keys: list[tuple[Tensor, Tensor]] = []
     dkv: list[GradientAccumulator] = []
     for x_TBGF in rows["kv"]:
@@ -241,29 +243,31 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig
     return Pass(slots, compute, finish)
 
 
-def _query_slots(program: Program, own: Saved, kept: KeptRows, head_dim: int) -> tuple[dict[str, list[Tensor]], list[Saved]]:
-    """Return the buffers of the query slots of the backward pass, and what each slot holds, rows first.
+def _query_slots(
+    program: Program, own: SavedRows, kept: KeptRows, head_dim: int
+) -> tuple[dict[str, list[Tensor]], list[SavedRows]]:
+    """Return the buffers of the query slots of the backward pass, and what each slot holds.
 
     Queries that move are sent with all that their gradient needs, in one row. Those that stay need no such copy, and of
     those that are kept only dout and dlse are sent.
     """
     rows: dict[str, list[Tensor]] = {"q": [], "dout": []}
-    slots, device = program.q_slots, own.lse_BHS.device
+    slots, device = program.q_slots, own.lse_SBH.device
     if ("q", "backward") in program.moving:
         rows["q"] = _slot_buffers(pack_saved(own), slots, device, {n: x.q_SBHD for n, x in kept.queries.items()})
     if ("dout", "backward") in program.moving:
-        packed = pack_upstream(own.dout_BHSE, own.dlse_BHS)
+        packed = pack_upstream(own.dout_SBHE, own.dlse_SBH)
         rows["dout"] = _slot_buffers(packed, slots, device, {n: packed[:0] for n, slot in enumerate(slots) if not slot.kept})
     queries = [own]
     for n, slot in enumerate(program.q_slots[1:], start=1):
         if n in kept.queries and rows["dout"]:
             q, out, lse = kept.queries[n]
             dout, dlse = unpack_upstream(rows["dout"][n], out.shape[-1])
-            queries.append(Saved(q, dout, out, lse, dlse))
+            queries.append(SavedRows(q, dout, out, lse, dlse))
         elif rows["q"] and not slot.kept:
-            queries.append(unpack_saved(rows["q"][n], head_dim, own.out_BHSE.shape[-1]))
+            queries.append(unpack_saved(rows["q"][n], head_dim, own.out_SBHE.shape[-1]))
         else:  # no task uses it
-            queries.append(Saved(*(None if x is None else x[:0] for x in own)))  # type: ignore[arg-type]
+            queries.append(SavedRows(*(None if x is None else x[:0] for x in own)))  # type: ignore[arg-type]
     return rows, queries
 
 
@@ -318,15 +322,15 @@ def _complete_oldest(slots: Slots, in_flight: deque[InFlight]) -> RankGenerator[
     slots.apply_arrivals(is_last=is_last)
 
 
-def _saved(given: BackwardInputs) -> Saved:
-    """Return the rank's own queries, rows first."""
+def _own_queries(given: BackwardInputs) -> SavedRows:
+    """Return the rank's own queries, with what their gradients need."""
     q, out, lse, dout, dlse = given.q_SBHD, given.out_SBHE, given.lse_SBH, given.dout_SBHE, given.dlse_SBH
     if dout is None:
         dout = torch.zeros(out.shape, dtype=out.dtype, device=lse.device)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
     q, dout, out = [x if x.is_meta or x.stride(-1) == 1 else x.contiguous() for x in (q, dout, out)]
-    return Saved(q, dout, out, lse, dlse)
+    return SavedRows(q, dout, out, lse, dlse)
 
 
 def _slot_buffers(

@@ -11,10 +11,12 @@ Legend: S queries, T keys, B batch, H query heads, G key heads, D head dim, E va
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ringspan.kernels import Saved, accumulation_dtype
+from ringspan.kernels import accumulation_dtype
 from ringspan.plans.shape import saved_bytes, upstream_bytes
 
 # Inputs usually have the tokens of a head contiguous, not the heads of a token, so that packing copies short pieces.
@@ -41,8 +43,18 @@ def _has_whole_words(x: Tensor) -> bool:
     return last == 1 and offsets % (WORD.itemsize // x.element_size()) == 0 and x.data_ptr() % WORD.itemsize == 0
 
 
-def pack_saved(saved: Saved) -> Tensor:
-    """Pack one row (W) for each query and head, in the dtype of the queries: (S, B, H, W). ``saved`` is rows first.
+class SavedRows(NamedTuple):
+    """What kernels get as :class:`ringspan.kernels.Saved`, rows first."""
+
+    q_SBHD: Tensor
+    dout_SBHE: Tensor
+    out_SBHE: Tensor
+    lse_SBH: Tensor
+    dlse_SBH: Tensor | None
+
+
+def pack_saved(saved: SavedRows) -> Tensor:
+    """Pack one row (W) for each query and head, in the dtype of the queries: (S, B, H, W).
 
     lse and dlse are at least float32: in half precision each takes the place of two elements. They are at the end of a
     row whose length is a multiple of 16 bytes, so that they are aligned, and q, dout and out can be read in place.
@@ -79,10 +91,10 @@ def unpack_upstream(rows_SBHW: Tensor, e: int) -> tuple[Tensor, Tensor]:
     return rows_SBHW[..., :e], rows_SBHW[..., rows_SBHW.shape[-1] - tail :].view(dtype).squeeze(-1)
 
 
-def unpack_saved(rows_SBHW: Tensor, d: int, e: int) -> Saved:
-    """Return views of the tensors in packed rows, rows first."""
+def unpack_saved(rows_SBHW: Tensor, d: int, e: int) -> SavedRows:
+    """Return views of the tensors in packed rows."""
     dtype = accumulation_dtype(rows_SBHW.dtype)
     tail = 2 * torch.finfo(dtype).bits // torch.finfo(rows_SBHW.dtype).bits
     q, dout, out, rest = rows_SBHW.split([d, e, e, rows_SBHW.shape[-1] - d - 2 * e], dim=-1)
     lse, dlse = rest[..., rest.shape[-1] - tail :].view(dtype).unbind(-1)
-    return Saved(q, dout, out, lse, dlse)
+    return SavedRows(q, dout, out, lse, dlse)

@@ -16,12 +16,13 @@ one partial result or two, so these cases must be cheap. Each row is in one of f
     PENDING      two partial results: one borrowed, the second not yet combined with it
     ACCUMULATED  the combination so far, in a buffer of the accumulation dtype (at least float32)
 
-Three operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
+Four operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
 ACCUMULATED, from any state. They exist because partial results move between ranks: ``accumulated`` gives the rows of a
 message, in the accumulation dtype; ``clear`` frees a slot for the rows of another rank. ``add_to_heads`` receives the
 result of some heads from the rank that computed them. The first result of some heads of EMPTY rows is copied into the
 buffer, and these rows stay EMPTY; the accumulator notes which heads they have. When such rows become ACCUMULATED, only
-the other heads are filled. So rows whose heads come from several ranks cost one copy.
+the other heads are filled. So rows whose heads come from several ranks cost one copy. ``add_together`` is described at
+the end.
 
 A kernel that computes in bfloat16 returns bfloat16, which has lower precision than the accumulation dtype. Only an
 accumulator with ``reuse_kernel_output=True`` has the states BORROWED and PENDING. ``finish`` combines each pending

@@ -164,15 +164,15 @@ def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float
     that do not fit on its node to other nodes, in one copy for each rank that computes as many. Keys are not counted.
     """
     shape, machine = workload.shape, workload.machine
-    kept = -(-shape.heads // per_node)
-    far = max(0, shape.heads - kept * min(per_node, machine.per_node))
+    heads_here = -(-shape.heads // per_node)
+    far = max(0, shape.heads - heads_here * min(per_node, machine.per_node))
     rows = max(workload.q_layout.counts[rank] for rank in workload.ranks)
-    share = kept / shape.heads if shape.heads else 0.0
-    away = -(-(far or shape.heads - kept) // kept) if kept and rows else 0
+    share = heads_here / shape.heads if shape.heads else 0.0
+    away = -(-(far or shape.heads - heads_here) // heads_here) if heads_here and rows else 0
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
         sent = _inputs(phase, keep)[0], RESULTS[phase][0]
-        leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - kept) for what in sent]
+        leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - heads_here) for what in sent]
         moved = np.zeros((2, 1, 3))
         moved[1 if far else 0, 0, [0, 2]] = leaving
         copies = away * np.array([[1, 0, tensors_of(RESULTS[phase][0])]])

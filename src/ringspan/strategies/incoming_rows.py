@@ -14,9 +14,11 @@ from ringspan.plans.moving_side import MovingSide, RowRanges
 from ringspan.plans.problem import Ints, Rows, bands_by_group
 from ringspan.plans.slot_tokens import START, STEP, STOP, SlotTokens
 
-# Up to this many ranges of rows are sent as one message each, without packing. So are longer ranges than this many
-# rows: of 8 key heads of 128 in bfloat16 they are 1 MiB, and copying them twice takes longer than a message more.
-UNPACKED_RANGES, LONG_RANGE = 2, 256
+# Up to this many ranges of rows are sent to a rank as one message each, without packing.
+UNPACKED_RANGES = 2
+# A range of at least this many rows is a message of its own: with 8 key heads of 128 in bfloat16 it has 1 MiB, and
+# copying it twice takes longer than another message.
+LONG_RANGE = 256
 # If there are more long ranges than this many, all are packed: a message takes time whatever its size, and layouts of
 # small blocks have thousands of ranges.
 MAX_LONG_RANGES = 16

@@ -17,13 +17,13 @@ class NullTransport:
     """Completes every exchange at once, so results have no meaning.
 
     Receive buffers stay uninitialised on GPUs. On CPUs they become zeros: kernels there take longer for NaN and for
-    denormal numbers. With ``keep`` they are added to that list, so that they can be filled before a CUDA graph is timed:
-    its memory is often all zeros, with which a GPU computes faster than with other numbers.
+    denormal numbers. They are added to the list ``received``, if one is given: a CUDA graph can then be timed with
+    other numbers than the zeros that its memory often has, with which a GPU computes faster.
     """
 
-    def __init__(self, *, keep: list[Tensor] | None = None) -> None:
+    def __init__(self, *, received: list[Tensor] | None = None) -> None:
         self.traffic = Traffic()
-        self._keep = keep
+        self._received = received
 
     def run(self, generators: Sequence[RankGenerator[T]], description: CallDescription | None = None) -> list[T]:
         """Run each generator to its end and return their results."""
@@ -32,11 +32,11 @@ class NullTransport:
             try:
                 while True:
                     request = generator.send(None)
-                    for _, received in request.recvs if isinstance(request, PostExchange) else ():
-                        if received.device.type == "cpu":
-                            received.zero_()
-                        if self._keep is not None:
-                            self._keep.append(received)
+                    for _, buffer in request.recvs if isinstance(request, PostExchange) else ():
+                        if buffer.device.type == "cpu":
+                            buffer.zero_()
+                        if self._received is not None:
+                            self._received.append(buffer)
             except StopIteration as end:
                 results.append(end.value)
         return results

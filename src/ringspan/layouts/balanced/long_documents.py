@@ -1,7 +1,8 @@
 """Cut documents that are too large for a node, so that their keys are sent to few nodes, by all of these equally.
 
 Each such document is cut from its end. Each *chunk* has as much work as a node can take if the rest of its tokens are
-light documents. The beginning of the document is shared like the documents that are not cut::
+*light* documents, which have less work for each token than a node has on average. The beginning of the document is
+shared like the documents that are not cut::
 
     document     [---- beginning ----)[-- chunk 2 --)[- chunk 1 -)[chunk 0)     equal work: later rows see more keys
 
@@ -74,7 +75,8 @@ class _Document(NamedTuple):
     def crossing(self, bounds: Ints) -> tuple[Ints, Ints]:
         """Return how many rows each chunk sends and receives, if every chunk is on another node.
 
-        A chunk sees the keys from the first that its first row sees.
+        A chunk sees the keys from the first that its first row sees. Only keys before a chunk are counted, as of a
+        causal document.
         """
         start, stop = self.rows[bounds[:-1]], self.rows[bounds[1:]]
         step = np.minimum(bounds[:-1], len(self.rows) - 2)
