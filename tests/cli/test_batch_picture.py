@@ -13,6 +13,7 @@ import ringspan as rs
 from ringspan.bench.packing import WAYS
 from ringspan.cli.batch_picture import (
     DOCUMENT_COLOURS,
+    LOAD_COLOURS,
     OTHER_DOCUMENTS,
     bytes_between,
     document_colours,
@@ -51,7 +52,8 @@ def test_every_row_of_a_rank_is_drawn_with_its_document() -> None:
     for rank in range(4):
         drawn = [run.document for run in runs_of(part, rank) for _ in range(run.rows)]
         assert drawn == [document_of_token[token] for token in part.layout.positions(rank).tolist()]
-        assert [run.start for run in runs_of(part, rank)][:1] == [0]
+        rows = [run.rows for run in runs_of(part, rank)]
+        assert [run.start for run in runs_of(part, rank)] == [sum(rows[:i]) for i in range(len(rows))]
 
 
 def test_loads_end_at_the_predicted_time_on_all_ranks() -> None:
@@ -88,10 +90,13 @@ def test_the_longest_documents_have_colours_of_their_own() -> None:
     ids=["two nodes", "one rank", "one node", "many nodes"],
 )
 def test_any_microbatch_can_be_drawn(lengths: list[int], world: int, machine: str, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
+    image, colors = pytest.importorskip("matplotlib.image"), pytest.importorskip("matplotlib.colors")
     path = tmp_path / "part.png"
     draw_batch(path, packed(lengths, world, 200, machine), hardware(machine), SHAPE)
-    assert image.imread(path)[..., :3].std() > 0.05
+    drawn = image.imread(path)[..., :3].reshape(-1, 3)
+    # the longest document, and the loads: more pixels than the legends have
+    for colours in (DOCUMENT_COLOURS[:1], LOAD_COLOURS.values()):
+        assert sum(int((abs(drawn - colors.to_rgb(x)).max(axis=1) < 0.01).sum()) for x in colours) > 20_000
 
 
 def test_the_command_draws_the_first_batch_of_its_table(

@@ -270,6 +270,8 @@ def test_explain_names_the_peers() -> None:
     assert "dout → rank 0 2 3; dout ← rank 0 2 3\n" in to_itself
     kept = 16 * (8 * (128 * 2 + 128 * 2 + 4) + 2 * (128 + 128) * 2)  # q, out and lse of 8 heads, k and v of 2
     assert f"kept for the backward pass, in place of own rows: {kept:,} bytes\n" in to_itself
+    both = rs.interleave(*(rs.plan(rs.full(16), world=4, strategy=name, layout="contiguous") for name in ("ulysses", "ring")))
+    assert "kept for the backward pass, besides own rows: " in both.explain()
     assert "kept for" not in near
     keys = rs.plan(rs.full(8, 16), world=4, strategy="ring", layout="zigzag").explain()
     assert "  choice    layout zigzag: as given\n            kv layout zigzag: as given\n" in keys

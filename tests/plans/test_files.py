@@ -95,7 +95,10 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (without("forward.0.sends.0.peer"), "plan.forward[0].sends[0].peer: missing"),
     (without("backward.0.tasks.0.kv_slot"), "plan.backward[0].tasks[0].kv_slot: missing"),
     # another version, or a wrong digest
-    (at("ringspan_plan", 99), "plan.ringspan_plan: this ringspan reads version 4, the file has version 99"),
+    (
+        at("ringspan_plan", 99),
+        "plan.ringspan_plan: this ringspan reads version 4, the file has version 99: make the plan again",
+    ),
     (at("digest", "0" * 16), "plan.digest: is 0000000000000000, but the plan in the file has digest"),
     (at("strategy", "gather(stages=2)"), "plan.digest: is"),
     # wrong types

@@ -2,7 +2,8 @@
 
 Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is
 the time of the slowest rank × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but
-communication. A rank and the whole are timed in turn.
+communication. A rank and the whole are timed in turn, because the clock of a device changes while it works. So the
+slowest rank is the one with the largest share of the time of the whole beside it.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _share_of(first: rs.Plan, whole: Callable[[], object], backend: str, options
                 name: max(size, memory.get(name, 0)) for name, size in _memory(plan, share, backend, options, *qkv).items()
             }
     if options.profile:
-        plan = first.at(max(times, key=lambda rank: times[rank][0]))
+        plan = first.at(_slowest(times))
         memory["device_us"] = device_profile(_step(_share(plan, backend), *_tensors(plan.q_rows, options)))
     return {
         "backend": kernel.__name__.rpartition(".")[2],
@@ -147,14 +148,17 @@ def _share_of(first: rs.Plan, whole: Callable[[], object], backend: str, options
 
 def _times(times: dict[int, list[float]], world: int) -> Row:
     """Return the fields of the times of each rank, and of the whole in turn with it."""
-    slowest = max(times, key=lambda rank: times[rank][0] / times[rank][1])
-    share, whole = times[slowest]
+    share, whole = times[_slowest(times)]
     return {
         "whole_ms": round(whole * 1e3, 2),
         "rank_ms": {rank: round(t * 1e3, 2) for rank, (t, _) in times.items()},
         "slowest_ms": round(share * 1e3, 2),
         "rank_cost": round(share * world / whole, 3),
     }
+
+
+def _slowest(times: dict[int, list[float]]) -> int:
+    return max(times, key=lambda rank: times[rank][0] / times[rank][1])
 
 
 def _memory(plan: rs.Plan, share: Callable[..., Tensor], backend: str, options: RankOptions, *qkv: Tensor) -> dict[str, int]:

@@ -95,7 +95,8 @@ class Kernel(Protocol):
     ) -> Iterator[PartialRows]:
         """Yield attention over disjoint bands.
 
-        A query may be in several partial results, or in none if it sees no key.
+        A query may be in several partial results, or in none if it sees no key. The engine keeps these tensors and
+        writes to them: a kernel must return new ones each time.
         """
 
     def attend_backward(

@@ -31,7 +31,8 @@ def explain(plan: RankPlan, shape: Shape | None = None) -> str:
     for phase in PHASES:
         lines += ["", *_phase(plan, shape, phase)]
         if phase == "forward" and plan.program.keeps_rows:
-            lines.append(f"kept for the backward pass, in place of own rows: {kept_bytes(plan, shape):,} bytes")
+            how = "besides" if plan.program.own_rows_read else "in place of"
+            lines.append(f"kept for the backward pass, {how} own rows: {kept_bytes(plan, shape):,} bytes")
     return "\n".join(lines)
 
 

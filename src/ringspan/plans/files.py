@@ -78,7 +78,10 @@ def from_json(text: str, kind: type[P]) -> P:
     top = _Field(data, "plan")
     version = top.get("ringspan_plan").whole()
     if version != VERSION:
-        raise PlanError(f"plan.ringspan_plan: this ringspan reads version {VERSION}, the file has version {version}")
+        raise PlanError(
+            f"plan.ringspan_plan: this ringspan reads version {VERSION}, the file has version {version}: make the plan again "
+            "with rs.plan, and save it with to_json()"
+        )
     mask = _mask(top.get("mask"))
     q_layout = _layout(top.get("q_layout"), mask.lengths[0])
     kv_layout = _layout(top.get("kv_layout"), mask.lengths[1])
