@@ -63,7 +63,7 @@ def run_training(rank: int, code: list[str]) -> dict[str, Any]:
 def test_the_examples_of_training_md_run(pools: Pools) -> None:
     code = blocks("training.md")
     first, *others = pools(4).run(run_training, code)
-    assert len(code) == 12
+    assert len(code) == 13
     assert first["out"] == (2, 4, 531, 8)
     assert first["gradients"]
     assert first["loss"] == pytest.approx(5.5, abs=1.5)  # an untrained model of 256 tokens: log(256)

@@ -45,6 +45,7 @@ T5: dict[str, Any] = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
     "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,
 }
 GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
 NEO: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
@@ -84,6 +85,11 @@ def _gemma3_with_images(transformers: Any) -> Any:
     text = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": MIXED}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     return transformers.Gemma3Config(text_config=text, vision_config=vision)
+
+
+def _paligemma(transformers: Any) -> Any:
+    text = {**SIZES, "num_hidden_layers": 2, "head_dim": 8, "model_type": "gemma"}
+    return transformers.PaliGemmaConfig(text_config=text, vision_config=VISION, projection_dim=32, image_token_index=61)
 
 
 def _t5gemma(transformers: Any) -> Any:
@@ -161,7 +167,16 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "mt5": ("MT5ForConditionalGeneration", lambda t: t.MT5Config(**T5)),
     "umt5": ("UMT5ForConditionalGeneration", lambda t: t.UMT5Config(**T5)),
     "t5 encoder": ("T5EncoderModel", lambda t: t.T5Config(**T5)),
+    "pop2piano": ("Pop2PianoForConditionalGeneration", lambda t: t.Pop2PianoConfig(**T5)),
+    "bigbird_pegasus with encoder": (
+        "BigBirdPegasusForConditionalGeneration",
+        lambda t: t.BigBirdPegasusConfig(**BART, encoder_layers=2, block_size=4, num_random_blocks=1),
+    ),
     "clap": ("ClapTextModel", lambda t: t.ClapTextConfig(**SIZES)),
+    "deberta": ("DebertaForMaskedLM", lambda t: t.DebertaConfig(**{**SIZES, "num_key_value_heads": None})),
+    "llama for classification": ("LlamaForSequenceClassification", lambda t: t.LlamaConfig(**SIZES)),
+    "llama for answers": ("LlamaForQuestionAnswering", lambda t: t.LlamaConfig(**SIZES)),
+    "wav2vec2": ("Wav2Vec2Model", lambda t: t.Wav2Vec2Config(**SIZES, num_conv_pos_embedding_groups=4)),
     "mpnet": (
         "MPNetForMaskedLM",
         lambda t: t.MPNetConfig(**{**SIZES, "num_key_value_heads": None}, attention_probs_dropout_prob=0.0),
@@ -173,6 +188,10 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "bloom": ("BloomForCausalLM", lambda t: t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
     "falcon": ("FalconForCausalLM", lambda t: t.FalconConfig(**FALCON)),
+    "falcon with alibi": (
+        "FalconForCausalLM",
+        lambda t: t.FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    ),
     "openai-gpt": ("OpenAIGPTLMHeadModel", lambda t: t.OpenAIGPTConfig(**GPT, n_positions=64)),
     "lfm2": (
         "Lfm2ForCausalLM",
@@ -283,6 +302,7 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ),
     ),
     "gemma3 with images": ("Gemma3ForConditionalGeneration", _gemma3_with_images),
+    "paligemma": ("PaliGemmaForConditionalGeneration", _paligemma),
     "t5gemma": ("T5GemmaForConditionalGeneration", _t5gemma),
     "recurrent_gemma": ("RecurrentGemmaForCausalLM", lambda t: t.RecurrentGemmaConfig(**SIZES, lru_width=32)),
     "qwen3_next": ("Qwen3NextForCausalLM", lambda t: t.Qwen3NextConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.integrations.small_models import small_model
 if find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'ringspan[hf]'", allow_module_level=True)
 
-from tests.integrations.test_transformers import COUNTING_ENCODERS, LAYOUTS, B, N, check, compare, message, tokens
+from tests.integrations.test_transformers import COUNTING_ENCODERS, LAYOUTS, B, N, check, compare, difference, message, tokens
 
 
 def encoder_and_decoder(rank: int, name: str, layout: str) -> dict[str, float]:
@@ -128,25 +129,101 @@ def test_variables_of_a_module_of_the_user_are_not_those_of_the_model(name: str,
     assert all(x <= 1e-6 for x in pools(2).run(in_module_of_user, name))
 
 
+def with_checkpoints(rank: int, reentrant: bool) -> dict[str, float]:
+    """The first layer of T5 makes the biases of all layers, which pass through the checkpoints between them."""
+    from ringspan.integrations.transformers import prepare
+
+    cp = rs.ContextParallel(None, rs.full(N, 37), layout="zigzag", kv_layout="zigzag")
+    inputs = {"input_ids": cp.shard(tokens(37), dim=1, of="kv"), "decoder_input_ids": cp.shard(tokens(), dim=1)}
+    found = []
+    for recompute in (False, True):
+        model = prepare(small_model("t5").train())
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        with cp:
+            model(**inputs, use_cache=False).logits.square().sum().backward()
+        found.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    return {name: difference(found[1][name], x) for name, x in found[0].items()}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_biases_are_learned_through_checkpoints(reentrant: bool, pools: Pools) -> None:
+    check(pools(2).run(with_checkpoints, reentrant))
+
+
+def cross_attention(rank: int) -> float:
+    """The largest difference of the logits of Pop2Piano, whose decoder attends to states without a mask."""
+    from ringspan.integrations.transformers import prepare
+
+    model = small_model("pop2piano")
+    states = torch.randn(B, 37, 32, generator=torch.Generator().manual_seed(4)).double()
+    with Float64():
+        wanted = model(inputs_embeds=states, decoder_input_ids=tokens(), use_cache=False).logits
+    cp = rs.ContextParallel(None, rs.full(N, 37), layout="zigzag", kv_layout="zigzag")
+    prepare(model)
+    with cp, Float64():
+        mine = {"inputs_embeds": cp.shard(states, dim=1, of="kv"), "decoder_input_ids": cp.shard(tokens(), dim=1)}
+        found = model(**mine, use_cache=False).logits
+    return (found - cp.shard(wanted, dim=1)).abs().max().item()
+
+
+def test_cross_attention_without_a_mask_of_the_model_is_exact(pools: Pools) -> None:
+    assert all(x <= 1e-12 for x in pools(2).run(cross_attention))
+
+
+def test_a_prepared_model_can_be_pickled() -> None:
+    from ringspan.integrations.transformers import prepare
+
+    model: Any = prepare(small_model("t5"))
+    again: Any = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model)
+    assert type(again.encoder.block[0].layer[0].SelfAttention).__name__ == "T5Attention"
+    given = {"input_ids": tokens(), "decoder_input_ids": tokens()}
+    assert torch.equal(again(**given).logits, model(**given).logits)
+
+
 def refused(rank: int) -> dict[str, str]:
+    """The errors of calls and of ``prepare``."""
     cp, full = rs.ContextParallel(None, rs.causal(N), layout="zigzag"), rs.ContextParallel(None, rs.full(N), layout="zigzag")
+    labels = cp.shard(tokens(), dim=1)
+    both = rs.ContextParallel(None, rs.full(N, 120), layout="zigzag", kv_layout="zigzag")
+    of_pegasus = {"input_ids": both.shard(tokens(120), dim=1, of="kv"), "decoder_input_ids": both.shard(tokens(), dim=1)}
+
+    def error(name: str, *args: Any, **kwargs: Any) -> str:
+        try:
+            return message(name, *args, **kwargs)
+        except rs.RingspanError as error:  # of prepare
+            return str(error)
+
     return {
-        "bart": message("bart with encoder", cp, prepared=True, position_ids=None),
-        "mpnet": message("mpnet", full, prepared=True),
-        "t5": message("t5", full, position_ids=None),
-        "clap": message("clap", full),
+        "bart": error("bart with encoder", cp, prepared=True, position_ids=None),
+        "bigbird_pegasus": error("bigbird_pegasus with encoder", both, prepared=True, position_ids=None, **of_pegasus),
+        "clap": error("clap", full),
+        "deberta": error("deberta", full, prepared=True),
+        "labels": error("llama", cp, labels=labels),
+        "mpnet": error("mpnet", full, prepared=True),
+        "of all tokens": error("llama for classification", cp),
+        "positions of answers": error("llama for answers", cp, start_positions=labels[:, 0], end_positions=labels[:, 0]),
+        "t5": error("t5", full, position_ids=None),
+        "wav2vec2": error("wav2vec2", full, prepared=True),
     }
 
 
 REFUSED = {
     "bart": "bart was called without decoder_input_ids",
-    "mpnet": "adds the mask to its scores",
-    "t5": "t5 adds biases to its scores",
+    "bigbird_pegasus": "attends in blocks of tokens",
     "clap": "begin with 1 in this model",
+    "deberta": "its layers compute attention themselves",
+    "labels": "labels= was passed to the model",
+    "mpnet": "its layers compute attention themselves",
+    "of all tokens": "LlamaForSequenceClassification computes one result from all tokens",
+    "positions of answers": "start_positions= was passed to the model",
+    "t5": "t5 adds biases to its scores",
+    "wav2vec2": "has convolutions over its tokens",
 }
 
 
-def test_what_encoders_refuse(pools: Pools) -> None:
+def test_what_encoders_and_heads_refuse(pools: Pools) -> None:
     for found in pools(2).run(refused):
         assert {name: text for name, text in REFUSED.items() if text not in found[name]} == {}
 

@@ -32,7 +32,7 @@ DECODERS = [
     *("deepseek_v3", "gemma4", "smollm3"),
 ]
 # all others only have the name set
-PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "openai-gpt", "bert", "lfm2"]
+PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "falcon with alibi", "openai-gpt", "bert", "lfm2"]
 PREPARED += ["doge", "git", "inkling", "xlm", "xlnet", "zaya"]
 LENGTH_DEPENDENT = ["llama with dynamic RoPE", "phi3 with LongRoPE"]
 COUNTING_ENCODERS = ["bart with encoder", "m2m_100 with encoder", "mvp with encoder"]
@@ -226,6 +226,45 @@ def with_images(rank: int, name: str, layout: str) -> dict[str, float]:
     return compare(name, cp, whole, mine)
 
 
+def with_a_prefix(rank: int, layout: str) -> dict[str, float]:
+    """PaliGemma, whose model makes the mask for the text model in it. The tokens of the prefix see all of each other."""
+    types = torch.arange(N).ge(18).long().expand(B, -1)
+    embeddings = torch.randn(B, N, 32, generator=torch.Generator().manual_seed(5)).double()
+    cp = rs.ContextParallel(None, rs.full(N), layout=layout)
+    mine = {"inputs_embeds": cp.shard(embeddings, dim=1), "position_ids": cp.positions()[None], "token_type_ids": types}
+    return compare("paligemma", cp, {"inputs_embeds": embeddings, "token_type_ids": types}, mine)
+
+
+def alibi_of_a_padded_rank(rank: int, name: str) -> dict[str, float]:
+    """All tokens that the first rank has of the first row are padding, and have no biases there."""
+    cp = rs.ContextParallel(None, rs.causal(30), layout="contiguous")
+    keep = torch.ones(B, 30, dtype=torch.bool)
+    keep[0, :15] = False
+    whole = {"input_ids": tokens(30), "attention_mask": keep.long()}
+    mine = cp.shard(whole, dim=1)
+    if name != "bloom":
+        mine["position_ids"] = cp.positions()[None]
+    return compare(name, cp, whole, mine, keep=keep)
+
+
+def alibi_in_bfloat16(rank: int) -> dict[str, float]:
+    """Bloom with biases in bfloat16, which has every integer up to 256 only. Both results against one in float32."""
+    from ringspan.integrations.transformers import prepare
+
+    n = 1100
+    cp, ids = rs.ContextParallel(None, rs.causal(n), layout="zigzag"), tokens(n)[:1]
+    model = small_model("bloom").float()
+    with torch.no_grad():
+        wanted = cp.shard(model(input_ids=ids, use_cache=False).logits, dim=1)
+        model.bfloat16()
+        one = model(input_ids=ids, use_cache=False).logits.float()
+        prepare(model)
+        with cp:
+            found = model(input_ids=cp.shard(ids, dim=1), use_cache=False).logits.float()
+    of_one = difference(cp.shard(one, dim=1), wanted)
+    return {"ranks, in differences of one process": difference(found, wanted) / of_one, "one process": of_one}
+
+
 def counted_after_padding(rank: int) -> dict[str, float]:
     """RoBERTa, whose first position is pad_token_id + 1."""
     cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
@@ -284,6 +323,50 @@ def test_padding_is_exact(name: str, side: str, shared: bool, pools: Pools) -> N
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_image_blocks_are_exact(layout: str, pools: Pools) -> None:
     check(pools(2).run(with_images, "gemma3 with images", layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mask_that_the_outer_model_has_made_is_exact(layout: str, pools: Pools) -> None:
+    check(pools(2).run(with_a_prefix, layout))
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon with alibi"])
+def test_biases_of_a_rank_with_padding_alone_are_exact(name: str, pools: Pools) -> None:
+    check(pools(2).run(alibi_of_a_padded_rank, name))
+
+
+def test_biases_in_bfloat16_are_as_near_as_one_process(pools: Pools) -> None:
+    for found in pools(2).run(alibi_in_bfloat16):
+        assert found["one process"] < 0.02
+        assert found["ranks, in differences of one process"] < 1.5
+
+
+# name -> a bias of 600 keys for each of 3 heads, and whether it is linear in the key
+SLOPES = torch.tensor([0.5, 0.0884, 0.004])[:, None, None]
+KEYS = torch.arange(600)[None, None]
+LINEAR: dict[str, tuple[Tensor, bool]] = {
+    "exact": (SLOPES * KEYS, True),
+    "in bfloat16": ((SLOPES * KEYS).bfloat16(), True),
+    "in float16": ((SLOPES * KEYS).half(), True),
+    "of bfloat16, as in Falcon": ((SLOPES.bfloat16() * KEYS).double(), True),
+    "from a negative number on": (SLOPES * (KEYS - 600), True),
+    "after padding": (SLOPES * (KEYS - 100).clamp_min(0), False),
+    "before padding, in bfloat16": ((SLOPES * KEYS * (KEYS < 590)).bfloat16(), False),
+    "of logarithms, in bfloat16": ((SLOPES * (KEYS + 1).log()).bfloat16(), False),
+    "with one step left out": (SLOPES * (KEYS + (KEYS > 300)), False),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_bias_is_linear_up_to_its_rounding(name: str) -> None:
+    from ringspan.integrations.transformers.alibi import slope_of
+
+    bias, is_linear = LINEAR[name]
+    slope = slope_of(bias)
+    assert (slope is not None) == is_linear
+    if slope is not None:
+        error = (slope[:, None, None] / SLOPES - 1).abs().max()
+        assert error < (1e-6 if bias.dtype == torch.float32 else 4e-3 if "Falcon" in name else 2e-4)
 
 
 @pytest.mark.parametrize("name", PREPARED)
@@ -370,7 +453,9 @@ def test_special_models_are_exact(pools: Pools) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def message(name: str, cp: rs.ContextParallel, training: bool = False, prepared: bool = False, **inputs: Any) -> str:
+def message(
+    name: str, cp: rs.ContextParallel, training: bool = False, prepared: bool = False, compiled: bool = False, **inputs: Any
+) -> str:
     """The error of a forward pass in the block; empty if there is none."""
     from ringspan.integrations.transformers import prepare
 
@@ -379,14 +464,24 @@ def message(name: str, cp: rs.ContextParallel, training: bool = False, prepared:
         prepare(model)
     else:
         model.set_attn_implementation("ringspan")
+    call: Any = torch.compile(model, backend="eager") if compiled else model
     ids = cp.shard(tokens(cp.plan.q_layout.length), dim=1)
     given = {"input_ids": ids, "position_ids": cp.positions()[None].expand(B, -1), **inputs}
     try:
         with cp:
-            model(**{key: x for key, x in given.items() if x is not None}, use_cache=False)
+            call(**{key: x for key, x in given.items() if x is not None}, use_cache=False)
     except rs.RingspanError as error:
         return " ".join([str(error), *getattr(error, "__notes__", [])])
     return ""
+
+
+def alibi_message(padding: slice) -> str:
+    """The error of Bloom with this padding. The first rank has tokens 0 to 7 and 24 to 31, the second all others."""
+    cp = rs.ContextParallel(None, rs.causal(32), layout="zigzag")
+    keep = torch.ones(1, 32, dtype=torch.long)
+    keep[0, padding] = 0
+    mine = {"input_ids": cp.shard(tokens(32)[:1], dim=1), "attention_mask": cp.shard(keep, dim=1)}
+    return message("bloom", cp, prepared=True, position_ids=None, **mine)
 
 
 def refused_when_prepared(rank: int) -> dict[str, str]:
@@ -397,6 +492,9 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
     image = torch.zeros(B, 3, 28, 28).double()
     of_call = {"cu_seq_lens_q": torch.tensor([0, 20, N]), "position_ids": cp.shard(positions([20, 9]), dim=1)}
     return {
+        "alibi, only padding on a rank": alibi_message(slice(8, 24)),
+        "alibi, padding between tokens": alibi_message(slice(8, 24)),
+        "alibi, padding between tokens of a rank": alibi_message(slice(2, 4)),
         "doge": message("doge", long, prepared=True),
         "doge, not prepared": message("doge", cp),
         "git": message("git", cp, prepared=True, pixel_values=image),
@@ -417,6 +515,9 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
 DOCUMENTS_OF_CALL = ["inkling, documents of the call", "zaya, documents of the call"]
 REFUSED_WHEN_PREPARED = {
     **dict.fromkeys(DOCUMENTS_OF_CALL, "would cross it"),
+    "alibi, only padding on a rank": "this rank has only padding or a single token",
+    "alibi, padding between tokens": "the batch has padding between the tokens of a row",
+    "alibi, padding between tokens of a rank": "a bias that is not linear in the key",
     "xlnet, documents of the call": "XLNet would cross it",
     "doge": "above keep_window_size=32 this layer chooses keys",
     "doge, not prepared": "prepare(model)",
@@ -463,6 +564,7 @@ def refused(rank: int) -> dict[str, str]:
         "linear layers": message("qwen3_next", cp),
         "recurrent layers": message("recurrent_gemma", cp),
         "no positions": message("llama", cp, position_ids=None),
+        "no positions, in compiled code": message("llama", cp, compiled=True, position_ids=None),
         "no positions of documents": message("llama", packed, position_ids=None),
         "no positions, added to the tokens": message("bert", cp, position_ids=None),
         "positions that begin with 0": message("roberta", cp),
@@ -487,6 +589,7 @@ REFUSALS = {
     "linear layers": "qwen3_next has layers that are not softmax attention under a mask (linear_attention: layers 0, 1, 2)",
     "recurrent layers": "recurrent_gemma cannot run under context parallelism: it has recurrent layers",
     "no positions": "pass position_ids=cp.positions()[None]",
+    "no positions, in compiled code": "pass position_ids=cp.positions()[None]",
     "no positions of documents": "pass position_ids=cp.positions(documents=lengths)[None]",
     "no positions, added to the tokens": "pass position_ids=cp.positions()[None]",
     "positions that begin with 0": "begin with 1 in this model (cp.positions()[None] + 1)",
@@ -510,6 +613,44 @@ def test_what_is_not_exact_is_refused(pools: Pools) -> None:
         for found in (first[case], second[case]):
             assert said.lower() in found.lower(), case
             assert bool(said) == bool(found), case
+
+
+def operations_on_a_mask(rank: int) -> dict[str, str]:
+    """What code of a model does with a mask tensor, and the error of each. ``hasattr`` must not raise."""
+    from ringspan.integrations.transformers import ringspan_mask
+
+    scores = torch.zeros(B, 4, 15, 15)
+    cp = rs.ContextParallel(None, rs.causal(30), layout="contiguous")
+    with cp:
+        mask: Any = ringspan_mask(B, 15, 15)
+        cp.mark_as_used()
+    operations: dict[str, Any] = {
+        "hasattr": lambda: hasattr(mask, "bool"),
+        "bool": lambda: mask.bool(),
+        "scores + mask": lambda: scores + mask,
+        "mask + scores": lambda: mask + scores,
+        "torch.add": lambda: torch.add(scores, mask),
+        "scores += mask": lambda: scores.add_(mask),
+        "where": lambda: torch.where(mask, scores, 0.0),
+        "masked_fill of scores": lambda: scores.masked_fill(mask, -1e9),
+    }
+    found = {}
+    for name, operation in operations.items():
+        try:
+            found[name] = str(operation())
+        except rs.UnplannedAttention as error:
+            found[name] = str(error)
+    return found
+
+
+def test_operations_on_a_mask_are_refused(pools: Pools) -> None:
+    for found in pools(2).run(operations_on_a_mask):
+        assert found.pop("hasattr") == "False"
+        assert found.pop("bool").startswith("this model reads 'bool' of its attention mask")
+        assert found.pop("where").startswith("this model applies where to its attention mask")
+        assert found.pop("masked_fill of scores").startswith("this model applies masked_fill to its attention mask")
+        for name, error in found.items():
+            assert error.startswith("a layer of this model adds the mask to its scores"), name
 
 
 def left_to_sdpa(rank: int) -> str:

@@ -15,8 +15,8 @@ The mask of a layer is the mask that the model makes for it (causal, sliding win
 intersected with the mask of the block. Softcap, sinks and scale are those of the layer. What cannot be made exact
 raises :class:`ringspan.UnplannedAttention` and names the layer. Outside a block the name means PyTorch's SDPA.
 
-Models that count positions themselves or write attention out in their layers (Bart, GPT-J, Bloom, …) need
-``prepare(model)`` in place of ``set_attn_implementation``; the error of such a model says so.
+Models that count positions themselves, write attention out in their layers or add biases to scores (Bart, GPT-J, Bloom,
+T5, …) need ``prepare(model)`` in place of ``set_attn_implementation``; the error of such a model says so.
 
 Tensors with one row per token (ids, embeddings, positions) are this rank's. Tensors that describe the sequence for the
 mask (``attention_mask``, ``token_type_ids``, ``cu_seq_lens_q``) are those of the whole sequence, on every rank.

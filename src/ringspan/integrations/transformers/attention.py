@@ -21,8 +21,9 @@ from ringspan.integrations.transformers.convolutions import refuse_documents_of_
 from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
 from ringspan.integrations.transformers.masks import LayerMask
+from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
-from ringspan.integrations.transformers.t5 import DistanceBias, is_no_bias
+from ringspan.integrations.transformers.t5 import distance_bias, has_distance_biases
 
 NAME = "ringspan"
 
@@ -42,17 +43,17 @@ def ringspan_attention(
 
     Called by the layers of a model whose ``attn_implementation`` is ``ringspan``. ``attention_mask`` is the
     :class:`LayerMask` of the layer. Read from the keyword arguments are ``softcap``, ``s_aux`` and ``sinks`` (a sink for
-    each head, and for each query), ``sliding_window``, ``position_ids`` and ``cu_seq_lens_q``. Outside a block,
-    attention is PyTorch's SDPA.
+    each head, and for each query), ``position_bias``, ``sliding_window``, ``position_ids`` and ``cu_seq_lens_q``.
+    Outside a block, attention is PyTorch's SDPA.
     """
     if isinstance(attention_mask, KeyBias):
         query, key = attention_mask.folded(query, key, scaling or query.shape[-1] ** -0.5)
         scaling, attention_mask = scaling or value.shape[-1] ** -0.5, attention_mask.mask
+    if has_distance_biases(module, kwargs) and (block := block_of_model()) is not None:
+        kwargs["position_bias"] = distance_bias(kwargs["position_bias"], block)
     if not isinstance(attention_mask, LayerMask):
         out_BSHE = _without_mask(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
         return out_BSHE, None
-    if is_no_bias(module, kwargs.get("position_bias")):
-        kwargs.pop("position_bias")
     try:
         refuse_layer(module, attention_mask.tokens, dropout, kwargs)
         refuse_documents_of_call(module, attention_mask.outer, kwargs.get("cu_seq_lens_q"))
@@ -76,10 +77,10 @@ def _attend(
     if all(x is None for x in (cap, bias, sinks_H, sinks_BHS1)):
         return block.attention(q_BHSD, k_BGTD, v_BGTE, scale=scaling)
     score_mod = None if cap is None else softcap_mod(cap)
-    if isinstance(bias, (RelativeBias, DistanceBias)):
+    if bias is not None:
         if cap is not None:
             raise UnplannedAttention("this layer has a softcap and a bias of its scores, whose order is not known")
-        score_mod = bias.score_mod
+        score_mod = bias.score_mod if isinstance(bias, RelativeBias) else bias
     result: Any = block.flex_attention(q_BHSD, k_BGTD, v_BGTE, score_mod, scale=scaling, enable_gqa=True, return_lse=True)
     out_BHSE, lse_BHS = result
     if sinks_BHS1 is not None:
@@ -114,8 +115,8 @@ def _without_mask(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
         problem = f"has a mask of shape {tuple(attention_mask.shape)} that is not part of the plan: give it to ContextParallel"
-    elif _has_extras(kwargs):
-        problem = "has a softcap or sinks, but no mask of the model"
+    elif _has_extras(kwargs) or kwargs.get("position_bias") is not None:
+        problem = "has a softcap, sinks or a bias of its scores, but no mask of the model"
     elif bool(causal) != block.mask.is_causal:
         problem = f"is {'' if causal else 'not '}causal, but the block's mask {block.mask.name} is{' not' if causal else ''}"
     else:

@@ -28,8 +28,7 @@ from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.integrations.transformers.mask_functions import Sequence, by_rows
-from ringspan.integrations.transformers.masks import block_with_mask
-from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
+from ringspan.integrations.transformers.model_block import block_of_model, block_with_mask, refuse_cache, refuse_weights
 from ringspan.integrations.transformers.model_call import documents_of_call
 from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer

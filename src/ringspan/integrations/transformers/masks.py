@@ -7,22 +7,23 @@ of the layer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import InputError, RingspanError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
-from ringspan.integrations.transformers.model_call import documents_of_call, positions_of_model, refuse_labels
+from ringspan.integrations.transformers.model_block import Sides, block_with_mask
+from ringspan.integrations.transformers.model_call import documents_of_call, positions_of_model, refuse_results_of_tokens_here
 from ringspan.integrations.transformers.packing import (
     check_positions,
     check_restarts,
@@ -34,8 +35,6 @@ from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES
 from ringspan.integrations.transformers.rotary import refuse_rotary
 from ringspan.masks import Mask, documents, window
 from ringspan.plans.data import Side
-
-Sides = tuple[Side, Side]
 
 
 class ModelCall(NamedTuple):
@@ -49,12 +48,22 @@ class ModelCall(NamedTuple):
     cu_seq_lens: Tensor | None = None  # where the documents of the call start, in the whole sequence
 
 
+class NotATensor(UnplannedAttention, AttributeError):
+    """An attribute of tensors that a mask does not have. It is an AttributeError so that ``hasattr`` returns False."""
+
+
 class LayerMask:
     """The mask of a kind of layer, over the whole sequence, in place of a mask tensor.
 
     Models make masks that no layer uses. So a mask that cannot be made exact has a ``refusal``, which is raised when a
     layer uses the mask.
+
+    Code of models reads whether a mask is prepared (``ndim``, ``shape``) and whether it is added to scores (``dtype``,
+    not bool). All other operations of tensors raise.
     """
+
+    ndim = 4
+    dtype = torch.float32
 
     def __init__(
         self, mask: Mask, outer: ContextParallel, sides: Sides, call: ModelCall, *, refusal: RingspanError | None = None
@@ -70,15 +79,28 @@ class LayerMask:
                 self._block = self._made(self._documents(call.cu_seq_lens))
             except RingspanError as error:
                 self._refusal = error
+        is_known, of_model = call.positions
+        is_split = _layout(outer, sides[0]).counts[outer.rank] != self.tokens
+        self._no_positions = missing_positions(call.first) if is_known and of_model is None and is_split else None
 
     @property
     def block(self) -> ContextParallel:
-        """The user's block with the mask of the layer."""
+        """The user's block with the mask of the layer.
+
+        Compiled code reads it, since it cannot check position ids. It raises if the model got none: a compiler then runs
+        this layer uncompiled, which checks by ``block_of`` the positions that the model has made.
+        """
+        if self._no_positions is not None:
+            raise self._no_positions
+        return self._usable_block()
+
+    def _usable_block(self) -> ContextParallel:
         self.outer.was_used = True  # a layer attends: the block need not intercept a call
         if self._block is None:
             raise self._refusal or UnplannedAttention("this mask has no block")
         return self._block
 
+    @torch.compiler.disable
     def block_of(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, window_size: int | None) -> ContextParallel:
         """Return the block for a call: with its packed documents, if it has their boundaries.
 
@@ -94,7 +116,7 @@ class LayerMask:
         if last is not None and last[0] is position_ids and last[1] is cu_seq_lens and last[2] == window_size:
             return last[3]
         of_documents = self._documents(self._call.cu_seq_lens if cu_seq_lens is None else cu_seq_lens)
-        block = self.block if cu_seq_lens is None else self._made(of_documents)
+        block = self._usable_block() if cu_seq_lens is None else self._made(of_documents)
         self._check_positions(position_ids, of_documents)
         if window_size is not None:
             _check_window(block.mask, window_size)
@@ -106,9 +128,25 @@ class LayerMask:
         mask = self._mask & window(left=size - 1)
         return LayerMask(mask, self.outer, self._sides, self._call, refusal=self._refusal)
 
-    def size(self) -> torch.Size:
-        """Return the shape that a mask tensor would have: (B, 1, S, T), of this rank's tokens."""
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a row of the batch has padding between its tokens."""
+        valid_BN = self._call.valid_BN
+        if valid_BN is None:
+            return False
+        starts_BN = valid_BN.bool() & ~F.pad(valid_BN.bool(), (1, 0))[:, :-1]
+        return bool((starts_BN.sum(-1) > 1).any())
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that a mask tensor would have: (B, 1, S, T), of this rank's tokens."""
         return torch.Size((self._call.batch, 1, *self.local_lengths))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
 
     def to(self, *_: Any, **__: Any) -> LayerMask:
         return self
@@ -142,8 +180,24 @@ class LayerMask:
             check_positions(position_ids, tokens, mask, self._call.valid_BN, first=self._call.first)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
+        raise NotATensor(
             f"this model reads {name!r} of its attention mask, but inside a ContextParallel block the mask is not a tensor"
+        )
+
+    def __lt__(self, number: float) -> LayerMask:
+        if not number < 0:
+            raise NotATensor(f"this model compares its attention mask with {number}, but inside a block it is not a tensor")
+        return self  # ``mask < -1`` are the pairs that the mask hides, for masked_fill
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MASKED_FILLS and len(args) == 3 and _is_bias_of_keys(args[0]) and isinstance(args[1], LayerMask):
+            return BiasedMask(args[1], args[0])
+        if func in ADDITIONS:
+            raise _adds_mask()
+        raise UnplannedAttention(
+            f"this model applies {getattr(func, '__name__', func)} to its attention mask, but inside a ContextParallel block "
+            "the mask is not a tensor"
         )
 
     def __getitem__(self, index: Any) -> LayerMask:
@@ -155,14 +209,41 @@ class LayerMask:
             "logits_to_keep out; without it, the layers of this model cannot run under context parallelism"
         )
 
-    def __radd__(self, scores: Any) -> NoReturn:
-        raise UnplannedAttention(
-            "a layer of this model adds the mask to its scores, which are those of this rank alone. The layer does not use the "
-            "attention function that was set, and is not among those that ringspan.integrations.transformers.prepare knows"
-        )
+    def __add__(self, scores: Any) -> NoReturn:
+        raise _adds_mask()
+
+    __radd__ = __add__
 
     def __repr__(self) -> str:
         return f"<LayerMask {self._mask!r}>"
+
+
+MASKED_FILLS = {torch.masked_fill, Tensor.masked_fill}
+ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
+
+
+@dataclass(frozen=True)
+class BiasedMask:
+    """A mask to which the model has added a bias of the keys (B, H, 1, T). Falcon does so with its ALiBi biases."""
+
+    mask: LayerMask
+    bias: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.bias.shape[:-2], *self.mask.local_lengths))
+
+
+def _is_bias_of_keys(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.requires_grad and x.ndim == 4 and x.shape[-2] == 1
+
+
+def _adds_mask() -> UnplannedAttention:
+    return UnplannedAttention(
+        "a layer of this model adds the mask to its scores, which are those of this rank alone: it does not use the attention "
+        "function that was set. Either ringspan.integrations.transformers.prepare was not called or does not know this layer, "
+        "or the model has made the layer after that call"
+    )
 
 
 @torch.compiler.disable
@@ -173,15 +254,18 @@ def ringspan_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
     config: Any = None,
     **kwargs: Any,
 ) -> LayerMask | Tensor | None:
     """Return the mask of a kind of layer: a LayerMask inside a block, outside of one what SDPA takes.
 
     The arguments are those of ``AttentionMaskInterface``. ``attention_mask`` marks the keys that are no padding, for
-    the tokens of this rank or for the whole sequence.
+    the tokens of this rank or for the whole sequence. A mask that was made before, by the model around this one
+    (PaliGemma), is returned as it is, as transformers does with mask tensors.
     """
+    if isinstance(attention_mask, LayerMask):
+        return attention_mask
     outer = current_block()
     if outer is None or was_absent_in_forward(outer):
         given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
@@ -191,7 +275,7 @@ def ringspan_mask(
     keep_blocks(entered_blocks())  # a checkpoint around the whole model must make the mask in the same block again
     refuse_config(config)
     if outer.plan.world > 1:
-        refuse_labels()
+        refuse_results_of_tokens_here()
     if int(q_offset) or int(kv_offset):
         raise UnplannedAttention(
             f"this call continues a KV cache of {int(q_offset)} tokens, which is not split over ranks: pass no past_key_values"
@@ -315,19 +399,3 @@ def _layout(outer: ContextParallel, side: Side) -> Any:
 def _tokens(outer: ContextParallel, side: Side) -> NDArray[np.int64]:
     tokens: NDArray[np.int64] = _layout(outer, side).positions(outer.rank)
     return tokens
-
-
-MAX_BLOCKS = 64  # cached for one block of the user; a padded batch has a mask of its own
-_blocks: WeakKeyDictionary[ContextParallel, dict[tuple[Sides, str], ContextParallel]] = WeakKeyDictionary()
-on_clear_caches(_blocks.clear)
-
-
-def block_with_mask(outer: ContextParallel, sides: Sides, mask: Mask) -> ContextParallel:
-    """Return the user's block with the mask of a layer, on the same layout. It is made once."""
-    known = _blocks.setdefault(outer, {})
-    key = (sides, mask.digest)
-    if key not in known:
-        if len(known) >= MAX_BLOCKS:
-            known.clear()
-        known[key] = outer.with_mask(mask, sides=sides)
-    return known[key]

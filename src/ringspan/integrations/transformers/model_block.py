@@ -1,13 +1,20 @@
-"""The block that a method of a model runs in, and what several models refuse in one."""
+"""The block that a method of a model runs in, the blocks with the masks of its layers, and what several models refuse
+in one."""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
+from ringspan.masks import Mask
+from ringspan.plans.data import Side
+
+Sides = tuple[Side, Side]  # the sequences of the queries and of the keys
 
 
 def block_of_model() -> ContextParallel | None:
@@ -32,3 +39,19 @@ def refuse_weights(model_type: str, output_attentions: bool | None, config: Any)
     """Raise if a model should return its attention weights."""
     if config.output_attentions if output_attentions is None else output_attentions:
         raise UnplannedAttention(f"{model_type} should return its weights, which no rank has: output_attentions=False")
+
+
+MAX_BLOCKS = 64  # cached for one block of the user; a padded batch has a mask of its own
+_blocks: WeakKeyDictionary[ContextParallel, dict[tuple[Sides, str], ContextParallel]] = WeakKeyDictionary()
+on_clear_caches(_blocks.clear)
+
+
+def block_with_mask(outer: ContextParallel, sides: Sides, mask: Mask) -> ContextParallel:
+    """Return the user's block with the mask of a layer, on the same layout. It is made once."""
+    known = _blocks.setdefault(outer, {})
+    key = (sides, mask.digest)
+    if key not in known:
+        if len(known) >= MAX_BLOCKS:
+            known.clear()
+        known[key] = outer.with_mask(mask, sides=sides)
+    return known[key]

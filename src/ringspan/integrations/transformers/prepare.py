@@ -6,7 +6,7 @@
 * Models with short causal convolutions (:mod:`ringspan.integrations.transformers.convolutions`).
 * RoPE that depends on the largest position (:mod:`ringspan.integrations.transformers.rotary`).
 * Encoders with decoders. They raise without tokens of the decoder, which they would make from those of this rank.
-* BLT, CPM-Ant, Doge, Inkling, ProphetNet, T5, XLM, XLNet and ZAYA, each in a module of its own.
+* BLT, BigBird-Pegasus, CPM-Ant, Doge, Inkling, ProphetNet, T5, XLM, XLNet and ZAYA, each in a module of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringspan.errors import InputError
+from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.current_block import current_block
 from ringspan.integrations.transformers.attention import NAME
@@ -43,6 +43,7 @@ from ringspan.integrations.transformers.refusals import (
     POSITION_EMBEDDINGS,
     WRITES_OUT,
     PreparedName,
+    named_refusals,
     refuse_model,
 )
 from ringspan.integrations.transformers.rotary import depends_on_length, rotary_of_sequence
@@ -53,9 +54,24 @@ from ringspan.integrations.transformers.xlnet import xlnet_attention, xlnet_dist
 from ringspan.integrations.transformers.zaya import zaya_projections
 from ringspan.plans.data import Side
 
-# Model type -> class of a module -> its methods, and what each is replaced by.
-Methods = tuple[tuple[str, Callable[..., Any]], ...]
+Methods = tuple[tuple[str, Callable[..., Any]], ...]  # the methods of a class, and what each is replaced by
+
+
+def _no_blocks_of_tokens(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``BigBirdPegasusEncoder.forward``. In a block, raise if it attends in blocks of tokens."""
+    block = current_block()
+    if block is not None and self.attention_type == "block_sparse":
+        with named_refusals(self, block.refuse):
+            raise UnplannedAttention(
+                "the encoder of bigbird_pegasus attends in blocks of tokens, which it would make of those of this rank, and "
+                "cannot run under context parallelism"
+            )
+    return original(self, *args, **kwargs)
+
+
+# Model type -> class of a module -> its methods that are replaced.
 SPECIAL: dict[str, dict[str, Methods]] = {
+    "bigbird_pegasus": {"BigBirdPegasusEncoder": (("forward", _no_blocks_of_tokens),)},
     "blt": {"BltLocalEncoder": (("patch_reduce", blt_patch_states),), "BltModel": (("forward", blt_model),)},
     "cpmant": {"CpmAntAttention": (("forward", cpmant_attention),), "CpmAntModel": (("forward", cpmant_model),)},
     "doge": {"DogeAttention": (("prepare_dynamic_mask", doge_biases),)},
@@ -98,9 +114,10 @@ def prepare(model: nn.Module) -> nn.Module:
     """Let a model use ringspan inside a ``ContextParallel`` block, and return it.
 
     For most models this is ``model.set_attn_implementation("ringspan")``. In addition it replaces the ``forward`` of
-    position embeddings that count tokens or depend on the largest position, and of layers that write attention out or
-    have a convolution. Outside a block these compute what they did before. Raises :class:`ringspan.UnplannedAttention`
-    for models that are known not to be exact.
+    position embeddings that count tokens or depend on the largest position, of layers that write attention out, add
+    biases to scores or have a convolution, and of encoders with decoders, which then raise in a block without the tokens
+    of the decoder. Outside a block these compute what they did before. Raises :class:`ringspan.UnplannedAttention` for
+    models that are known not to be exact.
 
     >>> from transformers import GPTJConfig, GPTJForCausalLM
     >>> config = GPTJConfig(vocab_size=8, n_embd=8, n_head=2, n_layer=1, rotary_dim=2, n_positions=8)
@@ -109,7 +126,12 @@ def prepare(model: nn.Module) -> nn.Module:
     """
     parts: list[Any] = [x for x in model.modules() if hasattr(x, "config") and hasattr(x, "set_attn_implementation")]
     for part in parts:
-        refuse_model(part.config.model_type)
+        refuse_model(part.config)
+    if parts and not any(part.config.model_type in WITHOUT_INTERFACE or part._can_set_attn_implementation() for part in parts):
+        raise UnplannedAttention(
+            f"{parts[0].config.model_type} cannot run under context parallelism: its layers compute attention themselves, and "
+            "take no other attention function"
+        )
     for part in parts:
         if part.config.model_type not in WITHOUT_INTERFACE:
             part.set_attn_implementation(NAME)
@@ -142,12 +164,23 @@ def _prepare_module(module: Any, model_type: str) -> None:
 def _subclass(cls: Any, methods: Methods) -> Any:
     """Return a class of the same name, in which each of these methods is ``function(self, cls.method, ...)``.
 
-    A module gets another class, and not another attribute, so that its copies work.
+    A module gets another class, and not another attribute, so that its copies work. pickle cannot find this class by its
+    name, and makes it again.
     """
     if getattr(cls, "_ringspan_methods", None) == methods:
         return cls
     replaced = {name: _method(getattr(cls, name), function) for name, function in methods}
-    return type(cls.__name__, (cls,), {**replaced, "_ringspan_methods": methods})
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        return _new_module, (cls, methods), self.__dict__
+
+    return type(cls.__name__, (cls,), {**replaced, "_ringspan_methods": methods, "__reduce_ex__": reduced})
+
+
+def _new_module(cls: Any, methods: Methods) -> nn.Module:
+    prepared = _subclass(cls, methods)
+    module: nn.Module = prepared.__new__(prepared)
+    return module
 
 
 def _method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

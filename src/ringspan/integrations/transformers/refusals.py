@@ -65,6 +65,12 @@ HAS_BIASES = {"mt5", "pop2piano", "t5", "umt5"}
 # Kinds of layers of the models with convolutions.
 CONVOLUTION_LAYERS = {"conv", "hybrid", "hybrid_sliding"}
 
+# Encoders of speech with convolutions: for positions, or in their layers.
+SPEECH = (
+    *("data2vec-audio", "hubert", "sew", "sew-d", "unispeech", "unispeech-sat"),
+    *("wav2vec2", "wav2vec2-bert", "wav2vec2-conformer", "wavlm"),
+)
+
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
     "longt5": "its encoder attends in blocks of tokens, which it would make of those of this rank",
@@ -74,13 +80,14 @@ REFUSED_MODELS: dict[str, str] = {
     "reformer": "it has hashed attention",
     "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
     "sam3_lite_text_text_model": "it has convolutions over its tokens, which would mix only those of this rank",
+    "fnet": "it mixes tokens by a Fourier transform, and would mix only those of this rank",
+    **dict.fromkeys(SPEECH, "it has convolutions over its tokens, which would mix only those of this rank"),
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"), "it counts the positions of its tokens"),
     **dict.fromkeys(("t5gemma2", "t5gemma2_decoder"), "its decoder attends to both sequences at once"),
     "switch_transformers": "its routers drop tokens that exceed a capacity, and would count those of this rank",
 }
 
-
-# How the names of classes that make embeddings of positions end.
+# Endings of the names of position embedding classes.
 POSITION_EMBEDDINGS = ("PositionalEmbedding", "PositionEmbedding")
 
 
@@ -110,7 +117,7 @@ def refuse_config(config: Any) -> None:
     """Raise if a model of this config has layers that are not softmax attention under a mask."""
     others: dict[str, list[int]] = {}
     model_type = getattr(config, "model_type", "")
-    refuse_model(model_type)
+    refuse_model(config)
     known = ATTENTION_LAYERS | (CONVOLUTION_LAYERS if model_type in CONVOLVES else set())
     for n, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in known:
@@ -134,8 +141,14 @@ def refuse_config(config: Any) -> None:
         )
 
 
-def refuse_model(model_type: str) -> None:
-    """Raise if models of this type are known not to be exact."""
+def refuse_model(config: Any) -> None:
+    """Raise if a model of this config is known not to be exact."""
+    model_type = getattr(config, "model_type", "")
+    if model_type == "big_bird" and config.attention_type == "block_sparse":
+        raise UnplannedAttention(
+            "big_bird attends in blocks of tokens, which it would make of those of this rank: set "
+            'config.attention_type to "original_full"'
+        )
     if model_type in REFUSED_MODELS:
         raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")
 
@@ -167,9 +180,9 @@ def refuse_layer(module: nn.Module, tokens: int, dropout: float, kwargs: dict[st
     if dropout:
         raise UnplannedAttention(
             f"{layer_name(module)} has an attention dropout of {dropout}, but the ranks cannot drop the same pairs as one "
-            "process. Set config.attention_dropout to 0"
+            "process. Set it to 0 in the config: attention_dropout in most models, dropout_rate in T5"
         )
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnplannedAttention(f"{layer_name(module)} should return its weights, which no rank has: output_attentions=False")
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         _refuse_temperature(module, tokens)

@@ -33,7 +33,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import was_absent_in_forward
-from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
+from ringspan.integrations.transformers.alibi import slope_of, slope_of_rows
+from ringspan.integrations.transformers.masks import BiasedMask, LayerMask, ringspan_mask
 from ringspan.integrations.transformers.model_call import documents_of_call
 from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals
@@ -41,28 +42,45 @@ from ringspan.integrations.transformers.refusals import named_refusals
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 BADDBMMS = {torch.baddbmm, Tensor.baddbmm}
 SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
+BIASES = ("alibi", "position_bias")  # arguments of layers: ALiBi biases
 KEYS = ("key_value_states", "encoder_hidden_states")  # arguments of layers: what the keys of cross-attention are made from
 
 
 def attention_over_ranks(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a layer that writes attention out. Inside a block it attends over all ranks."""
-    given = _signature(original).bind(self, *args, **kwargs).arguments
+    bound = _signature(original).bind(self, *args, **kwargs)
+    given = bound.arguments
     mask, hidden = given.get("attention_mask"), next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     keys, buffer = next((given[name] for name in KEYS if name in given), None), getattr(self, "bias", None)
-    is_made_here = not isinstance(mask, LayerMask)
+    is_made_here = not isinstance(mask, LayerMask | BiasedMask)
     if is_made_here:
         mask = _made_for(self, mask, hidden, keys)
+    elif isinstance(mask, BiasedMask):
+        mask = mask.mask  # its bias is read where the layer adds it
     if mask is None:
-        return original(self, *args, **kwargs)
+        if _has_biases_twice(given):
+            given["alibi"] = torch.zeros_like(given["alibi"])
+        return original(*bound.args, **bound.kwargs)
     mode = WrittenOut(
         mask,
         batch=hidden.shape[0],
         position_ids=given.get("position_ids"),
         buffer=buffer,
         needs_mask=not is_made_here or buffer is not None,
+        needs_slope=any(given.get(name) is not None for name in BIASES),
     )
     with named_refusals(self, mask.refuse), mode:
         return original(self, *args, **kwargs)
+
+
+def _has_biases_twice(given: dict[str, Any]) -> bool:
+    """Return whether a layer gets ALiBi biases that are in its mask, too.
+
+    Falcon adds them to the mask, for SDPA, and its eager attention adds them again. A prepared model counts them once, as
+    SDPA does.
+    """
+    mask, alibi = given.get("attention_mask"), given.get("alibi")
+    return isinstance(mask, Tensor) and mask.is_floating_point() and isinstance(alibi, Tensor) and alibi.ndim == 4
 
 
 def _made_for(layer: Any, given: Any, hidden: Tensor, keys: Tensor | None) -> LayerMask | None:
@@ -97,14 +115,22 @@ class WrittenOut(TorchFunctionMode):
     """Computes attention over all ranks for a layer that multiplies queries, keys and values itself.
 
     ``buffer`` (1, 1, M, M) is a causal mask or window over M positions that the layer has besides the model's mask. A
-    layer that ``needs_mask`` applies the mask to its scores.
+    layer that ``needs_mask`` applies the mask to its scores, one that ``needs_slope`` adds ALiBi biases.
     """
 
     def __init__(
-        self, mask: LayerMask, *, batch: int, position_ids: Tensor | None, buffer: Tensor | None, needs_mask: bool = True
+        self,
+        mask: LayerMask,
+        *,
+        batch: int,
+        position_ids: Tensor | None,
+        buffer: Tensor | None,
+        needs_mask: bool = True,
+        needs_slope: bool = False,
     ) -> None:
         super().__init__()
-        self.mask, self.batch, self.position_ids, self.needs_mask = mask, batch, position_ids, needs_mask
+        self.mask, self.batch, self.position_ids = mask, batch, position_ids
+        self.needs_mask, self.needs_slope = needs_mask, needs_slope
         self.buffer = buffer if buffer is not None and buffer.ndim == 4 else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,13 +190,26 @@ class WrittenOut(TorchFunctionMode):
     def _attend(self, scores: Scores, v: Tensor) -> Tensor:
         if self.needs_mask and not scores.is_masked:
             raise UnplannedAttention("this layer attends without the mask that the model made for it")
+        if self.needs_slope and scores.slope is None:
+            raise UnplannedAttention(
+                "this layer has ALiBi biases, but this rank has only padding or a single token, whose biases are 0 for any "
+                "slope. Give every rank several tokens that are no padding"
+            )
         block = self.mask.block_of(self.position_ids, None, None)
         wide = torch.promote_types(scores.q.dtype, v.dtype)  # some layers multiply queries and keys in float32
         q_BHSD, k_BHTD, v_BHTE = (x.reshape(self.batch, -1, *x.shape[-2:]).to(wide) for x in (scores.q, scores.k, v))
         if scores.slope is None:
             out_BHSE = block.attention(q_BHSD, k_BHTD, v_BHTE, scale=scores.scale)
         else:
-            slope_H = scores.slope.reshape(-1, q_BHSD.shape[1])[0]
+            if self.mask.has_gaps:
+                raise UnplannedAttention(
+                    "this layer has ALiBi biases, which do not count padding, and the batch has padding between the tokens of "
+                    "a row"
+                )
+            slope_H = slope_of_rows(scores.slope.reshape(-1, q_BHSD.shape[1]))
+            if slope_H is None:
+                raise _unknown("a bias with another slope for each row of the batch", "Scores")
+            slope_H = slope_H.to(torch.promote_types(wide, torch.float32))
             found: Any = block.flex_attention(
                 q_BHSD, k_BHTD, v_BHTE, lambda score, b, h, q, k: score + slope_H[h] * k, scale=scores.scale
             )
@@ -269,11 +308,23 @@ class Scores(_Lazy):
         """Add the mask of the layer, zeros, or a bias that is linear in the key."""
         if isinstance(other, LayerMask):
             return replace(self, is_masked=True)
+        if isinstance(other, BiasedMask):
+            # Falcon adds its biases to the mask, for SDPA, and its layers add them to the scores again. They count once,
+            # as with SDPA.
+            masked = replace(self, is_masked=True)
+            if self.slope is None:
+                return masked.plus(other.bias)
+            slope = slope_of(other.bias)
+            if slope is not None and torch.allclose(slope, self.slope, rtol=torch.finfo(torch.bfloat16).eps, atol=0):
+                return masked
         if isinstance(other, Tensor) and not other.requires_grad:
             if not other.any() or (self.hidden is not None and torch.equal(other < 0, self.hidden.bool())):
                 return self
             if self.slope is None and other.ndim >= 3 and other.shape[-2:] == (1, self._lengths[1]):
-                return replace(self, slope=_slope(other))
+                slope = slope_of(other)
+                if slope is None:
+                    raise _unknown("a bias that is not linear in the key", "Scores")
+                return replace(self, slope=slope)
         raise _unknown("a sum with a tensor", "Scores")
 
     def __mul__(self, factor: Any) -> Any:
@@ -316,18 +367,6 @@ class Weights(_Lazy):
 
     def __matmul__(self, v: Tensor) -> Any:
         return torch.matmul(cast(Any, self), v)
-
-
-def _slope(bias: Tensor) -> Tensor:
-    """Return the slope of a bias (..., 1, T) that is linear in the key, for each row of its leading dims.
-
-    The model counts the keys of this rank. Linear in these means ALiBi, which is linear in the keys of the sequence; a
-    constant of a row does not change its softmax.
-    """
-    steps = bias.diff(dim=-1)
-    if bias.shape[-1] < 2 or not torch.allclose(steps, steps[..., :1].expand_as(steps), rtol=1e-2, atol=1e-6):
-        raise _unknown("a bias that is not linear in the key", "Scores")
-    return (bias[..., 0, -1] - bias[..., 0, 0]) / (bias.shape[-1] - 1)
 
 
 def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
