@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ def main() -> int:
             continue
         print(title, file=sys.stderr)
         rows = [row for world in WORLDS if world <= args.most for row in _rows(study, world, machine)]
-        tables.append(f"## {title}\n\n{study.text} Layout `{study.layout}`.\n\n{_table(rows)}\n")
+        tables.append(f"## {title}\n\n{_wrapped(f'{study.text} Layout `{study.layout}`.')}\n\n{_table(rows)}\n")
     if args.only in TWO_BATCHES:
         print(TWO_BATCHES, file=sys.stderr)
         tables.append(_two_batches(machine, args.most))
@@ -131,7 +132,11 @@ def _two_batches(machine: Hardware, most: int) -> str:
         "Two different batches as in the table above, 16,384 tokens a GPU each, with `rs.interleave` "
         "([batches.md](batches.md)). All ranks are planned and simulated."
     )
-    return f"## {TWO_BATCHES}\n\n{text}\n\n" + "\n".join([head, *rows]) + "\n"
+    return f"## {TWO_BATCHES}\n\n{_wrapped(text)}\n\n" + "\n".join([head, *rows]) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _section(tables: str, title: str) -> str:
