@@ -36,7 +36,16 @@ def test_a_smaller_model_has_layers_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [(None, "cannot be read"), ("no JSON", "cannot be read"), ("{}", "has no model_type")]
+    ("content", "complaint"),
+    [
+        (None, "cannot be read"),
+        ("no JSON", "cannot be read"),
+        ("{}", "has no model_type"),
+        ('{"model_type": "t5"}', "t5 is no causal language model"),
+        ('{"model_type": ["t5"]}', "model_type must be text"),
+        ('{"model_type": "llama", "num_attention_heads": "4"}', "num_attention_heads of the model must be a whole number"),
+        ('{"model_type": "llama", "hidden_size": [4]}', "transformers refuses this config of llama"),
+    ],
 )
 def test_what_is_no_config_is_refused(
     content: str | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

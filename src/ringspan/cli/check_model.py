@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--tokens {args.tokens} on --world {world}: give each rank at least one token")
     config = read_config(args.model)
     config = config if args.full_size else smaller(config)
+    make_config(config)
     with Pool(world) as pool:
         parity = pool.run(compare, config, args.tokens, args.layout)[0]
     print(parity)
@@ -71,6 +72,8 @@ def read_config(path: str) -> dict[str, Any]:
         raise InputError(f"--model {path} cannot be read as a config.json: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"--model {path} has no model_type: give the config.json of a model of transformers")
+    if not isinstance(config["model_type"], str):
+        raise InputError(f"--model {path}: model_type must be text; got {config['model_type']!r}")
     return config
 
 
@@ -84,6 +87,9 @@ def smaller(config: Mapping[str, Any]) -> dict[str, Any]:
     {'model_type': 'llama', 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4,
      'num_key_value_heads': 1, 'vocab_size': 128}
     """
+    for key in (*SMALL, "num_attention_heads", "num_key_value_heads", "num_hidden_layers"):
+        if not isinstance(config.get(key), (int, type(None))):
+            raise InputError(f"{key} of the model must be a whole number; got {config[key]!r}")
     small = {key: min(value, SMALL[key]) if key in SMALL and value else value for key, value in config.items()}
     heads = config.get("num_attention_heads")
     if heads:
@@ -105,17 +111,32 @@ def smaller(config: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
+def make_config(config: Mapping[str, Any]) -> Any:
+    """Return the config of transformers. Raise if it is not that of a causal language model."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = config["model_type"]
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            f"{model_type} is no causal language model of the installed transformers, and --model takes no other: call "
+            "rs.check_parity in a script with your model, its inputs and a step"
+        )
+    options = {key: x for key, x in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")}
+    try:
+        return AutoConfig.for_model(model_type, **options)
+    except Exception as error:  # each model has validators of its own
+        raise InputError(f"transformers refuses this config of {model_type}: {error}") from error
+
+
 def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> rs.Parity:
     """Compare the model on this rank. A job for all workers of a pool."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from ringspan.integrations.transformers import prepare
 
     torch.manual_seed(0)
-    options = {
-        key: value for key, value in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")
-    }
-    made = AutoConfig.for_model(config["model_type"], **options)
+    made = make_config(config)
     model = prepare(AutoModelForCausalLM.from_config(made, experts_implementation="eager"))
     cp = rs.ContextParallel(None, rs.causal(tokens), layout=layout)
     ids = torch.randint(made.vocab_size, (1, tokens))
