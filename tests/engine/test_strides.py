@@ -36,3 +36,28 @@ def test_any_order_of_strides(strategy: str, backend: str) -> None:
         torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
         grads, wanted = (torch.autograd.grad(x, [*q, *k, *v], torch.cat(dout, 2)) for x in (out, want))
         torch.testing.assert_close(grads, wanted, rtol=0, atol=1e-5)
+
+
+def reorder(x: Tensor) -> Tensor:
+    """Return the tensor with its first dim innermost in memory."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", ["ring", "exchange", "ulysses", "ulysses(keep=False)", "pass_q", "hybrid(per_node=2)"])
+def test_hooks_of_saved_tensors_may_change_strides(strategy: str, dtype: torch.dtype, backend: str) -> None:
+    """Also of the tensors that kernels and messages need in one order."""
+    plan = rs.plan(rs.causal(4 * SIZES[2]), world=4, strategy=strategy, layout="zigzag").for_heads(4, 2)
+    plans, found = [plan.at(rank) for rank in range(4)], []
+    torch.manual_seed(0)
+    q, k, v, dout = (
+        [torch.randn(2, heads, 12, 8, dtype=dtype, requires_grad=True) for _ in range(4)] for heads in (4, 2, 2, 4)
+    )
+    config = config_for(plans[0], q[0], v[0], 8**-0.5, backend)
+    for unpack in (reorder, torch.clone):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+            parts = attend_ranks(plans, list(zip(q, k, v, strict=True)), config, DeliverAtOnce().run)
+            found.append(torch.autograd.grad([part.out for part in parts], [*q, *k, *v], dout))
+    for changed, unchanged in zip(*found, strict=True):
+        torch.testing.assert_close(changed, unchanged, rtol=0, atol=0.02 if dtype == torch.bfloat16 else 1e-13)

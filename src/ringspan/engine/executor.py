@@ -192,8 +192,9 @@ def backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> Rank
 
 def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig) -> Pass:
     program, mods, head_dim = plan.program, config.mods, config.head_dim
-    kv_TBGF = given.kv_TBGF
-    kept = kept_rows(program, given.kept) if given.kept else KeptRows({}, {})
+    # A hook of saved tensors may return other strides than those of the tensor that was saved.
+    kv_TBGF, kept_contiguous = given.kv_TBGF.contiguous(), [x.contiguous() for x in given.kept]
+    kept = kept_rows(program, kept_contiguous) if kept_contiguous else KeptRows({}, {})
     value_dim = kv_TBGF.shape[-1] - head_dim
     own = _own_queries(given)
     del given
