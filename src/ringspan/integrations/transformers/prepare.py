@@ -127,14 +127,14 @@ def prepare(model: nn.Module) -> nn.Module:
     parts: list[Any] = [x for x in model.modules() if hasattr(x, "config") and hasattr(x, "set_attn_implementation")]
     for part in parts:
         refuse_model(part.config)
-    if parts and not any(part.config.model_type in WITHOUT_INTERFACE or part._can_set_attn_implementation() for part in parts):
+    for part in parts:
+        if part.config.model_type not in WITHOUT_INTERFACE:
+            part.set_attn_implementation(NAME)  # only logs a warning if the model has no such setting
+    if parts and not any(x.config.model_type in WITHOUT_INTERFACE or x.config._attn_implementation == NAME for x in parts):
         raise UnplannedAttention(
             f"{parts[0].config.model_type} cannot run under context parallelism: its layers compute attention themselves, and "
             "take no other attention function"
         )
-    for part in parts:
-        if part.config.model_type not in WITHOUT_INTERFACE:
-            part.set_attn_implementation(NAME)
     for part in parts:
         for module in part.modules():
             _prepare_module(module, part.config.model_type)
