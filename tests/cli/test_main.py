@@ -30,3 +30,20 @@ def test_without_rich_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main.main(["doctor"]) == 2
     install = "install it with: pip install 'ringspan[cli]' (in a clone: pip install '.[cli]')"
     assert capsys.readouterr() == ("", f"ringspan: the command line needs rich; {install}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["plan", "--mask", "causal()", "--world", "8", "--rank", "x"],
+            "ringspan plan: argument --rank: invalid int value: 'x' (see ringspan plan --help)",
+        ),
+        (["bench"], "ringspan bench: the following arguments are required: benchmark (see ringspan bench --help)"),
+        ([], "ringspan: the following arguments are required: command (see ringspan --help)"),
+    ],
+)
+def test_errors_of_the_parser_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main.main(arguments)
+    assert capsys.readouterr() == ("", f"{said}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ringspan import __version__
+from ringspan.cli.parser import OneLineErrors
 from ringspan.errors import RingspanError
 
 # command -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": ("ringspan.cli.plan", "choose layout and strategy for a mask on a machine, with costs and a report"),
     "check": ("ringspan.cli.check", "compare random masks and strategies with dense attention, or --model with one process"),
     "doctor": ("ringspan.cli.doctor", "show what this machine has, and which kernel is used for which tensors"),
-    "bench": ("ringspan.cli.bench", "measure this machine: `bench cpu`, `plan`, `rank`, `layouts`, `calibrate`, `cost`"),
+    "bench": ("ringspan.cli.bench", "measure this machine: `cpu`, `plan`, `rank`, `layouts`, `pack`, `calibrate`, `cost`"),
 }
 
 
@@ -27,9 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         install = "install it with: pip install 'ringspan[cli]' (in a clone: pip install '.[cli]')"
         print(f"ringspan: the command line needs rich; {install}", file=sys.stderr)
         return 2
-    parser = argparse.ArgumentParser(
-        prog="ringspan", description="Exact attention over one sequence that is split across many devices."
-    )
+    parser = OneLineErrors(prog="ringspan", description="Exact attention over one sequence that is split across many devices.")
     parser.add_argument("--version", action="version", version=f"ringspan {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command, (module, line) in COMMANDS.items():
