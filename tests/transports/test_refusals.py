@@ -79,7 +79,7 @@ def no_memory_for_keys(layer: Layer, differs: bool) -> None:
 
 def no_memory_for_the_backward_pass(layer: Layer, differs: bool) -> None:
     out = layer.attend()
-    with mock.patch.object(executor, "_saved", no_memory) if differs else mock.MagicMock():
+    with mock.patch.object(executor, "_own_queries", no_memory) if differs else mock.MagicMock():
         out.sum().backward()
 
 
