@@ -148,7 +148,7 @@ HANDSHAKE = {
     "digest_as_int64",
     "report_refusal",
 }
-HANDSHAKE |= {"DTYPES", "KEEPS_NO_ROWS", "NO_SCORE_MOD", "SHARD_ADVICE", "VERSION", "Agreements", "agreements"}
+HANDSHAKE |= {"DTYPES", "NO_SCORE_MOD", "SHARD_ADVICE", "VERSION", "Agreements", "agreements"}
 
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.name)

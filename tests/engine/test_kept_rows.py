@@ -285,7 +285,7 @@ def test_ranks_that_differ_in_what_they_keep_raise(pools: Pools, agreed: bool, h
     for error in pools(2).run(different_ranks, agreed, how):
         assert error.startswith("PeerMismatch: "), error
         assert agreed or ("keep=True" in error and "keep=False" in error)
-        for words in ("as it runs compiled code", "FlopCounterMode, all or none"):
+        for words in ("as it runs compiled code", "FlopCounterMode, on all ranks or on none"):
             assert (words in error) == (how == "compiled" and not agreed)
 
 

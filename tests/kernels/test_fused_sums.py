@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 fused_sums = pytest.importorskip("ringspan.kernels.fused_sums", reason="needs triton")
 
 ROWS, BATCH, HEADS = 7, 2, 3
-INTERPRETER_ROUNDS = DEVICE == "cuda"  # Triton's interpreter truncates to bfloat16 instead of rounding
+IS_ROUNDED = DEVICE == "cuda"  # Triton's interpreter truncates to bfloat16 instead of rounding
 
 
 def terms_of(dtypes: list[torch.dtype], d: int) -> list[Tensor]:
@@ -34,7 +34,7 @@ def check(into: Tensor, terms: list[Tensor], want: Tensor, dtype: torch.dtype) -
     """Compare with the sum in float64: the roundings of the additions, and one more to the dtype of the result."""
     eps = torch.finfo(dtype).eps
     size = torch.stack([x.double().abs() for x in terms]).sum(0)
-    units = 1.01 if into.dtype == torch.bfloat16 and not INTERPRETER_ROUNDS else 0.51
+    units = 1.01 if into.dtype == torch.bfloat16 and not IS_ROUNDED else 0.51
     allowed = len(terms) * eps * size + (units * torch.finfo(into.dtype).eps * want.abs() if into.dtype != dtype else 0)
     difference = (into.double() - want).abs()
     assert (difference <= allowed).all(), difference.max()

@@ -32,6 +32,8 @@ USES = {
     "torch._C._len_torch_dispatch_stack": Use("dispatch_modes", "attend as an operator only under a dispatch mode"),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": Use("dispatch_modes", "recognise CommDebugMode"),
     "torch.utils._python_dispatch.TorchDispatchMode": Use("dispatch_modes", "record what a pass does"),
+    "torch.utils._python_dispatch._disable_current_modes": Use("dispatch_modes", "find a plan under FakeTensorMode"),
+    "torch.utils.flop_counter._FlopCounterMode": Use("dispatch_modes", "count the pairs of a rank in FlopCounterMode"),
     "torch._C._dispatch_tls_local_include_set": Use("dispatch_keys", "call a user's score_mod inside an operator"),
     "torch._C._dispatch_tls_local_exclude_set": Use("dispatch_keys", "call a user's score_mod inside an operator"),
     "torch._C._ForceDispatchKeyGuard": Use("dispatch_keys", "call a user's score_mod inside an operator"),

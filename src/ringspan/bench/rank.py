@@ -2,8 +2,8 @@
 
 Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is
 the time of the slowest rank × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but
-communication. A rank and the whole are timed in turn, because the clock of a device changes while it works. So the
-slowest rank is the one with the largest share of the time of the whole beside it.
+communication. A rank and the whole are timed in turn, because the clock of a device changes while it works. The slowest
+rank is the one whose time is the largest fraction of that of the whole, measured in turn with it.
 """
 
 from __future__ import annotations

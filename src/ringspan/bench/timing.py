@@ -15,7 +15,9 @@ from ringspan.bench.graphs import captured
 
 # The least duration of a timed round on a GPU, so that the host is ahead of it for most of the round, as in training.
 ROUND_SECONDS = 0.25
-WARM_UP = 3  # the first call of a plan is executed and compiles, the second is recorded, the third is replayed
+# The first call of a plan is executed and compiles, the second is recorded, the third is replayed, and with CUDA graphs
+# the fourth is captured.
+WARM_UP = 4
 
 
 def step_seconds(step: Callable[[], object], *, rounds: int, on_gpu: bool) -> float:

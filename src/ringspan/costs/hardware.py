@@ -158,8 +158,8 @@ def _gpu(name: str, *, tflops: float, nvlink_gb_s: float, memory_gb: float, memo
         overlap=0.9,
         # A copy reads and writes. An H200, whose memory does 4.8 TB/s, was measured (docs/benchmarks.md) to copy 1.32.
         copy_bytes_per_s=memory_tb_s * 1e12 * 1.32 / 4.8,
-        # From the clock of ulysses over 8,192 tokens on 8 ranks in docs/benchmarks.md: 0.32 ms more than its pairs, rows
-        # and bytes take by this model with the calibration there, for 80 copies.
+        # ulysses over 8,192 tokens on 8 ranks (docs/benchmarks.md) was measured to take 0.32 ms longer than its pairs,
+        # rows and bytes do by this model with the calibration there, and it makes 80 copies.
         copy_launch_s=4e-6,
         # No passes over rows: the speeds were measured with long bands, and include them.
     )

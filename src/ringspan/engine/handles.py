@@ -37,15 +37,21 @@ from ringspan.transports import (
     digest_as_int64,
     report_refusal,
 )
-from ringspan.transports.handshake import DTYPES, KEEPS_NO_ROWS, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
+from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
 from ringspan.user_functions.digests import function_digest
 
 log = logging.getLogger("ringspan.engine")
 
 MAX_PREPARED = 256  # calls of one plan
 
-# Whether rows may be kept, the scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device of
-# q, k and v: all that the preparation of a call depends on.
+# Why the plan that a rank runs is not the one that the user has made, in the error of ranks that disagree.
+KEEPS_NO_ROWS = (
+    "as it runs compiled code or a dispatch mode, which keep no rows: run compiled code, or a dispatch mode such as "
+    "FlopCounterMode, on all ranks or on none, or give the strategy keep=False"
+)
+
+# Whether rows may be kept, the scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device
+# of q, k and v: all that the preparation of a call depends on.
 CallKey: TypeAlias = tuple[object, ...]
 
 

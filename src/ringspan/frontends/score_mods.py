@@ -18,7 +18,7 @@ from torch import Tensor
 from ringspan.engine import is_traced
 from ringspan.errors import InputError
 from ringspan.kernels import Partial, ScoreMod
-from ringspan.kernels.partial import share_of_keys, triton_kernels
+from ringspan.kernels.partial import share_of_keys, triton_module
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -136,7 +136,7 @@ def _can_fuse(*tensors: Tensor) -> bool:
         return False
     if any(x.device != out.device or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
-    return triton_kernels() is not None
+    return triton_module("fused_sinks") is not None
 
 
 def _for_heads(heads: int) -> Callable[[ScoreMod], ScoreMod]:

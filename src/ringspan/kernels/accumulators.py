@@ -32,7 +32,8 @@ partial result costs one pass. A row with more costs about one pass for each, an
 are still borrowed.
 
 On GPUs, ``add_together`` of the accumulator of gradients adds all messages of a step to rows in any state, and makes
-them ACCUMULATED. After the last step they stay BORROWED: the sum is rounded into the borrowed tensor.
+them ACCUMULATED. In the last step, rows that are BORROWED or PENDING become BORROWED: the sum is rounded into the
+borrowed tensor.
 
 There are two ways to combine: :class:`OutputAccumulator` merges outputs by their lse,
 :class:`ringspan.kernels.gradient_accumulator.GradientAccumulator` adds.
@@ -201,7 +202,7 @@ class RowAccumulator(ABC):
                 self._pending.put(first, last, new)
                 self._states.set(first, last, RowState.PENDING)
             elif state == RowState.EMPTY:
-                # On GPUs, a copy takes less time than the host needs to decide.
+                # Only on CPUs: on GPUs most results have low precision, and are borrowed.
                 x, like = new[0], self.like
                 can_adopt = adopt and covers_all and x.device.type == "cpu" and x.dtype == like.dtype and x.is_contiguous()
                 if not (can_adopt and self._adopt(new)):

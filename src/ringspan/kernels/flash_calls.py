@@ -90,8 +90,8 @@ def make_flash_calls(bands: tuple[Band, ...], device: torch.device) -> tuple[Fla
 def query_ranges(bands: Sequence[Band]) -> list[tuple[int, int]]:
     """Return ranges that contain the queries of all bands, and no gap of at least ``MIN_GAP`` rows between them.
 
-    Results of such gaps need not be merged: no call of these bands computes any. A gap of one call that others
-    compute is not left out, since accumulators keep a result of all rows as it is.
+    Results of such gaps need not be merged: no call of these bands computes any. Queries that some call computes are
+    never left out of the results of the other calls: an accumulator takes a result of all rows without a copy.
 
     >>> query_ranges([Band(4000, 5000, 0, 9, -5000, 8), Band(0, 100, 0, 9, -99, 8), Band(50, 600, 0, 9, -599, 8)])
     [(0, 600), (4000, 5000)]

@@ -13,8 +13,6 @@ Legend: rows first everywhere. S rows, B batch, H heads, D width of a gradient, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
@@ -22,9 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.caching.by_digest import cache_by_digest
 from ringspan.kernels.accumulators import RowAccumulator, RowState, Tensors, slice_rows
-from ringspan.kernels.partial import triton_kernels
+from ringspan.kernels.partial import triton_module
 
 
 class ReceivedRows(NamedTuple):
@@ -125,7 +122,7 @@ def write_sum_(into: Tensors, terms: Sequence[Tensors], dtype: torch.dtype) -> N
 
 def _try_write_fused(into: Tensors, partial: Tensors, *, add: bool) -> bool:
     """Write two gradients side by side in one launch. Returns False, and writes nothing, if no kernel can do that."""
-    fused = triton_kernels() if len(into) == 1 and len(partial) == 2 and partial[0].is_cuda else None
+    fused = triton_module("fused") if len(into) == 1 and len(partial) == 2 and partial[0].is_cuda else None
     if fused is not None:
         fused.write_side_by_side_(*into, *partial, add=add)
     return fused is not None
@@ -135,14 +132,8 @@ def _triton_sums_for(gradient: Tensor) -> ModuleType | None:
     """Return the fused kernels if they can write sums to this tensor."""
     if not gradient.is_cuda or gradient.ndim != 4 or gradient.stride(-1) != 1:
         return None
-    fused = _triton_sums()
+    fused = triton_module("fused_sums")
     return fused if fused is not None and gradient.shape[-1] <= fused.MAX_WIDTH else None
-
-
-@cache_by_digest(1, plain=True)
-def _triton_sums() -> ModuleType | None:
-    """Import the fused kernels for CUDA devices. Return None if Triton is not installed."""
-    return import_module("ringspan.kernels.fused_sums") if find_spec("triton") is not None else None
 
 
 def _as_many(*groups: Tensors) -> list[Tensors]:

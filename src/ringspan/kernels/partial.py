@@ -48,10 +48,10 @@ def merge(a: Partial, b: Partial) -> Partial:
     return merged
 
 
-@cache_by_digest(1, plain=True)
-def triton_kernels() -> ModuleType | None:
-    """Import the fused kernels for CUDA devices. Return None if Triton is not installed."""
-    return import_module("ringspan.kernels.fused") if find_spec("triton") is not None else None
+@cache_by_digest(4, plain=True)
+def triton_module(name: str) -> ModuleType | None:
+    """Import a module of Triton kernels, which run on CUDA devices. Return None if Triton is not installed."""
+    return import_module(f"ringspan.kernels.{name}") if find_spec("triton") is not None else None
 
 
 def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
@@ -63,7 +63,7 @@ def merge_(into: Partial, other: Partial, *, old: Tensor | None = None) -> None:
     ``old`` is read in place of ``into.out``, which is then only written.
     """
     old = into.out if old is None else old
-    if into.out.is_cuda and into.lse.ndim == 3 and (fused := triton_kernels()) is not None:
+    if into.out.is_cuda and into.lse.ndim == 3 and (fused := triton_module("fused")) is not None:
         fused.merge_(into.out, into.lse, other.out, other.lse, old)
         return
     # The weight of b is e^b / (e^a + e^b) = sigmoid(b - a): 1 where a is empty, 0 where b is. Where both are empty, b -

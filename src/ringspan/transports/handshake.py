@@ -67,12 +67,6 @@ SHARD_ADVICE = "shard with cp.shard, or make a plan for these lengths"
 # RankSignature.dtype is an index into this tuple.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NO_SCORE_MOD = 0
-# Ends the text of a plan that keeps no rows although the user's does.
-KEEPS_NO_ROWS = "as it runs compiled code or a dispatch mode, which keep no rows"
-KEEPS_NO_ROWS_ADVICE = (
-    ", and run compiled code, or a dispatch mode such as FlopCounterMode, all or none; with the strategy's keep=False they "
-    "may differ in this"
-)
 
 # How error messages name the fields whose own names are not plain words.
 FIELD_NAMES = {"fitted_digest": "plan", "kv_heads": "kv heads", "head_dim": "head dim", "v_dim": "v dim"}
@@ -108,7 +102,6 @@ def check_agreement(
         raise PeerMismatch(
             f"the ranks disagree on the plan: rank 0 has {texts[0]}, rank {rank} has {texts[rank]}. All ranks must make "
             "ContextParallel with the same mask (the same documents), layout, strategy, hardware, shape and dkv_dtype"
-            + (KEEPS_NO_ROWS_ADVICE if any(KEEPS_NO_ROWS in text for text in texts) else "")
         )
     problem = first_disagreement(signatures, lengths)
     if problem:

@@ -198,7 +198,7 @@ def _slices_and_chunks(document: _Document, extra: Ints, count: int, front: int)
 
 
 def _up_to_level(filled: Ints, amount: int) -> Ints:
-    """Return how much each of these gets, if this amount fills the emptiest up to one level.
+    """Share an amount so that those that have the least are made equal. Return what is added to each.
 
     >>> _up_to_level(np.array([5, 1, 2]), 5).tolist()
     [0, 3, 2]
