@@ -19,7 +19,7 @@ PAGE = HERE / "design.md"
 BEGIN, END = "<!-- package graph -->", "<!-- end of package graph -->"
 
 # Packages and modules below everything: any other may import them, so the table leaves them out.
-FOUNDATION = ("errors", "debugging", "caching", "torch_private", "user_functions")
+FOUNDATION = ("errors", "version", "debugging", "caching", "torch_private", "user_functions")
 
 
 def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
@@ -82,7 +82,7 @@ def package_graph(sources: Mapping[str, Path]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, targets in module_graph(sources).items():
         package = name.split(".")[1] if "." in name else ""
-        if package and package not in ("__main__", "errors"):
+        if package and package not in ("__main__", "errors", "version"):
             found = {target.split(".")[1] for target in targets if "." in target}
             graph.setdefault(package, set()).update(found - {package, *FOUNDATION})
     return {package: found for package, found in graph.items() if package not in FOUNDATION}

@@ -26,7 +26,7 @@ assert _spec.loader is not None
 module_graph = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(module_graph)
 
-# package -> the packages of ringspan that it may import, beside itself and errors.py
+# package -> the packages of ringspan that it may import, beside itself, errors.py and version.py
 FOUNDATION = {"debugging", "caching", "torch_private", "user_functions"}
 PLANNING = {"masks", "layouts", "plans", "costs", "strategies"}
 RUNNING = {*PLANNING, "planner", "kernels", "transports", *FOUNDATION}
@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # The only modules that lie beside the packages.
-TOP_LEVEL = {"__init__.py", "__main__.py", "errors.py"}
+TOP_LEVEL = {"__init__.py", "__main__.py", "errors.py", "version.py"}
 
 # package -> what it must not use: planning runs without PyTorch, kernels know no ranks
 MUST_NOT_USE: dict[str, set[str]] = {
@@ -99,8 +99,8 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         if first == "ringspan":
             if second in MAY_IMPORT:
                 allowed = package is not None and (second == package or second in MAY_IMPORT[package])
-            else:  # errors.py, or a name that ringspan/__init__.py exports
-                allowed = second == "errors" or package in MAY_IMPORT_ALL
+            else:  # errors.py, version.py, or a name that ringspan/__init__.py exports
+                allowed = second in ("errors", "version") or package in MAY_IMPORT_ALL
             if not allowed:
                 found.append(f"{module}:{line}: {own} must not import {name}")
         for banned in MUST_NOT_USE.get(own, set()) - MAY_USE.get(module, set()):

@@ -29,7 +29,7 @@ from ringspan.transports import ProcessGroupTransport
 WORLD, TOKENS = 4, 64
 STOP_LIMIT = 6.0  # seconds
 PLACES = [
-    *("the handshake", "unshard", "cp.mean or cp.sum", "cp.sum_gradients"),
+    *("the handshake", "unshard", "cp.mean", "cp.sum_gradients"),
     *(f"{phase} step {step}" for phase in ("forward", "backward") for step in range(WORLD - 1)),
 ]
 MOMENTS = ("before its messages", "messages in flight")

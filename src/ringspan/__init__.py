@@ -80,8 +80,7 @@ from ringspan.planner import Microbatch, Plan, best_on, pack, plan
 from ringspan.plans import Shape
 from ringspan.strategies import Exchange, Gather, Hierarchical, Hybrid, Interleave, PassQ, Ring, Ulysses
 from ringspan.transports import FlightRecord, flight_record
-
-__version__ = "0.1.0"
+from ringspan.version import __version__ as __version__
 
 old_names.install()
 

@@ -139,7 +139,7 @@ ENGINE = sorted(Path(ringspan.engine.__file__).parent.glob("*.py"))
 # What the engine uses of the transports: the requests that it yields. A plan handle holds a transport and runs the
 # handshake.
 # all_gather_by_messages is a generator of requests.
-REQUESTS = {"CallDescription", "PostExchange", "WaitExchange", "RankGenerator", "all_gather_by_messages"}
+REQUESTS = {"CallDescription", "CallPair", "PostExchange", "WaitExchange", "RankGenerator", "all_gather_by_messages"}
 HANDSHAKE = {
     "CallDescription",
     "ProcessGroupTransport",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -18,7 +18,7 @@ from ringspan.transports.diagnosis import diagnose
 from ringspan.transports.records import RankRecord, record_of
 from ringspan.transports.watchdog import WatchedGroup
 
-FORWARD = CallDescription("forward", "9f2c00000000001a", 0.125, "bfloat16", (1, 8, 64, 64))
+FORWARD = CallDescription("forward", "9f2c00000000001a", 0.125, "bfloat16", (1, 8, 2, 64, 64))
 
 
 def calls(*descriptions: CallDescription) -> GroupCalls:
@@ -41,7 +41,10 @@ def calls(*descriptions: CallDescription) -> GroupCalls:
                 ("plan", "9f2c00000000001b"),
                 ("scale", 0.25),
                 ("dtype", "float16"),
-                ("shape", (1, 8, 64, 32)),
+                ("shape", (1, 8, 2, 64, 32)),
+                ("options", "layout 9f2c"),
+                ("score_mod", "9f2c00000000001d"),
+                ("forward_call", 3),
                 ("values", "9f2c00000000001c"),
             ]
         ),
@@ -62,7 +65,7 @@ def test_messages_of_different_steps_and_sizes_have_different_tags() -> None:
 
 
 def test_names_of_threads_are_the_same_on_all_ranks() -> None:
-    """The first thread that uses a group has no name; numbers in the names of the others do not count."""
+    """The first thread that uses a group has no name; the numbers that Python gives to the others do not count."""
     made, names = GroupCalls(), []
 
     def work() -> None:
@@ -76,7 +79,48 @@ def test_names_of_threads_are_the_same_on_all_ranks() -> None:
         made._first_thread = made._first_thread or 0
         if n == 3:
             made._first_thread = -1  # the thread has ended, and its number may be given to the next
-    assert names == ["", *["Thread- (train)"] * 2]
+    assert names == ["", *["Thread (train)"] * 2]
+
+
+def in_thread(name: str, work: Callable[[], None], until: threading.Event) -> threading.Thread:
+    """Do the work in a thread that lives on until the event."""
+    done = threading.Event()
+
+    def run() -> None:
+        work()
+        done.set()
+        until.wait()
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    done.wait()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("names", "seen"),
+    [
+        (("loader-1", "loader-2"), ["loader-1", "loader-2"]),
+        (("Thread-1 (a)", "Thread-2 (b)"), ["Thread (a)", "Thread (b)"]),
+        (("Thread-1 (a)", "Thread-2 (a)"), ["Thread (a)", "thread Thread-2 (a) begins forward"]),
+        (("ThreadPoolExecutor-0_0", "ThreadPoolExecutor-0_1"), ["ThreadPoolExecutor", "thread ThreadPoolExecutor-0_1 begins"]),
+    ],
+)
+def test_threads_that_other_ranks_cannot_tell_apart_are_refused(names: tuple[str, str], seen: list[str]) -> None:
+    made, found, until = calls(FORWARD), [], threading.Event()
+
+    def work() -> None:
+        try:
+            found.append(made.begin(FORWARD).thread)
+            made.end()
+        except rs.InputError as error:
+            found.append(str(error))
+
+    threads = [in_thread(name, work, until) for name in names]
+    until.set()
+    for thread in threads:
+        thread.join()
+    assert all(actual.startswith(expected) for actual, expected in zip(found, seen, strict=True)), found
 
 
 def test_two_threads_in_a_call_at_once_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringspan.transports import RankSignature, digest_as_int64, first_disagreement
-from ringspan.transports.handshake import NO_SCORE_MOD
+from ringspan.transports.handshake import NO_SCORE_MOD, plan_disagreement, ranks_by_value
 
 FIRST = RankSignature(1, digest_as_int64("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_SCORE_MOD, 10, 10)
 LENGTHS = [(10, 10), (11, 9), (9, 11)]
@@ -19,14 +19,17 @@ def test_ranks_that_agree() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fitted_digest": digest_as_int64("f1a0000000004321")}, "plan 11a0000000001234, rank 2 has f1a0000000004321"),
-        ({"heads": 16}, "heads 8, rank 2 has 16"),
-        ({"kv_heads": 2}, "kv heads 4, rank 2 has 2"),
-        ({"head_dim": 32}, "head dim 64, rank 2 has 32"),
-        ({"dtype": 0}, "dtype float32, rank 2 has float16"),
-        ({"score_mod": digest_as_int64("11a0000000001234")}, "score_mod None, rank 2 has 11a0000000001234"),
-        ({"batch": 1}, "batch 2, rank 2 has 1"),
-        ({"version": 2}, "version 1, rank 2 has 2"),
+        (
+            {"fitted_digest": digest_as_int64("f1a0000000004321")},
+            "ranks 0 and 1 have plan 11a0000000001234, rank 2 has plan f1a0000000004321",
+        ),
+        ({"heads": 16}, "heads 8, rank 2 has heads 16"),
+        ({"kv_heads": 2}, "kv heads 4, rank 2 has kv heads 2"),
+        ({"head_dim": 32}, "head dim 64, rank 2 has head dim 32"),
+        ({"dtype": 0}, "dtype float32, rank 2 has dtype float16"),
+        ({"score_mod": digest_as_int64("11a0000000001234")}, "score_mod None, rank 2 has score_mod 11a0000000001234"),
+        ({"batch": 1}, "batch 2, rank 2 has batch 1"),
+        ({"version": 2}, "different releases of ringspan (ranks 0 and 1 have 00000001, rank 2 has 00000002)"),
         ({"queries": 8}, "rank 2 has 8 queries where the plan says 9"),
         ({"keys": 12}, "rank 2 has 12 keys where the plan says 11"),
     ],
@@ -36,3 +39,19 @@ def test_the_message_names_the_rank_and_the_field(change: dict[str, int], messag
     problem = first_disagreement([*SIGNATURES[:2], SIGNATURES[2]._replace(**change)], LENGTHS)
     assert problem is not None
     assert message in problem
+
+
+def test_the_odd_ranks_are_named_last_whichever_they_are() -> None:
+    assert ranks_by_value(["a", "b", "b", "b"]) == "ranks 1, 2 and 3 have b, rank 0 has a"
+    assert ranks_by_value(["a"] * 20 + ["b"]) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more have a, rank 20 has b"
+    assert ranks_by_value([str(n) for n in range(10)]).endswith("rank 7 has 7, and 2 more values")
+
+
+def test_the_parts_of_the_plan_that_differ_are_named() -> None:
+    same = {"mask": "11 (documents)", "layout": "22 (zigzag)", "strategy": "ring", "plan": "33"}
+    problem = plan_disagreement([same, {**same, "mask": "44 (documents)", "plan": "55"}, same])
+    assert problem.startswith(
+        "the ranks disagree on the mask: ranks 0 and 2 have 11 (documents), rank 1 has 44 (documents). All ranks must make "
+    )
+    assert "on the plan: rank 0 has 33, rank 1 has 55" in plan_disagreement([same, {**same, "plan": "55"}])
+    assert "keys: rank 0 has none, rank 1 has 66" in plan_disagreement([same, {**same, "layout of the keys": "66"}])

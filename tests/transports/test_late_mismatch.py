@@ -117,6 +117,61 @@ def mean_of_another_dtype(layers: Layers) -> None:
     layers.cps[0].mean(torch.ones(4, dtype=torch.float64 if layers.differs else torch.float32))
 
 
+def score_mods_in_another_order(layers: Layers) -> None:
+    mods = [rs.softcap(0.5), rs.softcap(50.0)]
+    for score_mod in mods:  # agreed
+        rs.attention(*layers.qkv, plan=layers.cps[0].plan, group=layers.cps[0].group, score_mod=score_mod)
+    for score_mod in mods[::-1] if layers.differs else mods:
+        rs.attention(*layers.qkv, plan=layers.cps[0].plan, group=layers.cps[0].group, score_mod=score_mod)
+
+
+def other_key_heads(layers: Layers) -> None:
+    q, k, v = (x.detach() for x in layers.qkv)
+    layers.cps[0].attention(q, k[:, :2], v[:, :2])  # agreed
+    layers.cps[0].attention(q, k[:, :2], v[:, :2]) if layers.differs else layers.cps[0].attention(q, k, v)
+    layers.cps[0].mean(torch.ones(2))
+
+
+def equal_layers_differentiated_in_another_order(layers: Layers) -> None:
+    first, second = layers.attend(0), layers.attend(0)
+    for out in (second, first) if layers.differs else (first, second):
+        out.sum().backward()
+
+
+def another_layer_differentiated(layers: Layers) -> None:
+    first, second = layers.attend(0), layers.attend(0)
+    (second if layers.differs else first).sum().backward()
+
+
+def shifts_differentiated_in_another_order(layers: Layers) -> None:
+    x = layers.qkv[0].detach().requires_grad_()
+    first, second = layers.cps[0].roll(x, -1, dim=2), layers.cps[0].roll(2 * x, -1, dim=2)
+    for out in (second, first) if layers.differs else (first, second):
+        out.sum().backward()
+
+
+def mean_and_sum_in_another_order(layers: Layers) -> None:
+    cp, x = layers.cps[0], torch.ones(2)
+    for reduce in (cp.sum, cp.mean) if layers.differs else (cp.mean, cp.sum):
+        reduce(x)
+
+
+def other_treatment_of_gradients(layers: Layers) -> None:
+    layers.cps[0].sum(torch.ones(2), grads="averaged" if layers.differs else "summed")
+
+
+def parameters_in_another_order(layers: Layers) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    layers.cps[0].sum_gradients(parameters[::-1] if layers.differs else parameters)
+
+
+def unshard_of_another_layout(layers: Layers) -> None:
+    other = rs.ContextParallel(layers.cps[0].group, rs.causal(N), layout="contiguous", strategy="ring")
+    (other if layers.differs else layers.cps[0]).unshard(layers.qkv[0].detach(), dim=2)
+
+
 CASES: dict[str, Callable[[Layers], None]] = {
     job.__name__: job
     for job in (
@@ -132,6 +187,15 @@ CASES: dict[str, Callable[[Layers], None]] = {
         unshard_of_another_dtype,
         unshard_of_another_width,
         mean_of_another_dtype,
+        score_mods_in_another_order,
+        other_key_heads,
+        equal_layers_differentiated_in_another_order,
+        another_layer_differentiated,
+        shifts_differentiated_in_another_order,
+        mean_and_sum_in_another_order,
+        other_treatment_of_gradients,
+        parameters_in_another_order,
+        unshard_of_another_layout,
     )
 }
 
@@ -144,6 +208,11 @@ def come_apart(rank: int, case: str, strategy: str) -> Report:
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "no error", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("case", ["score_mods_in_another_order", "other_key_heads"])
+def test_no_key_moves_and_another_call_still_raises(pools: Pools, case: str) -> None:
+    check(pools(WORLD).run(come_apart, case, "pass_q"))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])

@@ -135,16 +135,16 @@ def disagree(rank: int, how: str) -> str:
     [
         (
             "mask",
-            r"rank 0 has plan \w+ \(causal\(23\) by ring on zigzag\), rank 1 has plan \w+ \(full\(23\) by",
+            r"on the mask: ranks 0, 2 and 3 have \w+ \(causal\(23\)\), rank 1 has \w+ \(full\(23\)\)\. All",
         ),
-        ("strategy", r"by ring on zigzag\), rank 1 has plan .* by gather"),
-        ("heads", "heads 2, rank 1 has 4"),
+        ("strategy", r"on the strategy: ranks 0, 2 and 3 have ring, rank 1 has gather\(stages=1\)\. All"),
+        ("heads", "heads 2, rank 1 has heads 4"),
         ("dtype", "rank 1 has"),
         ("length", r"rank 1 has \d+ keys where the plan says \d+"),
-        ("one cell", "rank 0 has plan .*, rank 1 has plan .* the same mask"),
-        ("a score_mod", "has score_mod None, rank 1 has [0-9a-f]{16}"),
-        ("a number", "has score_mod [0-9a-f]{16}, rank 1 has"),
-        ("code", "has score_mod [0-9a-f]{16}, rank 1 has"),
+        ("one cell", "on the mask: ranks 0, 2 and 3 have .*, rank 1 has .* the same mask"),
+        ("a score_mod", "have score_mod None, rank 1 has score_mod [0-9a-f]{16}"),
+        ("a number", "have score_mod [0-9a-f]{16}, rank 1 has"),
+        ("code", "have score_mod [0-9a-f]{16}, rank 1 has"),
     ],
 )
 def test_a_disagreement_raises_the_same_error_on_every_rank(pools: Pools, how: str, message: str) -> None:

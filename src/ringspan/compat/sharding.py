@@ -96,7 +96,10 @@ def context_parallel_unshard(
                 f"the ranks hold {counts} tokens, but {layouts[0]!r} has {layouts[0].counts}: give the load_balancer= "
                 "with which this tensor was sharded"
             )
-        rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD)).movedim(0, dim)
+        digests = f"layouts {', '.join(sorted({layout.digest for layout in layouts}))}"
+        rows = torch.cat(group.all_gather_rows(x.movedim(dim, 0).contiguous(), counts, label=UNSHARD, options=digests)).movedim(
+            0, dim
+        )
         whole.append(select_tokens(rows, dim, [torch.from_numpy(layout.order()).argsort() for layout in layouts]))
     return whole
 

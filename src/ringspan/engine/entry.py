@@ -27,6 +27,7 @@ from ringspan.kernels import Partial, ScoreMod
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.function_modes import disable_torch_function
+from ringspan.transports import CallPair
 
 
 @overload
@@ -85,7 +86,7 @@ def attend(
                 positive, sign = positive_scale(scale)
                 q_BHSD, config = q_BHSD * sign, replace(config, scale=positive)
             learned = () if config.mods is None else config.mods.learned
-            run = partial(handle.group.run, device=q_BHSD.device)
+            run = partial(handle.group.run, device=q_BHSD.device, pair=CallPair())
             found = Attend.apply((plan,), config, run, torch.is_grad_enabled(), q_BHSD, k_BGTD, v_BGTE, *learned)
             result = Partial(found[0].movedim(0, 2), found[1].movedim(0, 2))
             return (result, found[2]) if max_logits else result

@@ -38,7 +38,6 @@ from ringspan.transports import (
     report_refusal,
 )
 from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
-from ringspan.user_functions.digests import function_digest
 
 log = logging.getLogger("ringspan.engine")
 
@@ -167,15 +166,16 @@ class PlanHandle:
         """Check the call and select its kernel. Keep what later calls with this key share."""
         call = self._calls.get(key) or self._describe(q, k, v, keep)
         plan, signature = call.fitted or self.plan, call.signature
-        options = {"cuda_graphs": self.cuda_graphs}
-        config = choose_config(plan, q, call.inputs, scale, self.backend, score_mod, call.mods_kernel, **options)
+        config = choose_config(
+            plan, q, k.shape[1], call.inputs, scale, self.backend, score_mod, call.mods_kernel, cuda_graphs=self.cuda_graphs
+        )
         if key not in self._calls:
             name, where = kernel_name(config.kernel), str(q.device)
             log.info("rank %d: kernel %s for %s on %s of plan %s", plan.rank, name, call.inputs.dtype, where, plan.digest)
         if settings.debug and config.mods is not None:
             config = with_values(config)
-        if score_mod is not None:
-            signature = signature._replace(score_mod=digest_as_int64(function_digest(score_mod)))
+        if config.forward_call is not None and config.forward_call.score_mod:
+            signature = signature._replace(score_mod=digest_as_int64(config.forward_call.score_mod))
         if key not in self._calls and len(self._calls) >= MAX_PREPARED:
             self._calls.clear()
         self._calls[key] = call._replace(config=config) if config.mods is None else call._replace(mods_kernel=config.kernel)
@@ -214,11 +214,18 @@ class PlanHandle:
             self.group.refuse(CallDescription("forward", plan.digest), error)
             raise error
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
-        wire = f", dkv_dtype {plan.program.dkv_dtype}" if plan.program.rounds_dkv else ""
         as_given = self.plan.for_heads(signature.heads, signature.kv_heads)
-        why = "" if plan.digest == as_given.digest else f", {KEEPS_NO_ROWS}"
-        text = f"plan {plan.digest} ({plan.mask.name} by {plan.strategy} on {plan.q_layout.name}{wire}{why})"
-        check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_text=text)
+        parts = {
+            "mask": f"{plan.mask.digest} ({plan.mask.name})",
+            "layout": f"{plan.q_layout.digest} ({plan.q_layout.name})",
+            "layout of the keys": f"{plan.kv_layout.digest} ({plan.kv_layout.name})",
+            "strategy": plan.strategy + ("" if plan.digest == as_given.digest else f", {KEEPS_NO_ROWS}"),
+            "dkv_dtype": plan.program.dkv_dtype,
+            "plan": plan.digest,
+        }
+        if plan.kv_layout == plan.q_layout:
+            del parts["layout of the keys"]
+        check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_parts=parts)
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:

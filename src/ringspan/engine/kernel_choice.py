@@ -13,6 +13,7 @@ from ringspan.kernels import Inputs, Kernel, MaskMod, ScoreMod, mods_of, select_
 from ringspan.masks import Mask
 from ringspan.planner import Plan
 from ringspan.transports import CallDescription
+from ringspan.user_functions.digests import function_digest
 from ringspan.user_functions.values import values_digest
 
 
@@ -28,7 +29,7 @@ def config_for(
 ) -> AttentionConfig:
     """Return the kernel, scale and functions for these tensors."""
     inputs = kernel_inputs(plan, q_BHSD, v_BGTE)
-    return choose_config(plan, q_BHSD, inputs, scale, backend, score_mod, cuda_graphs=cuda_graphs)
+    return choose_config(plan, q_BHSD, v_BGTE.shape[1], inputs, scale, backend, score_mod, cuda_graphs=cuda_graphs)
 
 
 def kernel_inputs(plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor) -> Inputs:
@@ -45,6 +46,7 @@ def kernel_inputs(plan: Plan, q_BHSD: Tensor, v_BGTE: Tensor) -> Inputs:
 def choose_config(
     plan: Plan,
     q_BHSD: Tensor,
+    kv_heads: int,
     inputs: Inputs,
     scale: float,
     backend: str,
@@ -53,7 +55,8 @@ def choose_config(
     *,
     cuda_graphs: bool = False,
 ) -> AttentionConfig:
-    """Do the same as :func:`config_for`, given the kernel inputs and, if known, the kernel for calls with functions."""
+    """Do the same as :func:`config_for`, given the number of key heads, the kernel inputs and, if known, the kernel for
+    calls with functions."""
     check_score_mod_heads(score_mod, q_BHSD.shape[1])
     if inputs.dtype == torch.float64 and plan.program.rounds_dkv:
         raise InputError(
@@ -65,8 +68,10 @@ def choose_config(
         kernel = select_kernel(backend, inputs)
     else:
         kernel = mods_kernel or select_kernel(backend, replace(inputs, has_mods=True))
-    heads = (q_BHSD.shape[0], q_BHSD.shape[1], inputs.head_dim, inputs.v_dim)
-    call = CallDescription("forward", plan.digest, scale, str(inputs.dtype).removeprefix("torch."), heads)
+    shape = (q_BHSD.shape[0], q_BHSD.shape[1], kv_heads, inputs.head_dim, inputs.v_dim)
+    dtype = str(inputs.dtype).removeprefix("torch.")
+    digest = "" if score_mod is None else function_digest(score_mod)
+    call = CallDescription("forward", plan.digest, scale, dtype, shape, score_mod=digest)
     return AttentionConfig(
         kernel=kernel,
         scale=scale,

@@ -25,7 +25,7 @@ class Losses:
 
     group: ProcessGroupTransport
 
-    @reports_errors("cp.mean or cp.sum")
+    @reports_errors("cp.mean")
     def mean(self, x: Tensor, weights: Tensor | None = None, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """Return the (weighted) mean over the tokens of all ranks, the same number on every rank, however many tokens
         each has.
@@ -47,9 +47,10 @@ class Losses:
             )
         weights = torch.ones_like(x) if weights is None else check_weights(weights, x)
         groups = self._ranks(over)
-        return sum_of_shares((x * weights).sum() / all_sum(weights.sum(), groups), groups, grads)
+        total = all_sum(weights.sum(), groups, "cp.mean, the weights")
+        return sum_of_shares((x * weights).sum() / total, groups, grads, "cp.mean")
 
-    @reports_errors("cp.mean or cp.sum")
+    @reports_errors("cp.sum")
     def sum(self, x: Tensor, *, over: Group = None, grads: Grads = "summed") -> Tensor:
         """Return the sum over the tokens of all ranks; ``over`` and ``grads`` as in :meth:`mean`.
 
@@ -57,7 +58,7 @@ class Losses:
         Accumulate ``cp.sum(losses) / total`` instead, where ``total`` is the number of tokens with a label in all
         batches.
         """
-        return sum_of_shares(self._checked(x).sum(), self._ranks(over), grads)
+        return sum_of_shares(self._checked(x).sum(), self._ranks(over), grads, "cp.sum")
 
     @reports_errors("cp.cross_entropy")
     def cross_entropy(
@@ -87,8 +88,10 @@ class Losses:
         groups = self._ranks(over)
         if total is None:
             count = (targets != ignore_index).sum()
-            total = all_sum(count.to(torch.promote_types(hidden.dtype, torch.float32)), groups)
-        return sum_of_shares(summed_cross_entropy(hidden, weight, targets, ignore_index, tokens) / total, groups, grads)
+            count = count.to(torch.promote_types(hidden.dtype, torch.float32))
+            total = all_sum(count, groups, "cp.cross_entropy, the targets")
+        summed = summed_cross_entropy(hidden, weight, targets, ignore_index, tokens)
+        return sum_of_shares(summed / total, groups, grads, "cp.cross_entropy")
 
     @reports_errors("cp.sum_gradients")
     def sum_gradients(self, parameters: Iterable[Tensor], *, over: Group = None) -> None:

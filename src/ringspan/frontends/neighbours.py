@@ -22,7 +22,7 @@ from ringspan.frontends.token_data import TokenData
 from ringspan.planner import Plan
 from ringspan.plans.data import Side
 from ringspan.torch_private.dynamo import dynamo_disable
-from ringspan.transports import ProcessGroupTransport
+from ringspan.transports import CallPair, ProcessGroupTransport
 
 
 class Neighbours(TokenData):
@@ -74,7 +74,7 @@ class Neighbours(TokenData):
         rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
         check_fill(window.fill, x.dtype)
         made = window_plan(lengths, layout, window, self.plan.rank)
-        run = partial(self.group.run, device=rows.device)
+        run = partial(self.group.run, device=rows.device, pair=CallPair())
         (windows,) = windows_of_ranks([made], [rows], window, run, kind)
         return windows_back(windows, x, dim)
 

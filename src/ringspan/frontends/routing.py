@@ -19,7 +19,7 @@ from ringspan.frontends.token_data import TokenData
 from ringspan.layouts import Layout
 from ringspan.plans.data import Side
 from ringspan.torch_private.dynamo import dynamo_disable
-from ringspan.transports import ProcessGroupTransport
+from ringspan.transports import CallPair, ProcessGroupTransport
 
 # The row of the token itself.
 ITSELF = RowWindow(0, 0)
@@ -49,7 +49,7 @@ class Routing(TokenData):
         features = torch.Size(rows.shape[1:]).numel()
         # Part of what the ranks compare: the shape, and whether there will be a backward pass.
         kind = f"cp.route of {list(rows.shape[1:])}{', differentiable' * (rows.requires_grad and torch.is_grad_enabled())}"
-        run = partial(self.group.run, device=rows.device)
+        run = partial(self.group.run, device=rows.device, pair=CallPair())
         (routed,) = windows_of_ranks([made], [rows.reshape(len(rows), features)], ITSELF, run, kind)
         return routed.reshape(len(routed), *rows.shape[1:])
 

@@ -13,6 +13,7 @@ DDP and FSDP divide by the number of ranks; ``grads="averaged"`` multiplies by i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -26,31 +27,35 @@ from ringspan.transports import ProcessGroupTransport
 Grads = Literal["summed", "averaged"]
 
 
-def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport]) -> Tensor:
+def all_sum(x: Tensor, groups: Sequence[ProcessGroupTransport], kind: str, options: str = "") -> Tensor:
+    """Return the sum over all ranks. ``kind`` names the call, and ``options`` must be equal on all ranks."""
     for group in groups:
-        x = group.all_reduce_sum(x, label="cp.mean or cp.sum")
+        x = group.all_reduce_sum(x, label=kind, options=options)
     return x
 
 
-def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads) -> Tensor:
-    """Return the sum of the shares of all ranks, on every rank; differentiable in the share of this rank."""
+def sum_of_shares(share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads, kind: str) -> Tensor:
+    """Return the sum of the shares of all ranks, on every rank; differentiable in the share of this rank.
+
+    ``kind`` names the call. It is compared over the ranks, with ``grads``.
+    """
     if grads not in ("summed", "averaged"):
         raise InputError(f'grads must be "summed" or "averaged", how the gradients are combined over ranks; not {grads!r}')
-    result: Tensor = _SumOfShares.apply(share, groups, grads)
+    result: Tensor = _SumOfShares.apply(share, groups, grads, kind)
     return result
 
 
 class _SumOfShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads) -> Tensor:
+    def forward(ctx: Any, share: Tensor, groups: Sequence[ProcessGroupTransport], grads: Grads, kind: str) -> Tensor:
         ctx.times = 1
         for group in groups:
             ctx.times *= group.world if grads == "averaged" else 1
-        return all_sum(share, groups)
+        return all_sum(share, groups, kind, f'grads="{grads}"')
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad * ctx.times, None, None
+        return grad * ctx.times, None, None, None
 
 
 def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTransport]) -> None:
@@ -72,7 +77,7 @@ def sum_gradients(parameters: Iterable[Tensor], groups: Sequence[ProcessGroupTra
     for (dtype, device), alike in by_kind.items():
         present = torch.tensor([p.grad is not None for p in alike], dtype=torch.int32, device=device)
         # Comparing the calls here is enough, and raises. Comparing in a bucket would be another pass over its memory.
-        used = _all_sum_(present, groups, compare_calls=True).tolist()
+        used = _all_sum_(present, groups, _described(alike), compare_calls=True).tolist()
         bucket = _Bucket(dtype, device, groups)
         for p, ranks in zip(alike, used, strict=True):
             if ranks and p.grad is None:
@@ -136,10 +141,16 @@ class _Bucket:
         self._pieces, self._copies, self._filled = [], [], 0
 
 
-def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport], *, compare_calls: bool = False) -> Tensor:
+def _all_sum_(x: Tensor, groups: Sequence[ProcessGroupTransport], options: str = "", *, compare_calls: bool = False) -> Tensor:
     for group in groups:
-        group.all_reduce_sum_(x, label="cp.sum_gradients", compare_calls=compare_calls)
+        group.all_reduce_sum_(x, label="cp.sum_gradients", options=options, compare_calls=compare_calls)
     return x
+
+
+def _described(parameters: Sequence[Tensor]) -> str:
+    """Describe parameters by their dtypes and shapes: ranks that give them in another order must not match."""
+    found = [(str(p.dtype), tuple(p.shape)) for p in parameters]
+    return f"{len(found)} parameters {hashlib.sha256(repr(found).encode()).hexdigest()[:8]}"
 
 
 def _local(x: Tensor) -> Tensor:

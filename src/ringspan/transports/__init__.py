@@ -1,6 +1,6 @@
 """Transports move tensors between ranks. They know nothing of attention or plans."""
 
-from ringspan.transports.calls import CallDescription
+from ringspan.transports.calls import CallDescription, CallPair
 from ringspan.transports.flight_record import FlightRecord, flight_record
 from ringspan.transports.handshake import (
     RankSignature,
@@ -16,6 +16,7 @@ from ringspan.transports.requests import PostExchange, RankGenerator, Traffic, W
 
 __all__ = [
     "CallDescription",
+    "CallPair",
     "FlightRecord",
     "InProcessTransport",
     "PostExchange",

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
+from weakref import ref
 
 from ringspan.errors import InputError, TransportError
 
@@ -29,6 +30,7 @@ HISTORY = 64  # calls, and exchanges, that a rank remembers
 LARGEST_TAG = 2**31 - 1
 CHECKSUM_CALLS = 16  # calls between two checksums of a group without tags
 CHECKSUMS = 256  # that a rank keeps
+NUMBERED = re.compile(r"^(Thread|Dummy|ThreadPoolExecutor)-\d+(_\d+)?")  # the names that Python gives to threads
 
 
 class CallDescription(NamedTuple):
@@ -42,23 +44,42 @@ class CallDescription(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     """The sizes that are equal on all ranks."""
+    options: str = ""
+    """What else must be equal, in words: the layout of an unshard, the parameters of sum_gradients, …"""
+    score_mod: str = ""
+    """The digest of its code and constants."""
+    forward_call: int = 0
+    """Of a backward pass: the number of the call whose gradients it computes. 0: unknown, as in compiled code."""
     values: str = ""
     """Under ``RINGSPAN_DEBUG=1``, the digest of the tensors and globals that a score_mod or mask_mod uses."""
 
     def __str__(self) -> str:
         parts = [self.kind]
+        if self.forward_call:
+            parts.append(f"of call {self.forward_call},")
         if self.plan:
             parts.append(f"of plan {self.plan}")
         details = [f"scale {self.scale:.6g}"] if self.scale is not None else []
-        details += [self.dtype] if self.dtype else []
-        if self.plan and len(self.shape) == 4:
-            batch, heads, head_dim, v_dim = self.shape
-            details.append(f"batch {batch}, {heads} heads, head dim {head_dim}, value dim {v_dim}")
+        details += [x for x in (self.options, self.dtype) if x]
+        if self.plan and len(self.shape) == 5:
+            batch, heads, kv_heads, head_dim, v_dim = self.shape
+            details.append(f"batch {batch}, {heads} heads, {kv_heads} kv heads, head dim {head_dim}, value dim {v_dim}")
         elif self.shape:
             details.append(f"shape {'×'.join(map(str, self.shape))}")
+        details += [f"score_mod {self.score_mod}"] if self.score_mod else []
         if self.values:
             details.append(f"values of its functions {self.values}")
         return " ".join(parts) + (f" ({', '.join(details)})" if details else "")
+
+
+class CallPair:
+    """A forward pass, and the backward passes that follow from it: ties these to the number of its call.
+
+    Layers can be equal, and a rank could differentiate them in another order than its peers.
+    """
+
+    forward_call = 0
+    """0: the forward pass has not begun."""
 
 
 class ExchangeRecord:
@@ -142,6 +163,7 @@ class GroupCalls:
         self.checksum = 0
         """That of all calls which have ended, for a backend without tags."""
         self._first_thread: int | None = None
+        self._threads: dict[str, ref[threading.Thread]] = {}  # by the name that other ranks know
         self._lock = threading.Lock()
 
     def keep_checksums(self) -> None:
@@ -152,16 +174,24 @@ class GroupCalls:
         """Count a call. Raises if the group has failed before, or if another thread is in a call of it."""
         if _refusal.reason is not None:
             raise InputError(_refusal.reason)
-        thread = self._name_of_thread()
+        thread, namesake = self._name_of_thread()
         with self._lock:
             if self.group_error is not None:
                 raise type(self.group_error)(f"{self.group_error}. This group cannot be used any more: make a new one")
+            name, wrong = threading.current_thread().name, ""
             if self.current is not None:
-                error = InputError(
-                    f"thread {threading.current_thread().name} begins {description} while another thread is in "
-                    f"{self.current.description} on the same process group: their messages could be mixed up. Give each thread "
-                    "a group of its own (dist.new_group)"
+                wrong = (
+                    f"thread {name} begins {description} while another thread is in {self.current.description} on the same "
+                    "process group: their messages could be mixed up. Give each thread a group of its own (dist.new_group)"
                 )
+            elif namesake is not None:
+                wrong = (
+                    f"thread {name} begins {description}, and thread {namesake} has used the same process group: Python has "
+                    "numbered both, and other ranks may number them differently. Give the threads names, the same on all "
+                    "ranks, or each a group of its own (dist.new_group)"
+                )
+            if wrong:
+                error = InputError(wrong)
                 # The other ranks may have begun this call, so that no later one can match.
                 self.group_error = TransportError(str(error))
                 self.failure = Failure(self.number + 1, "InputError", str(error), is_final=True)
@@ -171,16 +201,26 @@ class GroupCalls:
             self.recent.append(call)
         return call
 
-    def _name_of_thread(self) -> str:
-        """Return a name of this thread that is the same on all ranks.
+    def _name_of_thread(self) -> tuple[str, str | None]:
+        """Return a name of this thread that is the same on all ranks, and another live thread that has it, too.
 
         It is empty for the first thread that uses the group. Others are told apart by their names, without the numbers
-        that threads are given as they are started.
+        that Python gives to threads as they are started. PyTorch's own threads, of the backward pass, are one for each
+        device.
         """
-        thread = threading.get_ident()
+        ident = threading.get_ident()
         if self._first_thread is None:
-            self._first_thread = thread
-        return "" if thread == self._first_thread else re.sub(r"\d+", "", threading.current_thread().name)
+            self._first_thread = ident
+        if ident == self._first_thread:
+            return "", None
+        thread = threading.current_thread()
+        name = NUMBERED.sub(r"\1", thread.name)
+        known = self._threads.get(name)
+        last = None if known is None else known()
+        self._threads[name] = ref(thread)
+        if last is None or last is thread or not last.is_alive() or name == "Dummy":
+            return name, None
+        return name, last.name
 
     def end(self) -> None:
         """End the current call. One that failed is no part of the checksums: a rank that refuses a call may not know

@@ -45,7 +45,11 @@ def _first_difference(rank: int, own: RankRecord, peer: int, record: RankRecord)
 def describe_difference(number: int, rank: int, call: CallRecord, other_rank: int, other: CallRecord) -> str:
     """Return the error message for two ranks whose calls of this number differ."""
     pairs = zip((*call.description, call.thread), (*other.description, other.thread), strict=True)
-    fields = [f for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True) if a != b]
+    fields = [
+        f.replace("forward_call", "the forward call")
+        for f, (a, b) in zip((*CallDescription._fields, "thread"), pairs, strict=True)
+        if a != b
+    ]
     if fields[0] == "kind":  # the others mean something else for each kind
         del fields[1:]
     return (

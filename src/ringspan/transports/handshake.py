@@ -13,8 +13,10 @@ plan.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -22,10 +24,10 @@ import torch
 
 from ringspan.errors import PeerFailed, PeerMismatch
 from ringspan.transports.process_group import ProcessGroupTransport
+from ringspan.version import __version__
 
-# The version of RankSignature. Raise it when a field changes its meaning: ranks that run different releases of ringspan
-# then disagree in the handshake.
-VERSION = 2
+# What must be equal on all ranks before anything else: the release of ringspan.
+VERSION = zlib.crc32(__version__.encode())
 # Sent in place of VERSION by a rank that cannot make the call, before it raises. So no peer waits for that rank.
 REFUSED = -1
 
@@ -71,6 +73,8 @@ NO_SCORE_MOD = 0
 # How error messages name the fields whose own names are not plain words.
 FIELD_NAMES = {"fitted_digest": "plan", "kv_heads": "kv heads", "head_dim": "head dim", "v_dim": "v dim"}
 
+MAX_LISTED = 8  # ranks, or values, that an error message lists
+
 
 def agreements(group: ProcessGroupTransport) -> Agreements:
     """Return the agreements of the group so far. A call whose signature is among them needs no handshake."""
@@ -84,29 +88,25 @@ def check_agreement(
     device: torch.device,
     *,
     user_plan_digest: str,
-    plan_text: str = "",
+    plan_parts: Mapping[str, str],
 ) -> None:
     """Compare this rank's signature with those of all other ranks. This is a collective call.
 
-    ``lengths`` has the number of queries and of keys that the plan gives each rank, and ``plan_text`` describes the
-    plan in an error message.
+    ``lengths`` has the number of queries and of keys that the plan gives each rank, and ``plan_parts`` describes what
+    the plan was made from, by names, for an error message.
     """
     signatures = [RankSignature(*values) for values in group.all_gather_ints(signature, device, label=LABEL)]
     for rank, other in enumerate(signatures):
         if other.version == REFUSED:
             cause = group.describe_failure(rank) or "see the error it raised itself"
             raise PeerFailed(f"rank {rank} cannot make this call: {cause}")
-    if plan_text and any(other.fitted_digest != signature.fitted_digest for other in signatures):
-        texts = _all_gather_text(group, plan_text, device)
-        rank = next(r for r, other in enumerate(signatures) if other.fitted_digest != signatures[0].fitted_digest)
-        raise PeerMismatch(
-            f"the ranks disagree on the plan: rank 0 has {texts[0]}, rank {rank} has {texts[rank]}. All ranks must make "
-            "ContextParallel with the same mask (the same documents), layout, strategy, hardware, shape and dkv_dtype"
-        )
+    same_release = all(other.version == VERSION for other in signatures)
+    if same_release and any(other.fitted_digest != signature.fitted_digest for other in signatures):
+        raise PeerMismatch(plan_disagreement(_all_gather_parts(group, plan_parts, device)))
     problem = first_disagreement(signatures, lengths)
     if problem:
         raise PeerMismatch(problem)
-    log.info("rank %d: the ranks agree on %s", group.rank, plan_text or user_plan_digest)
+    log.info("rank %d: the ranks agree on %s", group.rank, ", ".join(f"{name} {x}" for name, x in plan_parts.items()))
     agreed = agreements(group)
     if len(agreed) >= MAX_AGREED:
         agreed.clear()
@@ -120,33 +120,64 @@ def report_refusal(group: ProcessGroupTransport, error: BaseException, device: t
     group.all_gather_ints(RankSignature(REFUSED, *[0] * (len(RankSignature._fields) - 1)), device, label=LABEL)
 
 
-TEXT_BYTES = 512
+PART_LENGTH = 256  # characters of a part of a plan, in an error message
+TEXT_BYTES = 4096  # of all parts: six times as many characters, a few of which take several bytes
 
 
-def _all_gather_text(group: ProcessGroupTransport, text: str, device: torch.device) -> list[str]:
-    """Return the text of every rank, shortened. This is a collective call."""
+def _all_gather_parts(group: ProcessGroupTransport, parts: Mapping[str, str], device: torch.device) -> list[dict[str, str]]:
+    """Return what the plan of each rank was made from. This is a collective call."""
+    text = json.dumps({name: part[:PART_LENGTH] for name, part in parts.items()}, ensure_ascii=False)
     encoded = list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b" "))
-    return [bytes(values).decode(errors="replace").rstrip() for values in group.all_gather_ints(encoded, device, label=LABEL)]
+    gathered = group.all_gather_ints(encoded, device, label=LABEL)
+    return [json.loads(bytes(values).decode(errors="replace")) for values in gathered]
 
 
 def first_disagreement(signatures: Sequence[RankSignature], lengths: Iterable[tuple[int, int]]) -> str | None:
     """Return an error message for the first field that differs, the same on every rank; None if the ranks agree."""
-    first = signatures[0]
-    for rank, other in enumerate(signatures):
-        for field in COMPARED_FIELDS:
-            expected, actual = getattr(first, field), getattr(other, field)
-            if actual != expected:
-                name = FIELD_NAMES.get(field, field)
-                return (
-                    f"the ranks disagree: rank 0 has {name} {_as_text(field, expected)}, rank {rank} has "
-                    f"{_as_text(field, actual)}. "
-                    "All ranks must call attention with the same plan, shapes, dtype and score_mod"
-                )
+    if len({of_rank.version for of_rank in signatures}) > 1:
+        who = ranks_by_value([f"{of_rank.version:08x}" for of_rank in signatures])
+        return f"the ranks run different releases of ringspan ({who}): install the same on all"
+    for field in COMPARED_FIELDS:
+        values = [_as_text(field, getattr(of_rank, field)) for of_rank in signatures]
+        if len(set(values)) > 1:
+            who = ranks_by_value([f"{FIELD_NAMES.get(field, field)} {value}" for value in values])
+            return f"the ranks disagree: {who}. All ranks must call attention with the same plan, shapes, dtype and score_mod"
     for rank, (other, (queries, keys)) in enumerate(zip(signatures, lengths, strict=True)):
         for name, actual, planned in (("queries", other.queries, queries), ("keys", other.keys, keys)):
             if actual != planned:
                 return f"rank {rank} has {actual} {name} where the plan says {planned}: {SHARD_ADVICE}"
     return None
+
+
+def plan_disagreement(parts: Sequence[Mapping[str, str]]) -> str:
+    """Return an error message for ranks whose plans differ. ``parts`` says for each rank what its plan was made from."""
+    names = dict.fromkeys(name for of_rank in parts for name in of_rank)
+    differing = [name for name in names if len({of_rank.get(name) for of_rank in parts}) > 1]
+    by_name = [
+        f"on the {name}: {ranks_by_value([of_rank.get(name, 'none') for of_rank in parts])}"
+        for name in [name for name in differing if name != "plan"] or differing
+    ]
+    return (
+        f"the ranks disagree {', and '.join(by_name)}. All ranks must make ContextParallel with the same mask (the same "
+        "documents), layout, strategy, hardware, shape and dkv_dtype"
+    )
+
+
+def ranks_by_value(values: Sequence[str]) -> str:
+    """Say which ranks have which value: first what most of them have, so that the others are the odd ones.
+
+    >>> ranks_by_value(["heads 8", "heads 8", "heads 4", "heads 8"])
+    'ranks 0, 1 and 3 have heads 8, rank 2 has heads 4'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    texts = []
+    for value, having in sorted(ranks.items(), key=lambda item: -len(item[1])):
+        listed = having if len(having) <= MAX_LISTED else [*having[: MAX_LISTED - 1], f"{len(having) - MAX_LISTED + 1} more"]
+        who = f"rank {having[0]} has" if len(having) == 1 else f"ranks {', '.join(listed[:-1])} and {listed[-1]} have"
+        texts.append(f"{who} {value}")
+    return ", ".join(texts if len(texts) <= MAX_LISTED else [*texts[:MAX_LISTED], f"and {len(texts) - MAX_LISTED} more values"])
 
 
 def digest_as_int64(digest: str) -> int:

@@ -27,7 +27,7 @@ from ringspan.errors import InputError, PeerLost, PeerTimeout, RingspanError, Tr
 from ringspan.torch_private.process_groups import own_global_rank
 from ringspan.transports.backend_errors import described_error, error_class_of, is_backend_error
 from ringspan.transports.call_comparison import PendingComparison, apply_comparison, start_comparison
-from ringspan.transports.calls import Call, CallDescription, ExchangeRecord, is_known_to_peers
+from ringspan.transports.calls import Call, CallDescription, CallPair, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
 from ringspan.transports.flight_record import record_failure
@@ -89,12 +89,14 @@ class ProcessGroupTransport:
         description: CallDescription | None = None,
         *,
         device: torch.device | None = None,
+        pair: CallPair | None = None,
     ) -> list[T]:
         """Run the generator of this process's rank to the end and return its result in a list of one.
 
         ``description`` is what must be equal on all ranks. If it is not, the ranks raise PeerMismatch. ``device`` is
         that of the messages. With it, a rank without messages takes part in the comparison of calls at once; the
-        messages of other ranks wait for it.
+        messages of other ranks wait for it. The first call with a ``pair`` is a forward pass, and later ones are its
+        backward passes.
         """
         (generator,) = generators
         if self.world == 1:
@@ -103,7 +105,12 @@ class ProcessGroupTransport:
                     next(generator)  # the exchanges of a single rank are empty
             except StopIteration as end:
                 return [end.value]
-        with self._call(description or CallDescription("a call")) as call:
+        description = description or CallDescription("a call")
+        if pair is not None and pair.forward_call:
+            description = description._replace(forward_call=pair.forward_call)
+        with self._call(description) as call:
+            if pair is not None and not pair.forward_call:
+                pair.forward_call = call.number
             if settings.debug:
                 self._compare(call)
             handle: Any = None
@@ -285,30 +292,33 @@ class ProcessGroupTransport:
         local = torch.tensor(values, dtype=torch.int64, device=device)
         return [gathered.tolist() for gathered in self._all_gather(local, [len(local)] * self.world, label)]
 
-    def all_gather_rows(self, x: Tensor, counts: Sequence[int], *, label: str) -> list[Tensor]:
-        """All-gather tensors whose dim 0 has ``counts[rank]`` rows. The result is in rank order."""
-        return self._all_gather(x, counts, label)
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int], *, label: str, options: str = "") -> list[Tensor]:
+        """All-gather tensors whose dim 0 has ``counts[rank]`` rows. The result is in rank order. ``options`` must be equal
+        on all ranks."""
+        return self._all_gather(x, counts, label, options)
 
-    def all_reduce_sum(self, x: Tensor, *, label: str = "an all-reduce") -> Tensor:
-        """Return the sum of ``x`` over all ranks."""
+    def all_reduce_sum(self, x: Tensor, *, label: str = "an all-reduce", options: str = "") -> Tensor:
+        """Return the sum of ``x`` over all ranks. ``options`` must be equal on all ranks."""
         total = x.clone(memory_format=torch.contiguous_format)  # all-reduce adds memory in order, so strides must agree
-        self.all_reduce_sum_(total, label=label)
+        self.all_reduce_sum_(total, label=label, options=options)
         return total
 
-    def all_reduce_sum_(self, x: Tensor, *, label: str = "an all-reduce", compare_calls: bool = True) -> None:
-        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous. Without ``compare_calls`` a backend
-        without tags does not compare the calls before this one."""
+    def all_reduce_sum_(
+        self, x: Tensor, *, label: str = "an all-reduce", options: str = "", compare_calls: bool = True
+    ) -> None:
+        """Replace ``x`` by its sum over all ranks. ``x`` must be contiguous, and ``options`` equal on all ranks. Without
+        ``compare_calls`` a backend without tags does not compare the calls before this one."""
         if self.world == 1:
             return
-        description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape))
+        description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape), options=options)
         if self._has_tags(x.device):
             self._run_without_traffic(all_reduce_by_messages(x, self.rank, self.world, label), description)
         else:
             start = partial(dist.all_reduce, x, group=self.group, async_op=True)
             self._run_collective(start, [x] if compare_calls else [], description)
 
-    def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
-        description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape[1:]))
+    def _all_gather(self, x: Tensor, counts: Sequence[int], label: str, options: str = "") -> list[Tensor]:
+        description = CallDescription(label, dtype=_name(x.dtype), shape=tuple(x.shape[1:]), options=options)
         if self._has_tags(x.device):
             return self._run_without_traffic(all_gather_by_messages(x, counts, self.rank, label), description)
         padded = x.new_zeros((max(counts), *x.shape[1:]))

@@ -93,8 +93,8 @@ def record_of(calls: GroupCalls, written: int = 0, generation: int = 0) -> RankR
 
 
 def _call_record(description: list[Any], thread: str, error: str | None) -> CallRecord:
-    kind, plan, scale, dtype, shape, values = description
-    return CallRecord(CallDescription(kind, plan, scale, dtype, tuple(shape), values), thread, error)
+    read = CallDescription(*description)
+    return CallRecord(read._replace(shape=tuple(read.shape)), thread, error)
 
 
 class Records:

@@ -20,5 +20,5 @@ class SingleRank(ProcessGroupTransport):
         self.rank, self.world, self.global_ranks = 0, 1, [own]
         self._state = group_state(ranks.group, (own,), 0)
 
-    def _all_gather(self, x: Tensor, counts: Sequence[int], label: str) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, counts: Sequence[int], label: str, options: str = "") -> list[Tensor]:
         return [x]

@@ -1,0 +1,3 @@
+"""The release of ringspan."""
+
+__version__ = "0.1.0"
