@@ -123,6 +123,30 @@ def test_threads_that_other_ranks_cannot_tell_apart_are_refused(names: tuple[str
     assert all(actual.startswith(expected) for actual, expected in zip(found, seen, strict=True)), found
 
 
+def test_a_numbered_thread_that_lived_when_another_made_its_call_is_refused() -> None:
+    """The other has ended since, but on another rank it could have been the later one."""
+    made, may_begin, errors = calls(FORWARD), threading.Event(), []
+
+    def first() -> None:
+        made.begin(FORWARD)
+        made.end()
+
+    def second() -> None:
+        may_begin.wait()
+        with pytest.raises(rs.InputError, match="Thread-1 has used the same process group") as found:
+            made.begin(FORWARD)
+        errors.append(found)
+
+    waiting = threading.Thread(target=second, name="Thread-2")
+    waiting.start()
+    done = threading.Thread(target=first, name="Thread-1")
+    done.start()
+    done.join()
+    may_begin.set()
+    waiting.join()
+    assert errors
+
+
 def test_two_threads_in_a_call_at_once_are_refused() -> None:
     made = GroupCalls()
     made.begin(FORWARD)

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.alone
 WORLD, N = 3, 24
 LIMIT = 20.0
 SOON = 4.0
-SLOPE = 1.0  # a global of a score_mod
+SLOPE = 1.0  # globals of a score_mod
+TABLE = {"slopes": [1.0]}
 
 Report = tuple[str, str, float]
 
@@ -39,6 +40,10 @@ def a_layer() -> tuple[rs.ContextParallel, list[torch.Tensor]]:
 
 def by_global(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return score * SLOPE
+
+
+def by_table(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return score * TABLE["slopes"][0]
 
 
 def other_captured_tensor(differs: bool) -> None:
@@ -54,6 +59,12 @@ def other_global(differs: bool) -> None:
     cp, qkv = a_layer()
     by_global.__globals__["SLOPE"] = 2.0 if differs else 1.0
     cp.flex_attention(*qkv, by_global)
+
+
+def other_element_of_a_global(differs: bool) -> None:
+    cp, qkv = a_layer()
+    by_table.__globals__["TABLE"] = {"slopes": [2.0 if differs else 1.0]}
+    cp.flex_attention(*qkv, by_table)
 
 
 def other_order(differs: bool) -> None:
@@ -87,6 +98,7 @@ JOBS: dict[str, tuple[Callable[[bool], None], str, str]] = {
     for job, error, text in (
         (other_captured_tensor, "PeerMismatch", "they differ in values"),
         (other_global, "PeerMismatch", "they differ in values"),
+        (other_element_of_a_global, "PeerMismatch", "they differ in values"),
         (other_order, "PeerMismatch", "they differ in kind"),
         (
             non_finite_input,
@@ -107,7 +119,7 @@ def differ_on_rank_1(rank: int, name: str) -> Report:
         return type(error).__name__, str(error), time.monotonic() - start
     finally:
         settings.debug = False
-        by_global.__globals__["SLOPE"] = 1.0
+        by_global.__globals__.update(SLOPE=1.0, TABLE={"slopes": [1.0]})
     return "no error", "", time.monotonic() - start
 
 

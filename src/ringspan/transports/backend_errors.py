@@ -62,7 +62,7 @@ def described_error(
 ) -> TransportError:
     """Return an error that says which operation failed on this rank, and which peers it waited for.
 
-    ``peers`` are their ranks and global ranks. ``where`` says what they do, if that is known.
+    ``peers`` are their ranks and global ranks. ``where`` says what they do, if that is known, or why it is not.
 
     >>> print(described_error(RuntimeError("Connection closed by peer"), rank=0, label="forward step 2", peers={1: 5}))
     rank 0: lost the connection to rank 1 (global rank 5) in forward step 2: see the error of that process first \
@@ -75,6 +75,7 @@ def described_error(
         text += f"\n{where}" if where else ""
     elif kind is PeerLost:
         text = f"lost the connection to {names} in {label}: see the error of that process first ({cause})"
+        text += f"\n{where}" if where else ""
     else:
         text = f"{label} failed: {cause}"
     return kind(f"rank {rank}: {text}")

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
-from weakref import ref
+from weakref import WeakSet
 
 from ringspan.errors import InputError, TransportError
 
@@ -163,7 +163,8 @@ class GroupCalls:
         self.checksum = 0
         """That of all calls which have ended, for a backend without tags."""
         self._first_thread: int | None = None
-        self._threads: dict[str, ref[threading.Thread]] = {}  # by the name that other ranks know
+        # By the name that other ranks know: the last thread of that name, and the threads that lived when it made its call.
+        self._threads: dict[str, tuple[threading.Thread, WeakSet[threading.Thread]]] = {}
         self._lock = threading.Lock()
 
     def keep_checksums(self) -> None:
@@ -202,11 +203,12 @@ class GroupCalls:
         return call
 
     def _name_of_thread(self) -> tuple[str, str | None]:
-        """Return a name of this thread that is the same on all ranks, and another live thread that has it, too.
+        """Return a name of this thread that is the same on all ranks, and another thread that cannot be told from it.
 
-        It is empty for the first thread that uses the group. Others are told apart by their names, without the numbers
-        that Python gives to threads as they are started. PyTorch's own threads, of the backward pass, are one for each
-        device.
+        The name is empty for the first thread that uses the group. Others are told apart by their names, without the
+        numbers that Python gives to threads as they are started. Two threads of one name can make their calls in
+        another order on each rank, unless one has ended before the other began. PyTorch's own threads, of the backward
+        pass, are one for each device.
         """
         ident = threading.get_ident()
         if self._first_thread is None:
@@ -215,12 +217,11 @@ class GroupCalls:
             return "", None
         thread = threading.current_thread()
         name = NUMBERED.sub(r"\1", thread.name)
-        known = self._threads.get(name)
-        last = None if known is None else known()
-        self._threads[name] = ref(thread)
-        if last is None or last is thread or not last.is_alive() or name == "Dummy":
+        if name == thread.name or name == "Dummy":
             return name, None
-        return name, last.name
+        last, lived = self._threads.get(name, (thread, ()))
+        self._threads[name] = thread, WeakSet(threading.enumerate())
+        return name, last.name if last is not thread and (last.is_alive() or thread in lived) else None
 
     def end(self) -> None:
         """End the current call. One that failed is no part of the checksums: a rank that refuses a call may not know

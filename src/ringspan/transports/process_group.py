@@ -40,6 +40,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("ringspan.transports")
 
+STORE_IS_LOST = (
+    "the store of the process group does not answer either: the process that hosts it, that of rank 0 unless a launcher "
+    "does, has probably ended, and the rank named here may only have closed its connections"
+)
 DEBUG_COMPARISON_LIMIT = timedelta(minutes=30)  # for comparing calls under RINGSPAN_DEBUG=1, if timeout is None
 
 
@@ -281,7 +285,7 @@ class ProcessGroupTransport:
             found = state.await_failure(ranks)
         if found is None:
             named = {peer: self.global_ranks[peer] for peer in ranks}
-            where = state.describe_peers(ranks) if kind is PeerTimeout else None
+            where = state.describe_peers(ranks) if kind is PeerTimeout else None if state.store_answers else STORE_IS_LOST
             found = described_error(error, rank=self.rank, label=label, peers=named, where=where)
         if kind is not TransportError:
             state.fail_group(found)

@@ -57,6 +57,8 @@ class WatchedGroup:
         self._records: Records | None = Records.of(group, global_ranks, rank)
         # The store is used by the watchdog, and by a rank that fails. It waits without a limit if the network is down.
         self._store = BoundedCalls("the store of the process group", STORE_LIMIT)
+        self.store_answers = True
+        """Whether the last attempt to read records has succeeded."""
         self._failing = threading.Lock()
         self._position: tuple[object, ...] = ()
         self._position_since = 0.0
@@ -261,7 +263,9 @@ class WatchedGroup:
     def _read(self, peers: tuple[int, ...]) -> dict[int, RankRecord]:
         if self._records is None:
             return {}
+        self.store_answers = False
         found = self._store.run(partial(self._records.read, peers))
+        self.store_answers = True
         now = time.monotonic()
         for peer, record in found.items():
             if self._last_records.get(peer, (None, 0.0))[0] != record.written:
