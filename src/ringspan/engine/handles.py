@@ -216,12 +216,12 @@ class PlanHandle:
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
         as_given = self.plan.for_heads(signature.heads, signature.kv_heads)
         parts = {
+            "plan": plan.digest,
             "mask": f"{plan.mask.digest} ({plan.mask.name})",
             "layout": f"{plan.q_layout.digest} ({plan.q_layout.name})",
             "layout of the keys": f"{plan.kv_layout.digest} ({plan.kv_layout.name})",
             "strategy": plan.strategy + ("" if plan.digest == as_given.digest else f", {KEEPS_NO_ROWS}"),
             "dkv_dtype": plan.program.dkv_dtype,
-            "plan": plan.digest,
         }
         if plan.kv_layout == plan.q_layout:
             del parts["layout of the keys"]
