@@ -14,6 +14,7 @@ import ringspan as rs
 from ringspan.caching import by_digest
 from ringspan.caching.by_digest import cache_by_digest, clear_digest_caches
 from ringspan.masks import table as tables
+from ringspan.plans import needed_rows
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -136,6 +137,18 @@ def test_a_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros(10_000)  # larger than the cache: kept alone
     zeros(10_000)
     assert made == [0, 1, 2, 0, 10_000]
+
+
+def test_the_cache_of_needed_rows_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = 16
+    monkeypatch.setattr(by_digest, "MAX_BYTES", 3 * 8 * world**2)
+    masks = [rs.causal(64) & rs.window(left=n) for n in range(5)]
+    layout = rs.plan(masks[0], world=world, rank=0, layout="contiguous").q_layout
+    needed_rows.cache_clear()
+    made = [needed_rows(mask, layout, layout) for mask in masks]
+    kept = [needed_rows(mask, layout, layout) is rows for mask, rows in reversed([*zip(masks, made, strict=True)])]
+    assert kept[:3] == [True] * 3
+    assert kept[3] is False
 
 
 def test_the_estimated_size_of_a_program_grows_with_its_bands() -> None:

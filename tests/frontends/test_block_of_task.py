@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import types
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextvars import Context
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import ringspan as rs
+from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import _entries
 from ringspan.kernels.reference import dense_attention
 from ringspan.testing.assertions import assert_close
@@ -137,6 +142,32 @@ def test_the_caller_of_a_suspended_generator_is_told(attention: Attention) -> No
     assert_sees(FULL, attention)
 
 
+def compiled_attention() -> Attention:
+    return torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend="eager")
+
+
+def attention_of_an_adapter(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    cp = current_block()
+    return F.scaled_dot_product_attention(q, k, v) if cp is None else cp.attention(q, k, v)
+
+
+@pytest.mark.parametrize("make", [compiled_attention, lambda: attention_of_an_adapter])
+def test_calls_without_interception(make: Callable[[], Attention]) -> None:
+    attention = make()
+
+    def results() -> Iterator[None]:
+        with block(WINDOW):
+            assert_sees(WINDOW, attention)
+            yield
+            assert_sees(WINDOW, attention)
+
+    for _ in results():
+        assert_is_told("generator", "results", attention)
+        with rs.local_attention():
+            assert_sees(FULL, attention)
+    assert_sees(FULL, attention)
+
+
 def test_a_generator_that_enters_by_an_exit_stack() -> None:
     def results() -> Iterator[None]:
         with ExitStack() as stack:
@@ -146,6 +177,253 @@ def test_a_generator_that_enters_by_an_exit_stack() -> None:
     for _ in results():
         with pytest.raises(rs.UnplannedAttention, match="is suspended"):
             F.scaled_dot_product_attention(*qkv())
+
+
+@contextmanager
+def opened(mask: rs.Mask = WINDOW) -> Iterator[None]:
+    with block(mask):
+        yield
+
+
+@contextmanager
+def opened_by_another() -> Iterator[None]:
+    with opened():
+        yield
+
+
+@asynccontextmanager
+async def opened_async() -> AsyncIterator[None]:
+    with block(WINDOW):
+        yield
+
+
+class Entering:
+    """Enters and leaves a block by methods, as a trainer with callbacks does."""
+
+    def __init__(self) -> None:
+        self.block = block(WINDOW)
+
+    def start(self) -> None:
+        self.block.__enter__()
+
+    def stop(self) -> None:
+        self.block.__exit__(None, None, None)
+
+    async def __aenter__(self) -> None:
+        self.start()
+
+    async def __aexit__(self, *raised: object) -> None:
+        self.stop()
+
+
+def assert_is_told(kind: str, name: str, attention: Attention = F.scaled_dot_product_attention) -> None:
+    with pytest.raises(rs.UnplannedAttention, match=rf"the {kind} [^ ]*{name} is suspended inside a block"):
+        attention(*qkv())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("enter", [opened, opened_by_another])
+def test_a_generator_that_enters_by_a_context_manager(enter: Callable[[], Any], attention: Attention) -> None:
+    def results() -> Iterator[None]:
+        with enter():
+            assert_sees(WINDOW, attention)
+            yield
+            assert_sees(WINDOW, attention)
+
+    for _ in results():
+        assert_is_told("generator", "results", attention)
+    assert_sees(FULL, attention)
+
+
+def test_a_generator_that_enters_by_a_function() -> None:
+    def results() -> Iterator[None]:
+        trainer = Entering()
+        trainer.start()
+        assert_sees(WINDOW, F.scaled_dot_product_attention)
+        yield
+        assert_sees(WINDOW, F.scaled_dot_product_attention)
+        trainer.stop()
+
+    for _ in results():
+        assert_is_told("generator", "results")
+    assert_sees(FULL, F.scaled_dot_product_attention)
+
+
+def test_functions_that_enter_and_leave_outside_of_generators() -> None:
+    trainer = Entering()
+    trainer.start()
+    assert_sees(WINDOW, F.scaled_dot_product_attention)
+    trainer.stop()
+    assert_sees(FULL, F.scaled_dot_product_attention)
+
+
+def test_a_function_that_opens_a_block_inside_a_generator() -> None:
+    """The block is left before the generator yields."""
+
+    def attend() -> None:
+        with block(WINDOW):
+            assert_sees(WINDOW, F.scaled_dot_product_attention)
+
+    def results() -> Iterator[None]:
+        attend()
+        yield
+        attend()
+
+    for _ in results():
+        assert_sees(FULL, F.scaled_dot_product_attention)
+
+
+def test_a_generator_that_has_finished_hands_its_block_to_its_caller() -> None:
+    with ExitStack() as stack:
+        list(stack.enter_context(x) for x in [block(CAUSAL), block(WINDOW)])  # noqa: C400 (a generator on purpose)
+        assert_sees(WINDOW, F.scaled_dot_product_attention)
+
+    def results() -> Iterator[None]:
+        with ExitStack() as stack:
+            list(stack.enter_context(x) for x in [block(WINDOW)])  # noqa: C400
+            assert_sees(WINDOW, F.scaled_dot_product_attention)
+            yield
+
+    for _ in results():
+        assert_is_told("generator", "results")
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("enter", [lambda: block(WINDOW), opened, opened_async, Entering])
+def test_the_caller_of_a_suspended_async_generator_is_told(enter: Callable[[], Any], attention: Attention) -> None:
+    async def results() -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            entered = enter()
+            if hasattr(entered, "__aenter__"):
+                await stack.enter_async_context(entered)
+            else:
+                stack.enter_context(entered)
+            assert_sees(WINDOW, attention)
+            await asyncio.sleep(0)
+            yield
+            assert_sees(WINDOW, attention)
+
+    async def main() -> None:
+        async for _ in results():
+            assert_is_told("async generator", "results", attention)
+        assert_sees(FULL, attention)
+
+    asyncio.run(main())
+
+
+def test_an_async_context_manager_made_of_a_generator() -> None:
+    async def main() -> None:
+        async with opened_async():
+            await asyncio.sleep(0)
+            assert_sees(WINDOW, F.scaled_dot_product_attention)
+        async with Entering():
+            await asyncio.sleep(0)
+            assert_sees(WINDOW, F.scaled_dot_product_attention)
+        assert_sees(FULL, F.scaled_dot_product_attention)
+
+    asyncio.run(main())
+
+
+def test_tasks_started_by_an_async_generator_in_its_block_are_inside_it() -> None:
+    """The generator waits for them, so it is suspended by await, not by yield."""
+
+    async def attend() -> None:
+        await asyncio.sleep(0)
+        assert_sees(WINDOW, F.scaled_dot_product_attention)
+
+    async def results() -> AsyncIterator[None]:
+        with block(WINDOW):
+            await asyncio.gather(attend(), attend())
+            yield
+
+    async def main() -> None:
+        async for _ in results():
+            assert_is_told("async generator", "results")
+
+    asyncio.run(main())
+
+
+@types.coroutine
+def suspend() -> Generator[None, None, None]:
+    yield
+
+
+def finish(coroutine: Any) -> None:
+    """Run a coroutine that does not wait, without an event loop."""
+    with pytest.raises(StopIteration):
+        coroutine.send(None)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_the_driver_of_a_suspended_coroutine_is_told(attention: Attention) -> None:
+    async def attend() -> None:
+        with block(WINDOW):
+            assert_sees(WINDOW, attention)
+            await suspend()
+            assert_sees(WINDOW, attention)
+
+    coroutine = attend()
+    coroutine.send(None)
+    assert_is_told("coroutine", "attend", attention)
+    finish(coroutine)
+    assert_sees(FULL, attention)
+
+
+def test_the_driver_of_a_coroutine_that_uses_an_async_generator_is_told() -> None:
+    async def results() -> AsyncIterator[None]:
+        with block(WINDOW):
+            await suspend()
+            yield
+
+    async def attend() -> None:
+        async for _ in results():
+            assert_is_told("async generator", "results")
+
+    coroutine = attend()
+    coroutine.send(None)
+    assert_is_told("async generator", "results")
+    finish(coroutine)
+
+
+def test_a_coroutine_with_a_context_of_its_own_and_no_event_loop() -> None:
+    async def attend() -> None:
+        with block(WINDOW):
+            await suspend()
+            assert_sees(WINDOW, F.scaled_dot_product_attention)
+
+    context, coroutine = Context(), attend()
+    context.run(coroutine.send, None)
+    assert_sees(FULL, F.scaled_dot_product_attention)
+    context.run(finish, coroutine)
+
+
+def test_a_block_entered_by_a_coroutine_that_has_finished() -> None:
+    """As by a cell of IPython, which runs cells as coroutines without an event loop."""
+    trainer = Entering()
+    finish(trainer.__aenter__())
+    assert_sees(WINDOW, F.scaled_dot_product_attention)
+    finish(trainer.__aexit__())
+    assert_sees(FULL, F.scaled_dot_product_attention)
+
+
+def test_a_task_started_in_a_block_does_not_keep_the_variables_of_its_generator() -> None:
+    async def main() -> None:
+        done = asyncio.Event()
+        variables: list[weakref.ref[Tensor]] = []
+
+        def results() -> Iterator[asyncio.Task[bool]]:
+            x = torch.ones(())
+            variables.append(weakref.ref(x))
+            with block(WINDOW):
+                yield asyncio.create_task(done.wait())
+
+        (task,) = results()
+        gc.collect()
+        assert variables[0]() is None
+        done.set()
+        await task
+
+    asyncio.run(main())
 
 
 def test_a_generator_that_is_left_inside_another_block() -> None:
@@ -169,19 +447,35 @@ def block_of_fixture() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_context_manager_made_of_a_generator(attention: Attention) -> None:
-    @contextmanager
-    def opened() -> Iterator[None]:
-        with block(WINDOW):
-            yield
+@pytest.fixture
+def block_by_a_function() -> Iterator[None]:
+    trainer = Entering()
+    trainer.start()
+    yield
+    trainer.stop()
 
-    with opened():
+
+@pytest.fixture
+def block_by_a_context_manager() -> Iterator[None]:
+    with opened_by_another():
+        yield
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("enter", [opened, opened_by_another])
+def test_a_context_manager_made_of_a_generator(enter: Callable[[], Any], attention: Attention) -> None:
+    with enter():
+        assert_sees(WINDOW, attention)
+    assert_sees(FULL, attention)
+    with ExitStack() as stack:
+        stack.enter_context(enter())
         assert_sees(WINDOW, attention)
     assert_sees(FULL, attention)
 
 
-def test_a_fixture_made_of_a_generator(block_of_fixture: None) -> None:
+@pytest.mark.parametrize("name", ["block_of_fixture", "block_by_a_function", "block_by_a_context_manager"])
+def test_a_fixture_made_of_a_generator(name: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(name)
     assert_sees(WINDOW, F.scaled_dot_product_attention)
 
 

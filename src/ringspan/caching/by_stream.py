@@ -2,19 +2,21 @@
 
 A copy to a GPU runs asynchronously: later work on the same stream finds it complete, work on another stream may not.
 The caching allocator also reuses freed memory in the order of the stream that allocated it. Therefore a tensor cached
-on one stream is never handed to another.
+on one stream is never handed to another. For the same reason a tensor may be evicted while kernels that read it still
+run: they were launched on the stream that made it, so its memory is only reused by later work on that stream.
 
 A CUDA graph is the exception. ``torch.cuda.graph`` synchronizes the device and then captures on a stream of its own. A
 tensor that is made during capture is uninitialized until the first replay. Therefore a capture receives what any stream
 has cached before. These entries are then kept until ``ringspan.clear_caches()``, because the graph reads their memory
-at every replay.
+at every replay, and count towards no limit.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -30,13 +32,15 @@ from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MAX_BYTES = 2**30  # of the tensors in one cache
+
 # The index of a device and the address of a stream; None for a CPU, which has no streams.
 StreamKey = tuple[int, int] | None
 CAPTURING: StreamKey = (-1, -1)
 
 NOT_PREPARED = (
     "attention is being captured in a CUDA graph, but index tensors of this call are not cached on the device yet: run the "
-    "same call once before capture (warm-up)"
+    "same call once before capture (warm-up). If it was run, they exceed the limit of their cache, and it cannot be captured"
 )
 NOT_CAPTURABLE = (
     "attention is being captured in a CUDA graph, but this kernel copies a mask from the host in every call, which cannot be "
@@ -44,17 +48,20 @@ NOT_CAPTURABLE = (
 )
 
 
-def cache_by_stream(maxsize: int) -> Callable[[F], F]:
+def cache_by_stream(maxsize: int, *, max_bytes: int = MAX_BYTES) -> Callable[[F], F]:
     """Cache the results of functions whose last argument is the device on which they make tensors.
+
+    Keeps up to ``maxsize`` results, and tensors of up to ``max_bytes`` together, but always the last result.
 
     ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs
     read.
     """
 
     def decorate(make_tensors: F) -> F:
-        by_stream = OrderedDict[tuple[StreamKey, tuple[Any, ...]], Any]()
+        by_stream = OrderedDict[tuple[StreamKey, tuple[Any, ...]], tuple[Any, int]]()  # results and their bytes
         in_graphs = dict[tuple[Any, ...], Any]()
         lock = threading.Lock()
+        total = 0  # bytes in by_stream
 
         @wraps(make_tensors)
         def cached(*args: Any) -> Any:
@@ -65,36 +72,44 @@ def cache_by_stream(maxsize: int) -> Callable[[F], F]:
                 return make_tensors(*args)  # they may be FakeTensors: do not keep them
             key = (stream, args)
             with lock:
-                value = by_stream.get(key)
-                if value is not None:
+                found = by_stream.get(key)
+                if found is not None:
                     by_stream.move_to_end(key)
-            if value is not None:
+            if found is not None:
+                value, size = found
                 if dispatch_mode_depth():
                     modes: Sequence[Any] = dispatch_mode_stack()
                     for mode in modes:
-                        mode.record_constants(value, partial(keep, key, value))
+                        mode.record_constants(value, partial(keep, key, value, size))
                 return value
             value = make_tensors(*args)
-            keep(key, value)
+            keep(key, value, bytes_of_tensors(value))
             return value
 
-        def keep(key: tuple[StreamKey, tuple[Any, ...]], value: Any) -> None:
+        def keep(key: tuple[StreamKey, tuple[Any, ...]], value: Any, size: int) -> None:
+            nonlocal total
+            evicted = []  # freed after the lock is released, because weakref callbacks may use the cache
             with lock:
-                by_stream[key] = value
-                if len(by_stream) > maxsize:
-                    by_stream.popitem(last=False)
+                evicted.append(by_stream.pop(key, (None, 0)))
+                by_stream[key] = value, size
+                total += size - evicted[0][1]
+                while len(by_stream) > maxsize or (total > max_bytes and len(by_stream) > 1):
+                    evicted.append(by_stream.popitem(last=False)[1])
+                    total -= evicted[-1][1]
 
         def cached_for_graph(args: tuple[Any, ...]) -> Any:
             with lock:
                 if args not in in_graphs:
-                    in_graphs.update((others, value) for (_, others), value in by_stream.items() if others == args)
+                    in_graphs.update((others, value) for (_, others), (value, _) in by_stream.items() if others == args)
                 if args in in_graphs:
                     return in_graphs[args]
             raise KernelError(NOT_PREPARED)
 
         def cache_clear(*, keep_graphs: bool = False) -> None:
+            nonlocal total
             with lock:
                 by_stream.clear()
+                total = 0
                 if not keep_graphs:
                     in_graphs.clear()
 
@@ -112,6 +127,31 @@ def clear_stream_caches() -> None:
 
 _caches: WeakSet[Any] = WeakSet()
 on_clear_caches(clear_stream_caches)
+
+
+def bytes_of_tensors(value: Any) -> int:
+    """Return the bytes of the storages of all tensors in nested containers and dataclasses, each storage once.
+
+    >>> x = torch.zeros(10, dtype=torch.int64)
+    >>> bytes_of_tensors((x, {"part": x[:5]}, [torch.zeros(3), 7]))
+    92
+    """
+    storages = [x.untyped_storage() for x in _tensors_in(value)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for x in value.values():
+            yield from _tensors_in(x)
+    elif isinstance(value, (list, tuple)):
+        for x in value:
+            yield from _tensors_in(x)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name))
 
 
 def copy_to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:

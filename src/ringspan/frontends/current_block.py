@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.recompute import entered_blocks
+from ringspan.frontends.recompute import check_no_suspended_generator, entered_blocks
 from ringspan.torch_private.dynamo import dynamo_disable
 
 
 @dynamo_disable
 def current_block() -> ContextParallel | None:
-    """Return the innermost ``with cp:`` block of this thread; None outside of blocks and in ``local_attention()``."""
+    """Return the innermost ``with cp:`` block of this thread; None outside of blocks and in ``local_attention()``.
+
+    Raises if a generator is suspended inside a block.
+    """
+    check_no_suspended_generator()
     blocks = entered_blocks()
     if not blocks:
         return None

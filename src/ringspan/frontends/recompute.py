@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from ringspan.errors import UnplannedAttention
-from ringspan.frontends.generator_frames import is_running, suspendable_generator
+from ringspan.frontends.generator_frames import kind_of, suspendable_frames, suspended_frame
 from ringspan.torch_private.checkpoints import (
     NO_BACKWARD,
     Checkpoint,
@@ -63,10 +63,20 @@ class _Entry:
     checkpoints: frozenset[int]
     """The checkpoints around the entry, by their keys."""
     hides_others: bool
-    generator: FrameType | None
-    """The frame of the generator that entered the block, if it may be suspended inside."""
+    generators: list[FrameType]
+    """The frames of generators around the entry that may be suspended inside the block, the innermost first."""
     backward: int
     """The number of the backward pass around the entry."""
+
+
+# What to do about a block inside which a generator is suspended.
+TO_LEAVE = {
+    "generator": "leave the block before the yield or, if the block is meant for the caller, make the generator a context "
+    "manager with contextlib.contextmanager",
+    "async generator": "leave the block before the yield or, if the block is meant for the caller, make the generator a "
+    "context manager with contextlib.asynccontextmanager",
+    "coroutine": "leave the block before the await, or let an event loop run the coroutine",
+}
 
 
 class _Entries(threading.local):
@@ -86,7 +96,7 @@ _of_task: ContextVar[tuple[_Entry, ...]] = ContextVar("ringspan_blocks", default
 def note_entry(block: Block, *, hides_others: bool = False) -> None:
     """Note that a block was entered. ``hides_others``: the blocks around it have no effect inside."""
     keys = frozenset([checkpoint.key for checkpoint in _surrounding_checkpoints()])
-    entry = _Entry(block, keys, hides_others, suspendable_generator(), current_backward())
+    entry = _Entry(block, keys, hides_others, suspendable_frames(), current_backward())
     _entries.stack.append(entry)
     _of_task.set((*_of_task.get(), entry))
 
@@ -98,6 +108,7 @@ def note_exit(block: Block) -> None:
         left = next((entry for entry in reversed(_of_task.get()) if entry in of_block), of_block[-1])
         _entries.stack.remove(left)
         _of_task.set(tuple([entry for entry in _of_task.get() if entry is not left]))
+        left.generators.clear()  # a task started in the block may hold the entry, and a frame holds its variables
 
 
 def is_entered_here(block: Block) -> bool:
@@ -106,7 +117,7 @@ def is_entered_here(block: Block) -> bool:
     The block must be on the thread's stack of function modes. Raises if a generator has entered the block and is
     suspended inside it: the caller of the generator is not inside the block.
     """
-    if _entries.stack == [*_of_task.get()] and all(entry.generator is None for entry in _entries.stack):
+    if _entries.stack == [*_of_task.get()] and not any(entry.generators for entry in _entries.stack):
         return True  # the common case: one task, and no generator
     here = [entry for entry in _entries.stack if entry.block is block and entry in _of_task.get()]
     if not here:
@@ -118,12 +129,12 @@ def is_entered_here(block: Block) -> bool:
 
 def _check_not_suspended(entry: _Entry) -> None:
     """Raise if the block was entered in a generator that is suspended."""
-    generator = entry.generator
-    if generator is not None and not is_running(generator):
+    generator = suspended_frame(entry.generators) if entry.generators else None
+    if generator is not None:
+        kind = kind_of(generator)
         raise UnplannedAttention(
-            f"attention or sharding was called while the generator {generator.f_code.co_qualname} is suspended inside a block "
-            "(`with cp:`): leave the block before the yield or, if the block is meant for the caller, make the generator a "
-            "context manager with contextlib.contextmanager"
+            f"attention or sharding was called while the {kind} {generator.f_code.co_qualname} is suspended inside a block "
+            f"(`with cp:`): {TO_LEAVE[kind]}"
         )
 
 
@@ -138,15 +149,25 @@ def check_no_other_task() -> None:
 
 def entered_blocks() -> list[Block]:
     """Return the blocks that have an effect here, the innermost last."""
-    blocks: list[Block] = []
+    return [entry.block for entry in _effective_entries()]
+
+
+def _effective_entries() -> list[_Entry]:
+    entries: list[_Entry] = []
     for entry in _entries.stack:
         if entry not in _of_task.get():
             continue
         if entry.hides_others:
-            blocks.clear()
+            entries.clear()
         else:
-            blocks.append(entry.block)
-    return blocks
+            entries.append(entry)
+    return entries
+
+
+def check_no_suspended_generator() -> None:
+    """Raise if a block that has an effect here was entered in a generator that is suspended: this is its caller."""
+    for entry in _effective_entries():
+        _check_not_suspended(entry)
 
 
 def blocks_of_task(kind: type[B]) -> list[B]:
@@ -214,7 +235,11 @@ def was_absent_in_forward(block: Block) -> bool:
 
 
 def keep_entered_blocks() -> None:
-    """Let the checkpoints around a call by compiled code run their functions again in the blocks around them."""
+    """Let the checkpoints around a call by compiled code run their functions again in the blocks around them.
+
+    Raises if a generator is suspended inside one of them.
+    """
+    check_no_suspended_generator()
     blocks = entered_blocks()
     if blocks and was_absent_in_forward(blocks[-1]):
         raise UnplannedAttention(

@@ -81,7 +81,7 @@ def _where(tiles: Tiles, chosen: NDArray[np.bool_]) -> Tiles:
     return Tiles(tiles.q_rank[chosen], tiles.k_rank[chosen], tiles.bands[chosen])
 
 
-@cache_by_digest(64)
+@cache_by_digest(64, bytes_of=lambda rows: rows.nbytes)
 def needed_rows(mask: Mask, q_layout: Layout, kv_layout: Layout) -> NDArray[np.int64]:
     """Return a matrix: the number of keys of rank ``column`` that at least one query of rank ``row`` sees."""
     tiles = whole_tiles(mask, q_layout, kv_layout)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -21,12 +22,14 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberD
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.torch_private.module_tables import module_tables
 
 ABSENT = object()
+CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 
 
 def function_digest(function: Callable[..., Any]) -> str:
@@ -38,47 +41,81 @@ def function_digest(function: Callable[..., Any]) -> str:
     >>> function_digest(times(2)) == function_digest(times(2)), function_digest(times(2)) == function_digest(times(3))
     (True, False)
     """
-    return hashlib.sha256(repr(_describe(function, (), frozenset())).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(Describer().describe(function)).encode()).hexdigest()[:16]
 
 
-def _describe(x: Any, inside: tuple[int, ...], names: frozenset[str]) -> Any:
-    """Describe a value by plain Python values that are the same in every process, so never by an address.
+class Describer:
+    """Describes values by plain Python values that are the same in every process, so never by an address."""
 
-    ``inside`` are the ids of the objects that hold it, ``names`` the names that code among them uses.
-    """
-    if isinstance(x, Enum):
-        return _name(type(x)), x.name
-    if x is None or isinstance(x, (bool, int, float, complex, str, bytes)):
-        return x
-    if isinstance(x, (Number, np.bool_)) and type(x).__repr__ is not object.__repr__:
-        return _name(type(x)), repr(x)
+    by_value = False  # whether there are limits, and globals count. Most calls of attention describe a function: no method
+
+    def describe(self, x: Any, inside: tuple[int, ...] = (), names: frozenset[str] = frozenset()) -> Any:
+        """Describe a value. ``inside`` are the ids of the objects that hold it, ``names`` the names that code among them
+        uses."""
+        if isinstance(x, Enum):
+            return _name(type(x)), x.name
+        if self.by_value and not self.is_within_limits(x, len(inside)):
+            return _name(type(x)), _length(x)
+        if x is None or isinstance(x, (bool, int, float, complex, str, bytes)):
+            return x
+        if isinstance(x, (Number, np.bool_, torch.dtype, range)) and type(x).__repr__ is not object.__repr__:
+            return _name(type(x)), repr(x)
+        if isinstance(x, (Tensor, np.ndarray)):
+            return self.describe_array(x, inside)
+        if isinstance(x, ModuleType):
+            return self.describe_module(x, inside, names)
+        if id(x) in inside:  # a function may hold itself
+            return "itself"
+        inside = (*inside, id(x))
+        if isinstance(x, FunctionType):
+            names |= names_of(x)
+            held = (*(_content(cell) for cell in x.__closure__ or ()), x.__defaults__, x.__kwdefaults__)
+            found = _code(x.__code__), [self.describe(value, inside, names) for value in held]
+            return (*found, self.describe_globals(x, inside, names)) if self.by_value else found
+        if isinstance(x, MethodType):
+            return [self.describe(value, inside, names | names_of(x.__func__)) for value in (x.__func__, x.__self__)]
+        if isinstance(x, BuiltinFunctionType):  # its __self__ is a module, or the object it is a method of
+            return x.__name__, self.describe(x.__self__, inside, names)
+        if isinstance(x, partial):
+            return [self.describe(value, inside, names | names_of(x.func)) for value in (x.func, x.args, x.keywords)]
+        if isinstance(x, (list, tuple, deque)):
+            return [self.describe(value, inside, names) for value in x]
+        if isinstance(x, (set, frozenset)):
+            return self.in_order(x, [self.describe(value, inside, names) for value in x])
+        if isinstance(x, dict):
+            return self.in_order(x, [(self.describe(k, inside, names), self.describe(v, inside, names)) for k, v in x.items()])
+        # A module's __call__ is that of torch, and uses a hundred names that do not concern a score_mod.
+        names = self.names_for(x, names | {"forward" if isinstance(x, nn.Module) else "__call__"})
+        named = ((name, _attribute(x, name)) for name in sorted(names))
+        kind = _name(x if isinstance(x, type) else type(x))
+        return kind, [(name, self.describe(value, inside, names)) for name, value in named if value is not ABSENT]
+
+    def is_within_limits(self, x: Any, depth: int) -> bool:
+        """Return whether to describe a value inside ``depth`` objects, not only its type and length."""
+        return True
+
+    def describe_array(self, x: Tensor | np.ndarray[Any, Any], inside: tuple[int, ...]) -> Any:
+        return _length(x)
+
+    def describe_module(self, x: ModuleType, inside: tuple[int, ...], names: frozenset[str]) -> Any:
+        return x.__name__
+
+    def describe_globals(self, x: FunctionType, inside: tuple[int, ...], names: frozenset[str]) -> Any:
+        """Describe the globals that a function uses."""
+
+    def in_order(self, x: Collection[Any], described: list[Any]) -> Any:
+        """Return the described elements of a collection in an order that does not depend on how it was filled."""
+        return sorted(map(repr, described))
+
+    def names_for(self, x: Any, names: frozenset[str]) -> frozenset[str]:
+        """Return the names of the attributes of an object that code with these names uses."""
+        return _with_methods(x, names)
+
+
+def _length(x: Any) -> Any:
     if isinstance(x, (Tensor, np.ndarray)):
         return str(x.dtype), tuple(x.shape)
-    if isinstance(x, ModuleType):
-        return x.__name__
-    if id(x) in inside:  # a function may hold itself
-        return "itself"
-    inside = (*inside, id(x))
-    if isinstance(x, FunctionType):
-        held = (*(_content(cell) for cell in x.__closure__ or ()), x.__defaults__, x.__kwdefaults__)
-        return _code(x.__code__), [_describe(value, inside, names | names_of(x)) for value in held]
-    if isinstance(x, MethodType):
-        return [_describe(value, inside, names | names_of(x.__func__)) for value in (x.__func__, x.__self__)]
-    if isinstance(x, BuiltinFunctionType):  # its __self__ is a module, or the object it is a method of
-        return x.__name__, _describe(x.__self__, inside, names)
-    if isinstance(x, partial):
-        return [_describe(value, inside, names | names_of(x.func)) for value in (x.func, x.args, x.keywords)]
-    if isinstance(x, (list, tuple)):
-        return [_describe(value, inside, names) for value in x]
-    if isinstance(x, (set, frozenset)):
-        return sorted(repr(_describe(value, inside, names)) for value in x)
-    if isinstance(x, dict):
-        return [(_describe(key, inside, names), _describe(value, inside, names)) for key, value in x.items()]
-    # A module's __call__ is that of torch, and uses a hundred names that do not concern a score_mod.
-    names = _with_methods(x, names | {"forward" if isinstance(x, nn.Module) else "__call__"})
-    named = ((name, _attribute(x, name)) for name in sorted(names))
-    kind = _name(x if isinstance(x, type) else type(x))
-    return kind, [(name, _describe(value, inside, names)) for name, value in named if value is not ABSENT]
+    return len(x) if isinstance(x, (str, bytes, *CONTAINERS)) else None
 
 
 def _name(kind: type) -> str:
