@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -70,9 +70,10 @@ def _install(place: str, moment: str, number: signal.Signals, tell: Callable[[fl
 
 
 def tasks_of(trials: int, *, stop: bool) -> list[Task]:
-    """Return one task for each trial. The cases are taken in turn."""
-    cases = islice(cycle(product((True, False), MOMENTS, PLACES)), trials)
-    return [partial(run_case, n % WORLD, *case, stop) for n, case in enumerate(cases)]
+    """Return one task for each trial. The cases are taken in turn, each time with another guilty rank."""
+    cases = list(product((True, False), MOMENTS, PLACES))
+    guilty = ((n + n // len(cases)) % WORLD for n in range(trials))
+    return [partial(run_case, rank, *case, stop) for rank, case in zip(guilty, cycle(cases), strict=False)]
 
 
 def run_case(guilty: int, stay: bool, moment: str, place: str, stop: bool, deadline: float) -> list[tuple[str, Trial]]:

@@ -1,9 +1,9 @@
-"""One of four ranks makes another call than the others: 25 kinds × the first, a middle and the last rank × 7
+"""One of four ranks makes another call than the others: 29 kinds × the first, a middle and the last rank × 7
 strategies.
 
     python -m benchmarks.reliability.mismatches [--trials N] [--jobs N] [--kind TEXT]
 
-Every kind is tried at the first use of a plan and after the ranks have agreed on it. ``--trials`` takes an evenly
+Every kind is tried at the first use of a plan, and after the ranks have agreed on both calls. ``--trials`` takes an evenly
 spread sample of all combinations. A trial uses a new process group of a pool of workers, and each job
 has a pool. It ends with a collective, so
 that a rank that needs nothing of the odd one learns of the error, too.
@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import product
 from typing import Any
@@ -55,11 +57,17 @@ class Rank:
     def attend(self, **options: Any) -> Tensor:
         return rs.attention(*self.qkv(), plan=self.cp().plan, group=self.group, **options)
 
-    def agree(self) -> None:
-        """Use two plans, forward and backward, and the collectives, before the ranks differ."""
+    def agree(self, kind: str) -> None:
+        """Use two plans, forward and backward, and the collectives, and let all ranks make both calls of a kind, before
+        the ranks differ."""
         self.attend().sum().backward()
         self.cp(rs.full(TOKENS)).attention(*self.qkv()).sum().backward()
         self.cp().mean(torch.ones(2))
+        for odd in (True, False):
+            same = copy(self)
+            same.odd = odd
+            with suppress(rs.RingspanError):  # a call that every rank refuses
+                KINDS[kind](same)
 
 
 def setting(name: str, value: Any) -> Callable[[Rank], None]:
@@ -147,6 +155,29 @@ def gradients_in_another_order(rank: Rank) -> None:
         rank.cp().sum_gradients([p])
 
 
+def equal_layers(rank: Rank) -> None:
+    first, second = rank.attend(), rank.attend()
+    for out in (second, first) if rank.odd else (first, second):
+        out.sum().backward()
+
+
+def other_reduction(rank: Rank) -> None:
+    (rank.cp().sum if rank.odd else rank.cp().mean)(torch.ones(2))
+
+
+def parameters_in_another_order(rank: Rank) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    rank.cp().sum_gradients(parameters[::-1] if rank.odd else parameters)
+
+
+def unshard_of_another_layout(rank: Rank) -> None:
+    x = rank.qkv()[0].detach()
+    rank.layout = "contiguous" if rank.odd else "zigzag"
+    rank.cp().unshard(x, dim=2)
+
+
 KINDS: dict[str, Callable[[Rank], None]] = {
     "mask": setting("mask", rs.causal(TOKENS) & rs.window(left=7)),
     "documents": setting("mask", rs.documents([12, TOKENS - 12])),
@@ -173,6 +204,10 @@ KINDS: dict[str, Callable[[Rank], None]] = {
     "no mean, or of another dtype": lambda rank: (no_mean if rank.strategy < "h" else other_dtype_of_mean)(rank),
     "unshard of another dtype or width": lambda rank: (unshard if rank.strategy < "h" else unshard_width)(rank),
     "other gradients": lambda rank: (fewer_gradients if rank.strategy < "h" else gradients_in_another_order)(rank),
+    "equal layers in another order": equal_layers,
+    "sum instead of mean": other_reduction,
+    "parameters in another order": parameters_in_another_order,
+    "unshard of another layout": unshard_of_another_layout,
 }
 
 Case = tuple[str, int, str, bool]
@@ -182,7 +217,7 @@ def differ(rank: int, kind: str, odd: int, strategy: str, is_first: bool) -> tup
     """A job for all workers of a pool. Returns when the ranks began to differ, and how this one ended."""
     state = Rank(strategy, rank == odd)
     if not is_first:
-        state.agree()
+        state.agree(kind)
     start = time.time()
 
     def run() -> None:
