@@ -22,7 +22,7 @@ COUNTS = {
     "masks": 10_000,
     "cycles": 1_000,
     "soak": 20_000,
-    "mismatches": 1_050,
+    "mismatches": 1_218,
     "kills": 200,
     "stops": 50,
     "exits": 200,

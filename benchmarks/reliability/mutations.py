@@ -4,7 +4,8 @@
 
 A text is changed in one to four places: a piece is deleted, repeated, moved or replaced, a number becomes an extreme
 one, brackets are nested deeply. It is then read as a user's text would be. A text that is still valid is accepted.
-Seconds are of processor time.
+Crafted plan files are consistent, with the digest of what they say, but their lengths, numbers of ranks, spans, steps
+and strategies are drawn at random, up to extreme ones. Half of them are read as they are. Seconds are of processor time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import ringspan as rs
@@ -27,6 +30,7 @@ from ringspan.costs import named_hardware
 from ringspan.masks.expressions import parse_mask
 
 CHUNK = 2_000  # texts that one process reads
+CRAFTED = "crafted plan files"
 
 NUMBERS = (
     "0",
@@ -36,6 +40,10 @@ NUMBERS = (
     "1" * 5000,
     "9007199254740993",
     "4294967296",
+    "2147483647",
+    "100000000",
+    "1000000",
+    "4097",
     "0.5",
     "NaN",
     "null",
@@ -88,24 +96,72 @@ def option_texts() -> list[str]:
     )
     strategies = ("ring", "gather(stages=2)", "ulysses(heads=8, kv_heads=2)", "hybrid(per_node=2, between='ring')", "auto")
     layouts = ("zigzag", "contiguous", "striped", "auto", "balanced")
-    return [json.dumps([m, s, x]) for m in masks for s in strategies for x in layouts]
+    return [json.dumps([m, s, x, 4]) for m in masks for s in strategies for x in layouts]
+
+
+def crafted_texts() -> list[str]:
+    """Plan files whose layouts are costly to compare: spans of several steps, and many ranks."""
+    rng, texts = random.Random(0), []
+    base = rs.plan(rs.causal(64), world=2, strategy="ring", layout="striped")
+    strategies = ("ring", "exchange(stages=1)", "gather(stages=2)", "pass_q(stages=1)", "hierarchical(per_node=2, pieces=3)")
+    while len(texts) < 400:
+        n = 2 ** rng.choice((6, 12, 16, 18, 19, 20, 24, 30))
+        world = rng.choice((2, 2, 3, 8, 64, 500))
+        mask = rng.choice(
+            (rs.causal(n), rs.full(n), rs.documents([n // 64] * 64), rs.causal(n) & rs.window(left=9), rs.prefix(n, n // 3))
+        )
+        try:
+            layouts = [rs.Layout(crafted_spans(rng, n, world), length=n) for _ in range(2)]
+        except rs.LayoutError:
+            continue
+        kv_layout = layouts[rng.randrange(2)]
+        plan = replace(base, mask=mask, q_layout=layouts[0], kv_layout=kv_layout, strategy=rng.choice(strategies))
+        texts.append(plan.to_json())
+    return texts
+
+
+def crafted_spans(rng: random.Random, n: int, world: int) -> list[list[tuple[int, int, int]]]:
+    """Split ``range(n)`` into a few parts, each in turn, contiguously or strided, over the ranks."""
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
+    cuts = sorted({0, n, *(rng.randrange(n) for _ in range(rng.choice((0, 1, 3))))})
+    for start, stop in pairwise(cuts):
+        step = rng.choice((1, 2, 3, world, 64))
+        parts = [(start + i, stop, step) for i in range(min(step, stop - start))]
+        if step == 1:
+            bounds = [start + i * (stop - start) // world for i in range(world + 1)]
+            parts = [(a, b, 1) for a, b in pairwise(bounds)]
+        for i, part in enumerate(parts):
+            spans[i % world].append(part)
+    return spans
+
+
+def read_crafted(text: str) -> Any:
+    """Read a plan file, with the digest of its mask and layouts if these are valid."""
+    try:
+        return rs.Plan.from_json(text)
+    except rs.PlanError as error:
+        digest = re.search(r"but the plan in the file has digest (\w{16})", str(error))
+        if digest is None:
+            raise
+        return rs.Plan.from_json(re.sub(r'("digest": ")\w*', rf"\g<1>{digest[1]}", text, count=1))
 
 
 def read_options(text: str) -> Any:
-    """Read a mask, a strategy and a layout as the command line does, and plan."""
+    """Read a mask, a strategy, a layout and a number of ranks as the command line does, and plan."""
     try:
-        mask, strategy, layout = json.loads(text)
+        mask, strategy, layout, world = json.loads(text)
     except (ValueError, RecursionError):
-        mask, strategy, layout = text, text, text
-    return rs.plan(parse_mask(str(mask)), world=4, strategy=str(strategy), layout=str(layout))
+        mask, strategy, layout, world = text, text, text, text
+    return rs.plan(parse_mask(str(mask)), world=world, strategy=str(strategy), layout=str(layout))
 
 
 READERS: dict[str, tuple[Callable[[], list[str]], Callable[[str], Any], float]] = {
-    "plan files": (plan_texts, rs.Plan.from_json, 0.3),
+    "plan files": (plan_texts, rs.Plan.from_json, 0.2),
+    CRAFTED: (crafted_texts, read_crafted, 0.1),
     "hardware files": (
         lambda: [named_hardware(name).to_json() for name in ("h100x8", "h200x8", "b200x8")], rs.Hardware.from_json, 0.3,
     ),
-    "mask, strategy and layout": (option_texts, read_options, 0.4),
+    "mask, strategy, layout and ranks": (option_texts, read_options, 0.4),
 }  # fmt: skip
 
 
@@ -138,7 +194,9 @@ def read_many(name: str, count: int, seed: int, deadline: float) -> list[Outcome
     for _ in range(count):
         if time.monotonic() > deadline:
             break
-        text = mutate(rng.choice(sources), rng)
+        text = rng.choice(sources)
+        if name != CRAFTED or rng.random() < 0.5:
+            text = mutate(text, rng)
         before, start = peak_mb(), time.process_time()
         signal.setitimer(signal.ITIMER_REAL, 30)
         try:

@@ -121,10 +121,21 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([[4]], {}, "a span is .* not 4"),
     ([["ab"]], {}, "a span is .* not 'ab'"),
     ([[None]], {}, "a span is .* not None"),
+    ([[]] * 4097, {}, "a layout has at most 4,096 ranks; got spans of more"),
+    ([[(0, 2**31)]], {}, r"rank 0: span \(0, 2147483648, 1\) must end at token 2147483647 or before it"),
+    ([[(0, 2**70)]], {}, "must end at token 2147483647"),
+    ([[(0, 4), (4, 5, 2**70)]], {}, "with a step up to 2147483648"),
+    (
+        [[(0, 2**31 - 1, 2)], [(1, 2**30, 2)], [(2**30 + 1, 2**31 - 1, 2**29)]],
+        {},
+        "compared in their common step 536,870,912, as 536,870,913 spans of this step; at most 1,048,576 are possible",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("spans", "options", "message"), BAD, ids=[f"{spans} {options or ''}" for spans, options, _ in BAD])
+@pytest.mark.parametrize(
+    ("spans", "options", "message"), BAD, ids=[f"{spans!s:.60} {options or ''}" for spans, options, _ in BAD]
+)
 def test_invalid_spans_raise_a_layout_error(spans: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message) as raised:
         Layout(spans, **options)
@@ -227,6 +238,9 @@ REFUSED: list[tuple[Any, int, str]] = [
     ("zigzag", -1, "world must be at least 1 rank, not -1"),
     ("zigzag", 2.0, r"world must be an integer number of ranks, not 2\.0"),
     ("zigzag", None, "world must be an integer number of ranks, not None"),
+    ("zigzag", 4097, "world must be at most 4,096 ranks, not 4,097"),
+    ("contiguous", 10**9, "world must be at most 4,096 ranks, not 1,000,000,000: plan for fewer ranks"),
+    ([[(0, 8)], *[[]] * 4096], 4096, "a layout has at most 4,096 ranks"),
 ]
 
 
@@ -271,8 +285,24 @@ def test_a_relation_has_no_layout(make: Callable[[rs.Mask, int], Layout]) -> Non
         make(rs.window(left=1), 2)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rs.plan(rs.causal(64), world=10**5, strategy="ring", layout="contiguous"),
+        lambda: rs.plan(rs.causal(64), world=10**9),
+        lambda: rs.pack([9, 1], 10**9, tokens_per_rank=3),
+        lambda: rs.LocalWorld(10**9),
+        lambda: rs.best_on(rs.causal(64), world=10**9, hardware="h200x8"),
+    ],
+    ids=["plan", "plan auto", "pack", "LocalWorld", "best_on"],
+)
+def test_more_ranks_than_can_be_planned_are_refused_at_once(call: Callable[[], object]) -> None:
+    with pytest.raises(LayoutError, match=r"world must be at most 4,096 ranks, not 1\d*,"):
+        call()
+
+
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("world", [0, -1, 1.5, None])
+@pytest.mark.parametrize("world", [0, -1, 1.5, 10**9, None])
 def test_every_layout_rejects_an_invalid_world(make: Callable[[rs.Mask, int], Layout], world: Any) -> None:
-    with pytest.raises(LayoutError, match=f"world must be .* not {world}"):
+    with pytest.raises(LayoutError, match=f"world must be .* not {world if world != 10**9 else '1,000,000,000'}"):
         make(rs.causal(8), world)

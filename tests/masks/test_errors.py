@@ -16,6 +16,17 @@ from ringspan.masks import MAX_LENGTH, Mask
 WHOLE = "must be an integer number of tokens"
 RANGE = rf"must be between 0 and {MAX_LENGTH} tokens, not"
 
+
+def rows(n: int) -> list[tuple[int, int, int, int, int, int]]:
+    """Bands that have a row in common, one below the other."""
+    return [(0, n, k, k + 2, -n, n) for k in range(n)]
+
+
+def columns(n: int) -> Mask:
+    """Every second one of ``2 * n`` columns."""
+    return Mask.from_bands([(0, 2 * n, 2 * i, 2 * i + 1, -2 * n, 2 * n) for i in range(n)], 2 * n)
+
+
 BAD: list[tuple[str, Callable[[], object], str]] = [
     # invalid lengths
     ("full(-1)", lambda: rs.full(-1), rf"q_len {RANGE} -1"),
@@ -99,6 +110,22 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
     ("cross", lambda: rs.full(3) & rs.full(3, 4), r"3 × 3 and 3 × 4 \(queries × keys\)"),
     ("mask & None", lambda: rs.full(3) & None, r"full\(3\) & None: both sides must be masks"),
     ("mask | array", lambda: rs.full(1) | np.ones((1, 1), dtype=bool), "both sides must be masks"),
+    # too many bands
+    ("chunked(10000000, 1)", lambda: rs.chunked(10**7, 1), "chunked.10000000, 1. has 10,000,000 bands; at most 262,144 are"),
+    ("chunked(MAX, 1)", lambda: rs.chunked(MAX_LENGTH, 1), "has 2,147,483,647 bands"),
+    ("documents([1] * 300000)", lambda: rs.documents([1] * 300_000), "300000 tokens. has 300,000 bands; at most 262,144"),
+    (
+        "300000 bands",
+        lambda: Mask.from_bands([(0, 1, 0, 1, 0, 0)] * 300_000, 4),
+        "300000 bands. has 300,000",
+    ),
+    ("stripes that overlap", lambda: Mask.from_bands(rows(2000), 4000), "overlap in 4,000,000 pairs; at most 1,048,576"),
+    ("a grid", lambda: columns(600) & columns(600).transposed, "has 360,000 bands"),
+    (
+        "| of columns and rows",
+        lambda: columns(1100) | columns(1100).transposed,
+        "overlap in 1,210,000 pairs; at most 1,048,576",
+    ),
     # properties that this mask does not have
     ("ascii of a large one", lambda: rs.full(129).ascii(), "129 × 129 is too large to print"),
     ("documents of a cross mask", lambda: rs.full(3, 4).documents(), "this one has 3 queries and 4 keys"),

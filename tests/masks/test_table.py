@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ringspan as rs
+from ringspan.errors import MaskError
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.table import K0, Q0, Table
@@ -71,6 +74,67 @@ def test_overlapping_finds_all_pairs_that_share_a_point(a: list[list[int]], b: l
     expected = [(x, y) for x in range(len(a)) for y in range(len(b)) if set(range(*a[x])) & set(range(*b[y]))]
     assert sorted(solid) == expected
     assert (np.diff(i) >= 0).all()
+
+
+@given(intervals, intervals)
+def test_many_overlapping_intervals_are_found_in_the_same_order(a: list[list[int]], b: list[list[int]]) -> None:
+    (a0, a1), (b0, b1) = (np.array(x, dtype=np.int64).reshape(-1, 2).T for x in (a, b))
+    few = tables.overlapping(a0, a1, b0, b1)
+    with mock.patch.object(tables, "FEW_CANDIDATES", -1):
+        many = tables.overlapping(a0, a1, b0, b1)
+    assert [x.tolist() for x in many] == [x.tolist() for x in few]
+
+
+def test_a_long_interval_does_not_slow_down_the_others() -> None:
+    """The first interval reaches over all others: so many candidates, 1.25e9, would be 10 GB each for i and j."""
+    a = np.arange(50_000)
+    b0, b1 = np.append(0, a), np.append(50_000, a + 1)
+    i, j = tables.overlapping(a, a + 1, b0, b1)
+    assert (i == np.repeat(a, 2)).all()
+    assert np.bincount(j).tolist() == [50_000, *[1] * 50_000]
+
+
+@given(two_masks)
+def test_many_bands_are_subtracted_in_rounds(two: tuple[Drawn, Drawn]) -> None:
+    (a, in_a), (b, in_b) = two
+    with mock.patch.object(tables, "FEW_BANDS", -1):
+        left = tables.subtract(a.table, b.table)
+    assert_tight(left)
+    assert (dense_masks.times_covered(left.tolist(), N, N) == (in_a & ~in_b)).all()
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["in rounds", "one by one"])
+@given(rows=raw)
+def test_a_union_is_disjoint(few: int, rows: list[tuple[int, ...]]) -> None:
+    t = tables.tighten(as_table(rows))
+    with mock.patch.object(tables, "FEW_BANDS_OF_USERS", few):
+        disjoint = tables.union(t)
+    assert (dense_masks.times_covered(disjoint.tolist(), N, N) == dense_masks.bands(t.tolist(), N, N)).all()
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [("MAX_BAND_PAIRS", "overlap each other in more than [0-9,]+ places"), ("MAX_BANDS", "before bands are")],
+)
+def test_bands_that_are_too_many_to_subtract(limit: str, message: str) -> None:
+    """Columns without the rows that cross them: 1,000 squares are left."""
+    columns = Mask.from_bands([(0, 200, 4 * i, 4 * i + 2, -200, 200) for i in range(50)], 200)
+    with (
+        mock.patch.object(tables, "FEW_BANDS", 10),
+        mock.patch.object(tables, limit, 100),
+        pytest.raises(MaskError, match=message),
+    ):
+        tables.subtract(columns.table, columns.transposed.table)
+
+
+def test_a_hundred_thousand_documents_are_combined() -> None:
+    lengths = [3, 7] * 50_000
+    mask, n = rs.documents(lengths), 500_000
+    assert (~mask).area == n * n - mask.area
+    assert ~~mask == mask
+    assert (mask - rs.window(left=0)).area == mask.area - n
+    assert (mask | rs.documents([n])).area == n * (n + 1) // 2
+    assert len(Mask.from_bands(mask.table.tolist(), n)) == 100_000
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 4)), max_size=6))

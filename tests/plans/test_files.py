@@ -146,6 +146,10 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     (at("q_layout.spans.0.0", [2, 4, 1]), "plan.q_layout.spans: token 2 is owned twice, by rank 0 and by rank 1"),
     (at("q_layout.spans.0.0.2", 0), "plan.q_layout.spans: rank 0: span (0, 2, 0) must have"),
     (at("kv_layout.spans", []), "plan.kv_layout.spans: a layout needs at least one rank"),
+    (at("kv_layout.spans", [[]] * 10_000), "plan.kv_layout.spans: a layout has at most 4,096 ranks"),
+    (at("q_layout.spans.0.0.1", 2**63 - 1), "plan.q_layout.spans: rank 0: span (0, 9223372036854775807, 1) must end at token"),
+    (at("mask.bands", [[0, 2, 0, 12, -1, 11]] * 2000), "plan.mask.bands: 2,000 and 2,000 bands or spans overlap in 4,000,000"),
+    (at("mask.rows", 2**31 - 1), "plan.mask.rows: expected an integer from 1 to 16384, got 2147483647"),
     (at("kv_layout.spans", [[[0, 12, 1]]]), "plan.kv_layout: has 1 ranks where q_layout has 3"),
     (at("mask.k_len", 13), "plan.kv_layout.spans: token 12 has no owner: the spans hold 12 of 13 tokens"),
 ]
@@ -207,3 +211,28 @@ def test_a_file_with_anything_in_it_is_a_plan_or_a_plan_error(data: st.DataObjec
 def test_numbers_of_many_digits_and_deep_nesting_are_plan_errors(text: str) -> None:
     with pytest.raises(rs.PlanError, match="not a plan file: invalid JSON"):
         Plan.from_json(text)
+
+
+MIXED = [[[0, 2**17, 2], [2**17, 2**18, 1]], [[1, 2**17, 2]]]
+STRIPED = [[[0, 2**20, 2]], [[1, 2**20, 2]]]
+CRAFTED = [
+    (2**18, MIXED, MIXED, "overlap in 8,590,131,201 places"),
+    (2**20, STRIPED, [[[0, 2**19, 1]], [[2**19, 2**20, 1]]], "1,048,578 tokens must be compared one by one"),
+    (2**20, [[[0, 2**20, 1]], []], STRIPED, "1,048,577 tokens must be compared one by one"),
+]
+
+
+@pytest.mark.parametrize(("n", "q_spans", "kv_spans", "message"), CRAFTED, ids=["mixed", "striped queries", "striped keys"])
+@pytest.mark.parametrize("strategy", ["ring", "exchange(stages=1)", "gather(stages=1)"])
+def test_a_small_file_of_costly_layouts_is_refused(n: int, q_spans: Any, kv_spans: Any, message: str, strategy: str) -> None:
+    mask, plan = rs.causal(n), rs.plan(rs.causal(64), world=2, strategy="ring", layout="striped")
+    q_layout, kv_layout = (rs.Layout(spans, length=n) for spans in (q_spans, kv_spans))
+    text = replace(plan, mask=mask, q_layout=q_layout, kv_layout=kv_layout, strategy=strategy).to_json()
+    assert len(text) < 2000
+    with pytest.raises(rs.LayoutError, match=message):
+        Plan.from_json(text)
+
+
+def test_the_rows_of_a_batch_are_read_by_their_bands() -> None:
+    plan = rs.plan(rs.per_row([rs.causal(12), rs.documents([5, 7]), rs.full(12)]), world=2)
+    assert Plan.from_json(plan.to_json()) == plan

@@ -127,6 +127,7 @@ def test_strategies_from_text(text: str, strategy: object) -> None:
         ("hybrid(per_node=0)", "per_node must be an integer number of ranks, at least 1; got 0"),
         ("hierarchical(per_node=2.0)", "per_node must be an integer number of ranks, at least 1; got 2.0"),
         ("hierarchical(pieces=0)", "pieces must be an integer of at least 1; got 0"),
+        ("hierarchical(per_node=2, pieces=100000000)", "pieces must be at most 64; got 100000000"),
         ("gather(stages=0)", "stages must be an integer of at least 1; got 0"),
         ("gather(stages=1.5)", "stages must be an integer of at least 1; got 1.5"),
         ("exchange(stages='2')", "stages must be an integer of at least 1; got '2'"),

@@ -8,19 +8,25 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, starmap
+from itertools import chain, islice, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.errors import LayoutError
+from ringspan.masks.table import MAX_LENGTH
 
 Ints = NDArray[np.int64]
 
 
 # Spans are compared in their common step, which must not overflow int64.
 LARGEST_STEP = 2**31
+# Spans of the common step, into which the spans of a layout are split to compare them.
+MAX_SPLIT_SPANS = 2**20
+# Strategies compare all pairs of ranks: a ring over 4,096 ranks is planned in 0.6 s and 0.4 GB, over 16,384 in 10 s and
+# 4.6 GB.
+MAX_WORLD = 2**12
 
 
 class Span(NamedTuple):
@@ -163,17 +169,21 @@ def check_world(world: Any) -> int:
         raise LayoutError(f"world must be an integer number of ranks, not {world!r}") from None
     if n < 1:
         raise LayoutError(f"world must be at least 1 rank, not {n}")
+    if n > MAX_WORLD:
+        raise LayoutError(f"world must be at most {MAX_WORLD:,} ranks, not {n:,}: plan for fewer ranks")
     return n
 
 
 def _checked(spans: Any) -> tuple[tuple[Span, ...], ...]:
     """Return the given spans, validated, without empty ones."""
     try:
-        given = [list(of_rank) for of_rank in spans]
+        given = [list(of_rank) for of_rank in islice(spans, MAX_WORLD + 1)]
     except TypeError:
         raise LayoutError(f"a layout is a list of ranks, each a list of spans (start, stop); got {spans!r}") from None
     if not given:
         raise LayoutError("a layout needs at least one rank; got an empty list of ranks")
+    if len(given) > MAX_WORLD:
+        raise LayoutError(f"a layout has at most {MAX_WORLD:,} ranks; got spans of more: plan for fewer ranks")
     checked = _checked_at_once(given)
     if checked is not None:
         return checked
@@ -191,7 +201,7 @@ def _checked_at_once(given: list[list[Any]]) -> tuple[tuple[Span, ...], ...] | N
         start, stop, step = _columns(spans, len(numbers) // 3)
     except (TypeError, OverflowError):
         return None
-    is_valid = (start >= 0) & (step >= 1) & (start < stop)
+    is_valid = (start >= 0) & (step >= 1) & (start < stop) & (stop <= MAX_LENGTH) & (step <= LARGEST_STEP)
     return spans if is_valid.all() else None
 
 
@@ -211,6 +221,10 @@ def _span(rank: int, given: Sequence[int]) -> Span:
         ) from None
     if span.start < 0 or span.step < 1 or span.stop < span.start:
         raise LayoutError(f"rank {rank}: span {tuple(span)} must have 0 <= start <= stop and step >= 1")
+    if span.stop > MAX_LENGTH or span.step > LARGEST_STEP:
+        raise LayoutError(
+            f"rank {rank}: span {tuple(span)} must end at token {MAX_LENGTH} or before it, with a step up to {LARGEST_STEP}"
+        )
     return span
 
 
@@ -227,6 +241,11 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
         raise LayoutError(f"the steps of these spans have no common step up to {LARGEST_STEP}: use fewer different steps")
     p = p._replace(step=np.where(p.size > 1, p.step, common))
     split = np.minimum(common // p.step, p.size)
+    if (parts := int(split.sum())) > MAX_SPLIT_SPANS:
+        raise LayoutError(
+            f"the spans are compared in their common step {common:,}, as {parts:,} spans of this step; at most "
+            f"{MAX_SPLIT_SPANS:,} are possible: use fewer different steps"
+        )
     i = np.repeat(np.arange(len(p.step)), split)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(split) - split, split)
     first = p.start[i] + nth * p.step[i]

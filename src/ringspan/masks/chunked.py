@@ -7,6 +7,7 @@ import numpy as np
 from ringspan.errors import MaskError
 from ringspan.masks.documents import documents
 from ringspan.masks.mask import Mask, length
+from ringspan.masks.table import check_count
 
 
 def chunked(n: int, chunk: int, *, causal: bool = True) -> Mask:
@@ -23,6 +24,7 @@ def chunked(n: int, chunk: int, *, causal: bool = True) -> Mask:
     n, size = length("n", n), length("chunk", chunk)
     if size == 0:
         raise MaskError("a chunk must hold at least one token, not 0")
+    check_count(-(-n // size), f"chunked({n}, {size})")
     cuts = np.minimum(np.arange(0, n + size, size), n) if n else np.zeros(1, dtype=np.int64)
     of_documents = documents(np.diff(cuts), causal=causal)
     return Mask(of_documents.table, n, n, name=f"chunked({n}, {size}{'' if causal else ', causal=False'})")

@@ -187,6 +187,11 @@ def _by_ids(ids: Any, causal: bool) -> Mask:
     order = np.argsort(run_of, kind="stable")
     count = np.bincount(run_of, minlength=len(name))
     first = np.cumsum(count) - count
+    if (pairs := int((count**2).sum())) > tables.MAX_BAND_PAIRS:
+        raise MaskError(
+            f"these ids change {len(start) - 1:,} times, and equal ones meet in {pairs:,} pairs of runs; at most "
+            f"{tables.MAX_BAND_PAIRS:,} are possible: sort the tokens by their document, or use rs.mask_mod"
+        )
     i = np.repeat(order, count[run_of[order]])
     j = order[tables.ranges(first[run_of[order]], count[run_of[order]])]
     if causal:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ringspan.errors import MaskError
 from ringspan.masks import table as tables
 from ringspan.masks.band import Band
+from ringspan.masks.cuts import cuts_of_diagonals
 from ringspan.masks.predicate import Predicate
 from ringspan.masks.table import HI, K0, K1, MAX_LENGTH, Q0, Q1, Table
 
@@ -55,6 +56,7 @@ class Mask:
         self, table: Table, q_len: int | None, k_len: int | None, *, name: str, predicate: Predicate | None = None
     ) -> None:
         """Internal: ``table`` must be tight and disjoint. Use :meth:`from_bands` for bands of your own."""
+        tables.check_count(len(table), name)
         table.setflags(write=False)
         fields = {"table": table, "q_len": q_len, "k_len": k_len, "name": name, "predicate": predicate}
         for field, value in fields.items():
@@ -86,12 +88,10 @@ class Mask:
         q_len = length("q_len", q_len)
         k_len = q_len if k_len is None else length("k_len", k_len)
         given = [_band(band) for band in bands]
-        whole = tables.table((0, q_len, 0, k_len, -MAX_LENGTH, MAX_LENGTH))
-        union = tables.EMPTY
-        for band in given:
-            fresh = tables.intersect(whole, tables.table(band))
-            union = np.concatenate([union, tables.subtract(fresh, union)])
-        return cls(tables.coalesce(union), q_len, k_len, name=f"from_bands({len(given)} band{'s' * (len(given) != 1)})")
+        name = f"from_bands({len(given)} band{'s' * (len(given) != 1)})"
+        tables.check_count(len(given), name)
+        union = tables.union(_clip(tables.table(*given), q_len, k_len))
+        return cls(tables.coalesce(union), q_len, k_len, name=name)
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
@@ -235,23 +235,26 @@ class Mask:
         np.add.at(total, i[kept], tables.area(part))
         return total
 
-    def documents(self) -> NDArray[np.int64]:
+    def documents(self, *, single: bool = False) -> NDArray[np.int64]:
         """Return the boundaries ``[0, …, n]`` of documents: no query sees a key across one.
 
         They are derived from the bands, so they are right for every mask with as many queries as keys, however it was
-        made.
+        made. With ``single``, each token that sees only itself, and that no other token sees, is a document of its own.
+        Without it, such tokens that are adjacent can be one document: layouts need no cuts between them.
 
-        >>> from ringspan import documents, window
+        >>> from ringspan import causal, documents, window
         >>> (documents([2, 3, 1]) & window(left=1)).documents().tolist()
         [0, 2, 5, 6]
+        >>> (causal(3) & window(left=0)).documents(single=True).tolist()
+        [0, 1, 2, 3]
         """
         try:
-            return self._documents
+            bounds = self._documents
         except AttributeError:
             bounds = self._find_documents()
             bounds.setflags(write=False)
             object.__setattr__(self, "_documents", bounds)
-            return bounds
+        return np.union1d(bounds, cuts_of_diagonals(self.table)) if single else bounds
 
     def _find_documents(self) -> NDArray[np.int64]:
         q_len, k_len = self.lengths

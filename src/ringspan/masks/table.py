@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspan.errors import MaskError
+
 Table = NDArray[np.int64]
 Ints = NDArray[np.int64]
 
@@ -18,6 +20,17 @@ Q0, Q1, K0, K1, LO, HI = range(6)
 
 # The longest sequence: the area of a mask of this many queries and keys fits int64, and so do sums of such areas.
 MAX_LENGTH = 2**31 - 1
+
+# The most bands of a mask: as many documents, causal, are planned in less than a second and 200 MB.
+MAX_BANDS = 2**18
+# The most pairs of intervals, or of bands with common rows, that an operation lists at once.
+MAX_PAIRS = 2**24
+MAX_BAND_PAIRS = 2**20
+# Up to so many candidates for overlapping pairs are compared one by one.
+FEW_CANDIDATES = 2**20
+# Up to so many bands are subtracted one by one, and so many bands of users, which may all overlap.
+FEW_BANDS = 2**11
+FEW_BANDS_OF_USERS = 2**6
 
 EMPTY: Table = np.zeros((0, 6), dtype=np.int64)
 
@@ -62,18 +75,53 @@ def area(t: Table) -> Ints:
     return (q1 - q0) * (k1 - k0) - (above * (above - 1) + below * (below - 1)) // 2
 
 
-def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> tuple[Ints, Ints]:
-    """Return all pairs (i, j) whose half-open intervals [a0, a1) and [b0, b1) share a point, ordered by i."""
+def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints, *, most: int = MAX_PAIRS) -> tuple[Ints, Ints]:
+    """Return all pairs (i, j) whose half-open intervals [a0, a1) and [b0, b1) share a point, ordered by i.
+
+    Raises a :class:`MaskError` if there are more than ``most`` pairs (and more than ``FEW_CANDIDATES``).
+    """
     order = b0.argsort(kind="stable")
     starts, stops = b0[order], b1[order]
     furthest = np.maximum.accumulate(stops) if len(stops) else stops
     first = furthest.searchsorted(a0, side="right")
     last = starts.searchsorted(a1, side="left")
     count = np.maximum(last - first, 0)
-    i = np.arange(len(a0)).repeat(count)
-    j = order[ranges(first, count)]
+    if count.sum() > FEW_CANDIDATES:
+        i, nth = _overlapping_exactly(a0, a1, starts, stops, most)
+    else:
+        i, nth = np.arange(len(a0)).repeat(count), ranges(first, count)
+    j = order[nth]
     hit = (b1[j] > a0[i]) & (b0[j] < a1[i])
     return i[hit], j[hit]
+
+
+def _overlapping_exactly(a0: Ints, a1: Ints, starts: Ints, stops: Ints, most: int) -> tuple[Ints, Ints]:
+    """Do :func:`overlapping` for intervals [starts, stops) in the order of their starts, without other candidates.
+
+    Of two intervals that overlap, either the second begins in the first, or the first begins inside the second.
+    """
+    order = a0.argsort(kind="stable")
+    first, inside = starts.searchsorted(a0, side="left"), a0[order].searchsorted(starts, side="right")
+    later = np.maximum(starts.searchsorted(a1, side="left") - first, 0)
+    earlier = np.maximum(a0[order].searchsorted(stops, side="left") - inside, 0)
+    if (count := int(later.sum() + earlier.sum())) > most:
+        raise MaskError(
+            f"{len(a0):,} and {len(starts):,} bands or spans overlap in {count:,} pairs; at most {most:,} are possible: use "
+            "fewer or shorter ones, or one rs.mask_mod for the whole mask"
+        )
+    i = np.concatenate([np.arange(len(a0)).repeat(later), order[ranges(inside, earlier)]])
+    nth = np.concatenate([ranges(first, later), np.arange(len(starts)).repeat(earlier)])
+    by_a = np.lexsort((nth, i))
+    return i[by_a], nth[by_a]
+
+
+def check_count(bands: int, name: str, most: int = MAX_BANDS) -> None:
+    """Raise if a mask would have more bands than are possible."""
+    if bands > most:
+        raise MaskError(
+            f"{name:.60} has {bands:,} bands; at most {most:,} are possible: use fewer documents or chunks, or split "
+            "the sequence into several masks"
+        )
 
 
 def count_overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints) -> Ints:
@@ -94,7 +142,7 @@ def ranges(first: Ints, count: Ints) -> Ints:
 
 def intersect(a: Table, b: Table) -> Table:
     """Return the pairs that are in both tables. If the bands of each table are disjoint, so are those of the result."""
-    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1])
+    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1], most=MAX_BAND_PAIRS)
     return tighten(intersect_pairwise(a[i], b[j]))
 
 
@@ -110,28 +158,89 @@ def intersect_pairwise(a: Table, b: Table) -> Table:
 
 def subtract(a: Table, b: Table) -> Table:
     """Return the pairs of ``a`` that are not in ``b``."""
+    if len(a) and len(b):
+        around = np.stack([a[:, 0::2].min(axis=0), a[:, 1::2].max(axis=0)], axis=1).reshape(1, 6)
+        b = b[_touches(around, b)]
+    if len(a) + len(b) > FEW_BANDS:
+        return _subtract_in_rounds(a, b, *_touching(a, b))
     for band in b:
-        a = _without(a, band)
+        touched = _touches(a, band)
+        if touched.any():
+            a = np.concatenate([a[~touched], _without(a[touched], band)[0]])
     return a
 
 
-def _without(a: Table, band: Ints) -> Table:
-    """Remove one band from each band of ``a``. At most six bands are left of each::
+def union(t: Table) -> Table:
+    """Return disjoint bands with the pairs of bands that may overlap.
+
+    >>> union(table((0, 2, 0, 4, -9, 9), (1, 3, 0, 4, -9, 9))).tolist()
+    [[0, 2, 0, 4, -1, 3], [2, 3, 0, 4, -2, 1]]
+    """
+    if len(t) <= FEW_BANDS_OF_USERS:
+        disjoint = t[:1]
+        for n in range(1, len(t)):
+            disjoint = np.concatenate([disjoint, subtract(t[n : n + 1], disjoint)])
+        return disjoint
+    i, j = _touching(t, t)
+    return _subtract_in_rounds(t, t, i[j < i], j[j < i])
+
+
+def _touching(a: Table, b: Table) -> tuple[Ints, Ints]:
+    """Return the pairs of bands that touch, ordered by those of ``a``, then by the rows of those of ``b``."""
+    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1], most=MAX_BAND_PAIRS)
+    touching = _touches(a[i], b[j])
+    return i[touching], j[touching]
+
+
+def _subtract_in_rounds(a: Table, b: Table, i: Ints, j: Ints) -> Table:
+    """Remove band ``j[n]`` of ``b`` from band ``i[n]`` of ``a``, for pairs as those of :func:`_touching`.
+
+    A round removes the middle one of the bands that touch a band. About half of them touch each part that is left, so
+    there are few rounds.
+    """
+    done, bands, pairs = [], 0, 0
+    while True:
+        count = np.bincount(i, minlength=len(a))
+        done.append(a[count == 0])
+        bands += len(done[-1])
+        check_count(bands + int((count > 0).sum()), "the result, before bands are joined,", 4 * MAX_BANDS)
+        if not len(i):
+            return np.concatenate(done)
+        a, count = a[count > 0], count[count > 0]
+        middle = np.cumsum(count) - count + count // 2
+        a, part_of = _without(a, b[j[middle]])
+        j, count = np.delete(j, middle), count - 1
+        first, count = (np.cumsum(count) - count)[part_of], count[part_of]
+        pairs += int(count.sum())
+        if count.sum() > 2 * MAX_BAND_PAIRS or pairs > 16 * MAX_BAND_PAIRS:
+            raise MaskError(
+                f"the bands of these masks overlap each other in more than {pairs:,} places, which are too many to join or "
+                "subtract them: use fewer bands, or one rs.mask_mod for the whole mask"
+            )
+        i, j = np.arange(len(a)).repeat(count), j[ranges(first, count)]
+        touching = _touches(a[i], b[j])
+        i, j = i[touching], j[touching]
+
+
+def _touches(a: Table, b: Table) -> NDArray[np.bool_]:
+    """Return whether the rows, the columns and the diagonals of two bands overlap, for each row of the two tables."""
+    rows_and_columns = (a[:, Q0] < b[..., Q1]) & (b[..., Q0] < a[:, Q1]) & (a[:, K0] < b[..., K1]) & (b[..., K0] < a[:, K1])
+    return rows_and_columns & (a[:, LO] <= b[..., HI]) & (b[..., LO] <= a[:, HI])
+
+
+def _without(a: Table, band: Table) -> tuple[Table, Ints]:
+    """Remove from each band of ``a`` the band in the same row of the other table, or the one given. At most six bands are
+    left of each; returns them, and which band of ``a`` each is a part of::
 
     a a a a a a     a  rows before q0          b  rows from q1 on
     l l . u u r     l  keys before k0          r  keys from k1 on
     l l d . u r     d  k - q < lo              u  k - q > hi
     b b b b b b     .  the removed band
     """
-    q0, q1, k0, k1, lo, hi = band
-    touched = (a[:, Q0] < q1) & (q0 < a[:, Q1]) & (a[:, K0] < k1) & (k0 < a[:, K1])
-    touched &= (a[:, LO] <= hi) & (lo <= a[:, HI])
-    if not touched.any():
-        return a
-    hit = a[touched]
-    pieces = [a[~touched]]
+    q0, q1, k0, k1, lo, hi = band.T
+    hit, pieces = a, []
 
-    def clip(column: int, bound: int) -> Table:
+    def clip(column: int, bound: Ints) -> Table:
         """Clip all bands of ``hit`` at one of their six bounds."""
         clipped = hit.copy()
         tighter = np.minimum if column in (Q1, K1, HI) else np.maximum
@@ -150,7 +259,8 @@ def _without(a: Table, band: Ints) -> Table:
     ):
         pieces.append(clip(outer_column, outer_bound))
         hit = clip(inner_column, inner_bound)
-    return tighten(np.concatenate(pieces))
+    parts, kept = tighten_indexed(np.concatenate(pieces))
+    return parts, kept % len(a)
 
 
 def coalesce(t: Table) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +32,9 @@ T = TypeVar("T")
 L = TypeVar("L")
 P = TypeVar("P", bound=RankPlan)
 
-MAX_HEADS = 2**16  # bounds the memory of verify() for a file from an unknown source
+# These bound memory and time for a file from an unknown source.
+MAX_HEADS = 2**16
+MAX_ROWS = 2**14
 
 
 def to_json(plan: RankPlan) -> str:
@@ -159,7 +162,11 @@ def _mask(field: _Field) -> Mask:
         table = np.array(field.get("bands").items(_band), dtype=np.int64).reshape(-1, 6)
     except (MaskError, OverflowError) as error:
         raise PlanError(f"{field.name}: {error}") from None
-    i, j = tables.overlapping(table[:, Q0], table[:, Q1], table[:, Q0], table[:, Q1])
+    try:
+        tables.check_count(len(table), "the mask")
+        i, j = tables.overlapping(table[:, Q0], table[:, Q1], table[:, Q0], table[:, Q1], most=tables.MAX_BAND_PAIRS)
+    except MaskError as error:
+        raise PlanError(f"{field.name}.bands: {error}") from None
     twice = tables.tighten(tables.intersect_pairwise(table[i[i < j]], table[j[i < j]]))
     within = tables.intersect(table, whole.table)
     tight = tables.tighten(table)
@@ -173,7 +180,7 @@ def _mask(field: _Field) -> Mask:
 
 def _batch_mask(field: _Field, table: tables.Table, lengths: tuple[int, int], name: str) -> Mask:
     """Return the mask of a batch from the bands of its rows laid end to end."""
-    rows = field.get("rows").whole(1, MAX_LENGTH)
+    rows = field.get("rows").whole(1, MAX_ROWS)
     q_len, k_len = (n // rows for n in lengths)
     row = table[:, Q0] // max(q_len, 1)
     if (q_len * rows, k_len * rows) != lengths:
@@ -182,7 +189,9 @@ def _batch_mask(field: _Field, table: tables.Table, lengths: tuple[int, int], na
     if outside.any():
         raise PlanError(f"{field.name}.bands: a band is in several of the {rows} rows")
     shift = np.stack([row * q_len, row * q_len, row * k_len, row * k_len, *[row * (k_len - q_len)] * 2], axis=1)
-    made = [Mask((table - shift)[row == i], q_len, k_len, name=f"row {i}") for i in range(rows)]
+    in_row, order = table - shift, np.argsort(row, kind="stable")
+    cuts = np.searchsorted(row[order], np.arange(rows + 1)).tolist()
+    made = [Mask(in_row[order[a:b]], q_len, k_len, name=f"row {n}") for n, (a, b) in enumerate(pairwise(cuts))]
     return BatchMask(made, name=name)
 
 

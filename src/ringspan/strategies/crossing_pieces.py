@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.layouts import Layout, cut
 from ringspan.masks import Band, Mask
-from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, area, tighten
+from ringspan.masks.table import K0, K1, Q0, Q1, area, tighten
 from ringspan.plans.problem import Ints, as_bands, estimated_tiles, union
 from ringspan.strategies.nodes import Nodes, by_node
 
@@ -190,8 +190,12 @@ def _split_by_area(bands: tuple[Band, ...], shares: Shares) -> list[tuple[Band, 
 
 def _rows_at_area(band: Ints, areas: Shares) -> list[int]:
     """Return the queries up to which a band has about these areas, as multiples of ``ROWS``."""
-    queries = np.arange(band[Q0], band[Q1])
-    keys = np.minimum(band[K1], queries + band[HI] + 1) - np.maximum(band[K0], queries + band[LO])
-    rows = band[Q0] + np.cumsum(keys).searchsorted(areas) + ROWS // 2
+    beginning = np.repeat(band[None], len(areas), axis=0)
+    too_few, enough = np.full(len(areas), band[Q0]), np.full(len(areas), band[Q1])
+    while (enough - too_few > 1).any():
+        beginning[:, Q1] = np.maximum((too_few + enough) // 2, band[Q0] + 1)
+        has_enough = area(tighten(beginning)) >= areas
+        enough, too_few = np.where(has_enough, beginning[:, Q1], enough), np.where(has_enough, too_few, beginning[:, Q1])
+    rows = enough - 1 + ROWS // 2
     bounds: list[int] = np.clip(rows // ROWS * ROWS, band[Q0], band[Q1]).tolist()
     return bounds

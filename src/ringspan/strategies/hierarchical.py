@@ -63,6 +63,8 @@ from ringspan.strategies.protocol import Strategy
 # The automatic choice considers this number of pieces, from this number of nodes on.
 PIECES = 6
 NODES_FOR_PIECES = 16
+# Each piece is a step and a slot. Over 1,024 ranks, a plan with so many is made in two seconds and 170 MB.
+MAX_PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Hierarchical(Strategy):
         check_per_node(self.per_node)
         if not isinstance(self.pieces, int) or self.pieces < 1:
             raise PlanError(f"pieces must be an integer of at least 1; got {self.pieces!r}")
+        if self.pieces > MAX_PIECES:
+            raise PlanError(
+                f"pieces must be at most {MAX_PIECES}; got {self.pieces}: each is a step of its own, few are enough"
+            )
 
     def __call__(self, problem: Problem) -> Program:
         nodes = Nodes(problem.world, self.per_node)
