@@ -139,6 +139,33 @@ def test_the_code_of_the_page_on_choosing_prints_its_table(capsys: pytest.Captur
     assert f"```\n{capsys.readouterr().out}```\n" in (DOCS / "choosing.md").read_text(encoding="utf-8")
 
 
+CHOSEN = {
+    "causal, 131,072 tokens": rs.causal(131_072),
+    "causal, 1,048,576 tokens": rs.causal(1_048_576),
+    "all pairs, 131,072 tokens": rs.full(131_072),
+    "32 packed documents of 4,096 tokens": rs.documents([4_096] * 32),
+    "three packed documents of 90,000, 20,000 and 21,072 tokens": rs.documents([90_000, 20_000, 21_072]),
+    "sliding window of 4,096, 131,072 tokens": rs.causal(131_072) & rs.window(left=4_096),
+    "the last 4,096 queries of 131,072 keys": rs.causal(4_096, 131_072, align="end"),
+}
+
+
+def test_the_choices_of_the_page_on_choosing_are_those_of_best_on() -> None:
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+) \| (\d+) \| `(\w+)(?:\(.*\))?` on `(\w+)`", page, flags=re.MULTILINE)
+    assert [attention for attention, *_ in rows] == [*CHOSEN]
+    shape = rs.Shape(heads=32, kv_heads=8, head_dim=128)
+    for attention, ranks, strategy, layout in rows:
+        best = rs.best_on(CHOSEN[attention], world=int(ranks), hardware="h200x8", shape=shape).best
+        assert (best.strategy.partition("(")[0], best.layout.name) == (strategy, layout), attention
+
+
+def test_the_saving_of_a_tree_is_what_the_page_on_batches_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [block for block in blocks("batches.md") if "ratios" in block]
+    run_blocks("batches.md", ["import ringspan as rs", block])
+    assert f"# {capsys.readouterr().out}" in block
+
+
 def test_the_code_of_the_page_on_benchmarks_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     run_blocks("benchmarks.md", blocks("benchmarks.md"))
     shares = dict(re.findall(r"(\w+) (0\.\d+)", capsys.readouterr().out))

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import ringspan as rs
 from ringspan.layouts import LAYOUTS
@@ -151,3 +154,108 @@ def test_half_precision_is_copied_and_second_derivatives_raise() -> None:
 def test_what_does_not_fit_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(rs.RingspanError, match=message):
         call()
+
+
+# -- documents and the mask -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("mask", "documents", "refused"),
+    [
+        (rs.documents([5, 3]), [5, 3], None),
+        (rs.documents([5, 3]), [3, 5], (3, 5)),
+        (rs.documents([5, 3]), [4, 4], (4, 5)),
+        (rs.documents([5, 3]), [5, 0, 2, 1], None),  # parts of documents
+        (rs.documents([5, 3]), [8], None),  # as without documents=
+        (rs.causal(8), [3, 5], None),  # attention across documents
+        (rs.chunked(8, 2), [4, 4], None),  # boundaries that are not those of documents
+        (rs.chunked(8, 4), [3, 5], (3, 4)),
+        (rs.documents([4, 4]) | rs.window(0, 0), [2, 6], (2, 4)),
+        (rs.fold([[1], [2], [3, 4, 5, 6, 7, 8]]).mask(), [1, 1, 6], None),
+        (rs.mask_mod(lambda b, h, q, k: (q * k) % 3 != 1, 8), [3, 5], None),  # what it lets see is not known
+    ],
+)
+def test_documents_that_contradict_the_mask_are_refused(
+    mask: rs.Mask, documents: list[int], refused: tuple[int, int] | None
+) -> None:
+    cp, x = rs.ContextParallel(None, mask, expect_attention=False), torch.arange(1, 9)[None]
+    calls: dict[str, Callable[[], Any]] = {
+        "roll": lambda: cp.roll(x, 1, documents=documents),
+        "halo": lambda: cp.halo(x, before=1, documents=documents),
+        "roll_plan": lambda: cp.roll_plan(1, documents=documents),
+        "halo_plan": lambda: cp.halo_plan(before=1, documents=documents),
+    }
+    for name, call in calls.items():
+        if refused is None:
+            call()
+        else:
+            start, boundary = refused
+            wanted = (
+                rf"cp\.{name}\(documents=…\): a document starts at token {start}, .* boundary of the mask at token {boundary}"
+            )
+            with pytest.raises(rs.InputError, match=wanted):
+                call()
+    if refused is None:
+        assert torch.equal(cp.roll(x, 1, documents=documents), rolled_alone(x, documents))
+
+
+def rolled_alone(x: Tensor, documents: list[int]) -> Tensor:
+    """Each document by itself, one token later."""
+    return torch.cat([torch.cat([part[:, :1] * 0, part[:, :-1]], 1) for part in x.split(documents, dim=1)], dim=1)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cp, x: cp.roll(x, 1, dim=None), "dim must be an integer, not None"),
+        (lambda cp, x: cp.halo(x, before=1, dim=1.0), "dim must be an integer, not 1.0"),
+        (lambda cp, x: cp.roll(x, 10**30), "shift must be at most 2147483647 tokens, the longest sequence; got 10{30}"),
+        (lambda cp, x: cp.halo(x, before=2**62), "before must be at most 2147483647 tokens"),
+        (lambda cp, x: cp.roll_plan(-(10**30)), "shift must be at most 2147483647 tokens"),
+        (lambda cp, x: cp.roll(nested(), 1), r"x is a nested tensor: give x\.values\(\)"),
+        (lambda cp, x: cp.roll(torch.eye(8).to_sparse(), 1), "x has the layout torch.sparse_coo"),
+        (lambda cp, x: cp.roll(x.to(torch.complex64).requires_grad_(), 1), r"torch\.view_as_real\(x\)"),
+        (lambda cp, x: cp.roll(distributed(x), 1), r"x is a DTensor: give x\.to_local\(\)"),
+        (lambda cp, x: cp.halo(distributed(x), before=1), r"x is a DTensor: give x\.to_local\(\)"),
+    ],
+)
+def test_what_cannot_be_moved_is_named(call: Callable[[Any, Tensor], Any], message: str) -> None:
+    cp = rs.ContextParallel(None, rs.causal(8), expect_attention=False)
+    with pytest.raises(rs.InputError, match=message):
+        call(cp, torch.zeros(1, 8))
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=torch.jagged)
+
+
+def distributed(x: Tensor) -> Tensor:
+    return DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    "call", [lambda cp: cp.roll_plan(-1), lambda cp: cp.halo_plan(before=1), lambda cp: cp.roll_plan(-1, documents=[3, 1, 4])]
+)
+def test_plans_under_masks_of_rows_are_refused(call: Callable[[Any], Any]) -> None:
+    cp = rs.ContextParallel(None, rs.documents([[3, 1], [4]]), expect_attention=False)
+    with pytest.raises(rs.InputError, match=r"cp\.(roll|halo)_plan does not support masks that differ between the 2 rows"):
+        call(cp)
+
+
+def gradient_on_one_rank(rank: int) -> str:
+    cp = rs.ContextParallel(dist.new_group(), rs.causal(8), layout="zigzag", expect_attention=False, timeout=60)
+    x = torch.ones(1, cp.plan.q_rows, requires_grad=rank == 0)
+    try:
+        cp.roll(x, 1)
+    except rs.PeerMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gradient_on_some_ranks_only_raises_in_the_forward_pass(pools: Pools) -> None:
+    """The backward pass of the others would never come, and the rank would wait for the whole time limit."""
+    for found in pools(2).run(gradient_on_one_rank):
+        assert "cp.roll, differentiable" in found

@@ -131,6 +131,15 @@ MISTAKES = {
     "floats": (torch.arange(4), [4], [0.0], "owners must be one rank for each"),
     "no such rank": (torch.arange(4), [4], [1], "owners must be ranks 0 … 0"),
     "other documents": (torch.arange(3), [3], [0], "documents"),
+    "unequal features": (
+        [torch.ones(3, 2), torch.ones(1, 3)],
+        [3, 1],
+        [0, 0],
+        r"one shape but for dim 0; got \[\(3, 2\), \(1, 3",
+    ),
+    "complex": (torch.ones(4, dtype=torch.complex64, requires_grad=True), [4], [0], r"view_as_real\(loaded\)"),
+    "sparse": (torch.eye(4).to_sparse(), [4], [0], r"loaded has the layout torch.sparse_coo"),
+    "too many parts": ([torch.ones(1), torch.ones(3)], [4], [0], r"number 0 has 1 tokens, but documents\[0\] has 4"),
 }
 
 
@@ -140,3 +149,27 @@ def test_mistakes_are_named(loaded: Any, documents: list[int], owners: list[Any]
     cp = rs.ContextParallel(None, rs.documents([4]))
     with pytest.raises(rs.RingspanError, match=message):
         cp.route(loaded, documents=documents, owners=owners)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_documents_in_the_order_of_loading_are_refused() -> None:
+    """``rs.pack`` orders documents by length, and a loader does not."""
+    loaded = [torch.tensor([10, 11, 12]), torch.tensor([20, 21, 22, 23, 24])]
+    (part,) = rs.pack([3, 5], 1, tokens_per_rank=8)
+    assert part.documents == (1, 0)
+    cp = rs.ContextParallel(None, part.mask, layout=part.layout, strategy=part.plan.strategy)
+    with pytest.raises(rs.InputError, match=r"number 0 has 3 tokens, but documents\[0\] has 5.*for i in part\.documents"):
+        cp.route(loaded, documents=part.lengths, owners=[0, 0])
+    ordered = [torch.empty(0, dtype=torch.int64), *(loaded[i] for i in part.documents)]
+    for given in (ordered, torch.cat(ordered), [ordered[0], torch.cat(ordered)]):
+        assert cp.route(given, documents=part.lengths, owners=[0, 0]).tolist() == [20, 21, 22, 23, 24, 10, 11, 12]
+    with pytest.raises(rs.InputError, match=r"cp\.route\(documents=…\): a document starts at token 3, where the mask"):
+        cp.route(loaded, documents=[3, 5], owners=[0, 0])
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("documents", [[2, 2, 4], [4, 0, 4], [8]])
+def test_parts_of_documents_are_routed_too(documents: list[int]) -> None:
+    cp = rs.ContextParallel(None, rs.documents([4, 4]))
+    owners = torch.zeros(len(documents), dtype=torch.int64)
+    assert cp.route(torch.arange(8), documents=documents, owners=owners).tolist() == list(range(8))  # type: ignore[arg-type]

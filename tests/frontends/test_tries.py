@@ -181,11 +181,31 @@ def test_the_saving_of_a_grpo_batch() -> None:
         (lambda: alone(rs.causal(4)).positions(tree=([4], [-1]), documents=[4]), "documents= or tree=, not both"),
         (lambda: alone(rs.causal(2)).targets(rs.shift_labels(tree=rs.fold([[1, 2, 3, 4]]))), "the targets are of token 2"),
         (lambda: alone(rs.causal(2)).targets(torch.arange(2)), "targets must be those of rs.shift_labels"),  # type: ignore[arg-type]
+        (lambda: chosen([-1, 0], [3, 4]), "the targets are of token -1, but the plan's sequence has 2"),
+        (lambda: chosen([1, 0], [3]), r"tensors of one dim and one length; got \(2,\), \(1,\), \(2,\)"),
+        (lambda: alone(rs.causal(2)).targets(rs.Targets([1], [3], [1])), "got list, list, list"),  # type: ignore[arg-type]
+        (lambda: chosen([0.5, 1.0], [3, 4]), "token of targets must be integers, the numbers of tokens; got torch.float32"),
+        (
+            lambda: rs.shift_labels(tree=rs.fold([[1, 2]]), weights=3),
+            "weights must be a list with the weights of each row; got int",
+        ),  # type: ignore[call-overload]
+        (lambda: rs.shift_labels(tree=rs.fold([[1, 2]]), weights=["ab"]), r"weights\[0\] must be a number for each token"),
+        (
+            lambda: rs.shift_labels(tree=rs.fold([[1, 2]]), weights=[torch.ones(2, requires_grad=True)]),
+            r"weights\[0\] requires a gradient, but weights are constants",
+        ),
+        (lambda: rs.fold([[1], [2]]).index(5), "row must be a number of one of the 2 rows that were folded, from 0; got 5"),
+        (lambda: rs.fold([[1], [2]]).index("a"), "row must be an integer, not 'a'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(rs.RingspanError, match=message):
         call()
+
+
+def chosen(token: list[float], target: list[int]) -> rs.Targets:
+    targets = rs.Targets(torch.tensor(token), torch.tensor(target), torch.ones(len(token)))
+    return alone(rs.causal(2)).targets(targets)
 
 
 def alone(mask: rs.Mask) -> TokenData:

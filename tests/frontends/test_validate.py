@@ -37,6 +37,9 @@ def test_check_scale_refuses_other_values(scale: Any) -> None:
         check_scale(scale, 16)
 
 
+IDS = torch.repeat_interleave(torch.arange(4), torch.tensor([4, 1, 1, 4]))
+
+
 @pytest.mark.parametrize(
     ("mask", "documents", "start"),
     [
@@ -47,6 +50,13 @@ def test_check_scale_refuses_other_values(scale: Any) -> None:
         (rs.causal(10), [4, 6], 4),
         (rs.full(10) & rs.window(left=1, right=0), [4, 6], 4),
         (rs.mask_mod(lambda b, h, q, k: (q * k) % 3 == 0, 10), [4, 6], 4),
+        # one band can have several documents of one token: a diagonal
+        (rs.mask_mod(lambda b, h, q, k: (IDS[q] == IDS[k]) & (k <= q), 10), [4, 1, 1, 4], None),
+        (rs.mask_mod(lambda b, h, q, k: (IDS[q] == IDS[k]) & (k <= q), 10), [4, 1, 2, 3], 7),
+        (rs.fold([[1], [2], [3, 4, 5, 6, 7, 8, 9, 10]]).mask(), [1, 1, 8], None),
+        (rs.documents([8, 1, 1]) | rs.window(0, 0), [8, 1, 1], None),
+        (rs.full(10) & rs.window(0, 0), [1] * 10, None),
+        (rs.Mask.from_bands([(0, 4, 0, 4, -9, 0)], 10), [4, 1, 2, 3], None),  # padding that sees nothing
     ],
 )
 def test_documents_across_which_the_mask_sees_are_refused(mask: rs.Mask, documents: list[int], start: int | None) -> None:

@@ -34,6 +34,17 @@ LAYOUTS: list[tuple[rs.Mask, int, Hardware, list[str]]] = [
     # documents of one length are balanced in a contiguous layout
     (rs.documents([16] * 8), 4, H200, EVEN),
     (rs.documents([900, 3000, 100, 96]), 4, H200, ["contiguous", "zigzag", "balanced", "per_document"]),
+    # more documents than are worth planning in two pieces for each rank, and the most that are
+    (rs.documents([200 + 7 * (i % 9) for i in range(9)]), 64, H200, [*ZIGZAG, "balanced(per_node=8)"]),
+    (rs.documents([200 + 7 * (i % 9) for i in range(8)]), 64, H200, [*ZIGZAG, "balanced(per_node=8)", "per_document"]),
+    # round_robin gives a rank unequal numbers of tokens, and the rows of a batch need equal ones
+    (
+        rs.documents([[177, 59, 10, 9], [255], [166, 47, 42]]) & rs.window(left=30),
+        5,
+        LAPTOP,
+        ["contiguous", "balanced(per_node=4)"],
+    ),
+    (rs.per_row([rs.prefix(8 * MANY, 3 * MANY), rs.causal(8 * MANY)]), 2 * MANY, H200, ZIGZAG),
     (rs.causal(8 * MANY), 2 * MANY, H200, ZIGZAG),
     (
         rs.prefix(8 * MANY, 3 * MANY),

@@ -1,13 +1,15 @@
 """How evenly layouts share packed documents, and how many pieces and received key rows they cause.
 
 Only making the layout is timed. *Rows* are the key rows that all ranks together receive from other ranks. *× fewest* is
-their ratio to a lower bound for layouts with even token counts and balance 1.02 (:func:`fewest_rows`).
+their ratio to a lower bound for layouts with even token counts and balance 1.02 (:func:`fewest_rows`). *Between nodes*
+are the key rows that all nodes together receive from other nodes, each once for a node.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,21 +36,32 @@ def layout_rows(
     world: Sequence[int],
     layouts: Sequence[str],
     seed: int,
+    per_node: int | None = None,
 ) -> Iterator[Row]:
-    """Yield a row for each number of tokens, distribution of lengths, number of ranks and layout."""
+    """Yield a row for each number of tokens, distribution of lengths, number of ranks and layout.
+
+    With ``per_node``, the ranks of a node, ``balanced`` is made for such nodes, too, and rows between nodes are counted.
+    """
+    made = {name: COMPARED[name] for name in layouts}
+    if per_node is not None:
+        made[f"balanced(per_node={per_node})"] = partial(LAYOUTS["balanced"], per_node=per_node)
     for n in seq_len:
         for name in lengths:
             drawn = draw_lengths(name, documents=documents or max(1, n // 1024), tokens=n, seed=seed)
-            yield from (_row(name, drawn, ranks, layout) for ranks in world for layout in layouts)
+            yield from (_row(name, drawn, ranks, layout, make, per_node) for ranks in world for layout, make in made.items())
 
 
-def _row(name: str, lengths: list[int], world: int, layout_name: str) -> Row:
+def _row(
+    name: str, lengths: list[int], world: int, layout_name: str, make: Callable[[rs.Mask, int], Layout], per_node: int | None
+) -> Row:
     mask = rs.documents(lengths)
     start = time.perf_counter()
-    layout = COMPARED[layout_name](mask, world)
+    layout = make(mask, world)
     seconds = time.perf_counter() - start
     pieces = _pieces(mask, layout)
-    rows = _rows(mask, layout) if sum(pieces) ** 2 // max(1, len(lengths)) <= MAX_TILES else None
+    is_small = sum(pieces) ** 2 // max(1, len(lengths)) <= MAX_TILES
+    rows = _rows(mask, layout) if is_small else None
+    between = {} if per_node is None else {"between_nodes": _rows(mask, _of_nodes(layout, per_node)) if is_small else None}
     fewest = fewest_rows(lengths, world, BALANCED_ENOUGH)
     return {
         "bench": "layouts",
@@ -62,6 +75,7 @@ def _row(name: str, lengths: list[int], world: int, layout_name: str) -> Row:
         "rows": rows,
         "fewest_rows": fewest,
         "over_fewest": round(rows / fewest, 2) if rows is not None and fewest else None,
+        **between,
         "pieces": sum(pieces),
         "most_pieces": max(pieces),
         "make_ms": round(seconds * 1e3, 1),
@@ -149,6 +163,12 @@ def _pieces(mask: rs.Mask, layout: Layout) -> list[int]:
     parts -= joins & ~np.isin(p.start, cuts)  # the same part of the document continues
     counts: list[int] = np.bincount(p.owner, weights=parts, minlength=layout.world).astype(int).tolist()
     return counts
+
+
+def _of_nodes(layout: Layout, per_node: int) -> Layout:
+    """Return the layout whose ranks are the nodes of ``per_node`` ranks each."""
+    firsts = range(0, layout.world, per_node)
+    return Layout([[span for of_rank in layout.spans[first : first + per_node] for span in of_rank] for first in firsts])
 
 
 def _rows(mask: rs.Mask, layout: Layout) -> int:

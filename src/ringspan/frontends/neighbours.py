@@ -5,11 +5,14 @@ The neighbour of a token may be on another rank. Its row is sent by a plan, as k
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.engine import RowWindow, window_plan, windows_of_ranks
@@ -19,6 +22,8 @@ from ringspan.frontends.labels import document_lengths
 from ringspan.frontends.rank_comparison import check_layout
 from ringspan.frontends.reporting import reports_errors
 from ringspan.frontends.token_data import TokenData
+from ringspan.frontends.validate import check_index, check_moved_documents, check_moved_tensor
+from ringspan.masks.table import MAX_LENGTH
 from ringspan.planner import Plan
 from ringspan.plans.data import Side
 from ringspan.torch_private.dynamo import dynamo_disable
@@ -35,13 +40,12 @@ class Neighbours(TokenData):
         """Shift this rank's tokens within the whole sequence: the result at token ``t`` is ``x`` at ``t - shift``.
 
         ``shift=-1`` gives the next token, as for multi-token prediction, ``shift=1`` the one before. ``documents`` are
-        the lengths of the documents (None: the sequence is one document). Unlike ``torch.roll`` it does not wrap
-        around: where no such token is in the document, the result is ``fill``. ``dim`` is the sequence dim.
-        Differentiable.
+        the lengths of the documents (None: the sequence is one document). They may be parts of the documents of the
+        mask, or consist of several of them, but not both. Unlike ``torch.roll`` it does not wrap around: where no such
+        token is in the document, the result is ``fill``. ``dim`` is the sequence dim. Differentiable.
         """
         window = roll_window(shift, fill)
-        lengths = document_lengths(documents, self._layout(of).length)
-        return self._windows(x, window, dim, lengths, of, "cp.roll").squeeze(dim % x.ndim + 1)
+        return self._windows(x, window, dim, documents, of, "cp.roll").squeeze(dim % x.ndim + 1)
 
     @reports_errors("cp.halo")
     def halo(
@@ -53,30 +57,38 @@ class Neighbours(TokenData):
         the order of the sequence. Tokens that are not in the document are ``fill``; see :meth:`roll`. A causal
         convolution of width 4 is ``torch.einsum("bswf,wf->bsf", cp.halo(x, before=3), weight)``. Differentiable.
         """
-        lengths = document_lengths(documents, self._layout(of).length)
-        return self._windows(x, halo_window(before, after, fill), dim, lengths, of, "cp.halo")
+        return self._windows(x, halo_window(before, after, fill), dim, documents, of, "cp.halo")
 
     def roll_plan(self, shift: int, *, documents: Any = None, of: Side = "q") -> Plan:
         """Return the plan by which :meth:`roll` moves rows."""
-        layout = self._layout(of)
-        return window_plan(document_lengths(documents, layout.length), layout, roll_window(shift), self.plan.rank)
+        lengths = self._lengths(documents, of, "cp.roll_plan")
+        return window_plan(lengths, self._layout(of), roll_window(shift), self.plan.rank)
 
     def halo_plan(self, *, before: int, after: int = 0, documents: Any = None, of: Side = "q") -> Plan:
         """Return the plan by which :meth:`halo` moves rows."""
-        layout = self._layout(of)
-        return window_plan(document_lengths(documents, layout.length), layout, halo_window(before, after), self.plan.rank)
+        lengths = self._lengths(documents, of, "cp.halo_plan")
+        return window_plan(lengths, self._layout(of), halo_window(before, after), self.plan.rank)
 
     @dynamo_disable
-    def _windows(self, x: Tensor, window: RowWindow, dim: int, lengths: Any, of: Side, kind: str) -> Tensor:
-        refuse_rows(kind, self.plan.mask)
+    def _windows(self, x: Tensor, window: RowWindow, dim: int, documents: Any, of: Side, kind: str) -> Tensor:
+        lengths = self._lengths(documents, of, kind)
         layout = self._layout(of)
         check_layout(x, layout)
         rows, dim = rows_first(x, dim, layout.counts[self.plan.rank])
         check_fill(window.fill, x.dtype)
         made = window_plan(lengths, layout, window, self.plan.rank)
         run = partial(self.group.run, device=rows.device, pair=CallPair())
+        # Part of what the ranks compare: whether there will be a backward pass.
+        kind += ", differentiable" * (rows.requires_grad and torch.is_grad_enabled())
         (windows,) = windows_of_ranks([made], [rows], window, run, kind)
         return windows_back(windows, x, dim)
+
+    def _lengths(self, documents: Any, of: Side, what: str) -> NDArray[np.int64]:
+        refuse_rows(what, self.plan.mask)
+        lengths = document_lengths(documents, self._layout(of).length)
+        if documents is not None:
+            check_moved_documents(self.plan.mask, lengths, what)
+        return lengths
 
 
 def roll_window(shift: Any, fill: float = 0) -> RowWindow:
@@ -97,8 +109,8 @@ def rows_first(x: Any, dim: int, tokens: int) -> tuple[Tensor, int]:
     """Return x as (tokens, features), and the sequence dim counted from the start."""
     if not isinstance(x, Tensor):
         raise InputError(f"x must be a tensor, of this rank's tokens; got {type(x).__name__}")
-    if x.is_complex() and x.requires_grad:
-        raise InputError("gradients of complex tensors are not supported: pass torch.view_as_real(x)")
+    check_moved_tensor("x", x)
+    dim = check_index("dim", dim)
     if not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
         raise InputError(
             f"a tensor of shape {tuple(x.shape)} does not have this rank's {tokens} tokens on dim {dim}: give what cp.shard "
@@ -113,8 +125,12 @@ def check_fill(fill: Any, dtype: torch.dtype) -> None:
     if isinstance(fill, int | float) and not dtype.is_floating_point and not dtype.is_complex:
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         fits = low <= fill <= high and int(fill) == fill
+    elif isinstance(fill, int | float) or (isinstance(fill, complex) and dtype.is_complex):
+        largest = torch.finfo(dtype).max  # a finite value beyond it would become infinite
+        parts = (fill.real, fill.imag)
+        fits = all(abs(part) <= largest or (isinstance(part, float) and not math.isfinite(part)) for part in parts)
     else:
-        fits = isinstance(fill, int | float) or (isinstance(fill, complex) and dtype.is_complex)
+        fits = False
     if not fits:
         raise InputError(f"fill={fill!r} is not a value of {dtype}, the dtype of x")
 
@@ -127,6 +143,9 @@ def windows_back(windows_SWF: Tensor, x: Tensor, dim: int) -> Tensor:
 
 def _tokens(what: str, value: Any) -> int:
     try:
-        return operator.index(value)
+        tokens = operator.index(value)
     except TypeError:
         raise InputError(f"{what} must be an integer number of tokens, not {value!r}") from None
+    if abs(tokens) > MAX_LENGTH:
+        raise InputError(f"{what} must be at most {MAX_LENGTH} tokens, the longest sequence; got {value!r}")
+    return tokens

@@ -62,9 +62,10 @@ class TokenData:
         row = np.full(layout.length, -1)
         mine = layout.positions(self.plan.rank)
         row[mine] = np.arange(len(mine))
+        _check_targets(targets)
         token = targets.token.cpu()
-        if len(token) and int(token.max()) >= layout.length:
-            raise InputError(f"the targets are of token {int(token.max())}, but the plan's sequence has {layout.length} tokens")
+        for wrong in token[(token < 0) | (token >= layout.length)][:1].tolist():
+            raise InputError(f"the targets are of token {wrong}, but the plan's sequence has {layout.length} tokens")
         local = torch.from_numpy(row)[token]
         chosen = torch.nonzero(local >= 0).flatten()
         parts = (local, targets.target, targets.weight)
@@ -74,3 +75,12 @@ class TokenData:
         if of not in ("q", "kv"):
             raise InputError(f'of must be "q" or "kv", not {of!r}')
         return self.plan.q_layout if of == "q" else self.plan.kv_layout
+
+
+def _check_targets(targets: Targets) -> None:
+    """Raise unless all parts are tensors of one length."""
+    if not all(isinstance(part, Tensor) and part.ndim == 1 and len(part) == len(targets.token) for part in targets):
+        found = ", ".join(f"{tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__ for part in targets)
+        raise InputError(f"token, target and weight of targets must be tensors of one dim and one length; got {found}")
+    if targets.token.is_floating_point() or targets.token.is_complex() or targets.token.dtype == torch.bool:
+        raise InputError(f"token of targets must be integers, the numbers of tokens; got {targets.token.dtype}")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.errors import InputError
+from ringspan.frontends.validate import check_index
 from ringspan.masks import Mask
 from ringspan.masks.tree import TreeNodes, nodes_of, tree
 
@@ -30,7 +31,8 @@ class Targets(NamedTuple):
     """What to predict: ``target[i]`` from the output at ``token[i]``, with ``weight[i]``.
 
     A token after which branches begin occurs once for each of them. The loss of all rows is
-    ``(weight * F.cross_entropy(logits[token], target, reduction="none")).sum() / weight.sum()``.
+    ``(weight * F.cross_entropy(logits[token], target, reduction="none")).sum() / weight.sum()``. Weights with signs, such
+    as advantages, can sum to 0: divide the sum by a count that does not depend on them, ``cp.sum(losses * weight) / count``.
     """
 
     token: Tensor
@@ -67,6 +69,9 @@ class Trie:
 
     def index(self, row: int) -> Tensor:
         """Return where the tokens of a row are: ``trie.tokens[trie.index(i)]`` is row ``i``."""
+        rows = len(self.row_spans)
+        if not -rows <= check_index("row", row) < rows:
+            raise InputError(f"row must be a number of one of the {rows} rows that were folded, from 0; got {row!r}")
         return torch.from_numpy(_index(self.row_spans[row]))
 
     def unfold(self, x: Tensor, *, dim: int) -> list[Tensor]:
@@ -204,7 +209,9 @@ def _row_counts(trie: Trie) -> Tensor:
 
 def _summed(trie: Trie, weights: Sequence[Any]) -> Tensor:
     """Return the sum of the weights that the rows give to each token."""
-    given = [torch.as_tensor(w) for w in weights]
+    if not hasattr(weights, "__iter__"):
+        raise InputError(f"weights must be a list with the weights of each row; got {type(weights).__name__}")
+    given = [_weights_of_row(i, w) for i, w in enumerate(weights)]
     counts = [sum(stop - start for start, stop in spans) for spans in trie.row_spans]
     if [tuple(w.shape) for w in given] != [(n,) for n in counts]:
         raise InputError(
@@ -214,5 +221,15 @@ def _summed(trie: Trie, weights: Sequence[Any]) -> Tensor:
     dtype = reduce(torch.promote_types, (w.dtype for w in given), torch.float32)
     total = torch.zeros(len(trie), dtype=dtype)
     for row, w in enumerate(given):
-        total.index_add_(0, trie.index(row), w.detach().to("cpu", dtype))
+        total.index_add_(0, trie.index(row), w.to("cpu", dtype))
     return total
+
+
+def _weights_of_row(i: int, given: Any) -> Tensor:
+    try:
+        weights = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"weights[{i}] must be a number for each token of row {i}; got {given!r:.100}") from None
+    if weights.requires_grad:
+        raise InputError(f"weights[{i}] requires a gradient, but weights are constants of the loss: give weights.detach()")
+    return weights

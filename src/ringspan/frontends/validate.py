@@ -3,16 +3,20 @@ raises."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.errors import InputError, MaskError
+from ringspan.frontends.dtensor import is_dtensor
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
+from ringspan.masks.cuts import is_crossed
 from ringspan.masks.tree import TreeNodes, tree
 
 
@@ -79,15 +83,60 @@ def _kind(value: Any) -> str:
 
 def check_documents(mask: Mask, positions: Tensor) -> None:
     """Raise if the mask lets a token see across the start of a document. ``positions`` are those in the documents."""
-    if mask.predicate is not None or mask.q_len != mask.k_len:
-        return
     starts = torch.nonzero(positions == 0).flatten().numpy()
-    inside = np.setdiff1d(starts, mask.documents())
+    inside = _starts_inside(mask, starts)
     if len(inside):
         raise InputError(
-            f"positions(documents=…): a document starts at token {inside[0]}, but the mask {mask.name} lets tokens see across "
-            "that place. Give the documents of the mask, or a mask with these documents"
+            f"cp.positions(documents=…): a document starts at token {inside[0]}, but the mask {mask.name} lets tokens see "
+            "across that place. Give the documents of the mask, or a mask with these documents"
         )
+
+
+def check_moved_documents(mask: Mask, lengths: NDArray[np.int64], what: str) -> None:
+    """Raise if documents contradict those of the mask: some are cut where it has no boundary, and others cross a
+    boundary that it has.
+
+    Documents within those of the mask are allowed, since attention may see across documents (a causal mask over several),
+    and so are documents of several of the mask's, since masks have other boundaries, too (``chunked``).
+    """
+    stops = np.cumsum(lengths)
+    inside = _starts_inside(mask, stops[:-1])
+    if not len(inside):
+        return
+    crosses = np.setdiff1d(mask.documents(), np.append(0, stops))
+    if len(crosses):
+        raise InputError(
+            f"{what}(documents=…): a document starts at token {inside[0]}, where the mask {mask.name} has no boundary, and "
+            f"another crosses the boundary of the mask at token {crosses[0]}. Give the documents of the mask, in its order, or "
+            "a mask with these documents"
+        )
+
+
+def _starts_inside(mask: Mask, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return those of the starts of documents across which the mask lets a token see; none if that is not known."""
+    if mask.predicate is not None or mask.q_len != mask.k_len:
+        return starts[:0]
+    return starts[is_crossed(mask.table, starts)]
+
+
+def check_moved_tensor(name: str, x: Tensor) -> None:
+    """Raise for a tensor whose rows cannot be sent to other ranks as they are."""
+    if x.is_nested:
+        raise InputError(f"{name} is a nested tensor: give x.values(), and the lengths of its parts as documents=")
+    if is_dtensor(x):
+        raise InputError(f"{name} is a DTensor: give x.to_local(), and make a DTensor of the result by DTensor.from_local")
+    if x.layout != torch.strided:
+        raise InputError(f"{name} has the layout {x.layout}: give x.to_dense()")
+    if x.is_complex() and x.requires_grad:
+        raise InputError(f"gradients of complex tensors are not supported: pass torch.view_as_real({name})")
+
+
+def check_index(what: str, value: Any) -> int:
+    """Return an integer, or raise."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{what} must be an integer, not {value!r}") from None
 
 
 def check_tree(mask: Mask, nodes: TreeNodes, tokens: int) -> None:
@@ -99,6 +148,6 @@ def check_tree(mask: Mask, nodes: TreeNodes, tokens: int) -> None:
     allowed = tree(nodes.stop - nodes.start, nodes.parent)
     if int(tables.area(tables.intersect(mask.table, allowed.table)).sum()) != mask.area:
         raise InputError(
-            f"positions(tree=…): the mask {mask.name} lets tokens see other branches of this tree, or later tokens. Give the "
-            "tree of the mask, or the mask of this tree: rs.tree(lengths, parents)"
+            f"cp.positions(tree=…): the mask {mask.name} lets tokens see other branches of this tree, or later tokens. Give "
+            "the tree of the mask, or the mask of this tree: rs.tree(lengths, parents)"
         )

@@ -9,7 +9,7 @@ from ringspan.costs.plan_cost import rounded
 from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, areas, balance, for_nodes, named_layout
 from ringspan.layouts.auto import GOOD_ENOUGH
-from ringspan.masks import Mask
+from ringspan.masks import BatchMask, Mask
 from ringspan.plans.moving_side import KEYS
 from ringspan.plans.problem import needed_rows
 from ringspan.plans.shape import Shape
@@ -19,10 +19,10 @@ from ringspan.strategies.registry import STRATEGIES, spec
 # If a simple layout has at most this imbalance, a layout that balances the work could save too little.
 EVEN_ENOUGH = 1.02
 # This layout is perfectly balanced, but it cuts every document into two pieces for each rank. It is tried for few
-# documents, whose pieces stay long.
-FOR_FEW_DOCUMENTS, DOCUMENTS_PER_RANK = "per_document", 2
+# documents, whose pieces stay long, and if the tiles between these pieces are few: each is planned.
+FOR_FEW_DOCUMENTS, DOCUMENTS_PER_RANK, MAX_TILES = "per_document", 2, 2**17
 # This layout cuts windows into rectangles and triangles. It needs many keys, but it pays if a kernel is slow in
-# windows.
+# windows. Its ranks have unequal numbers of tokens, so it cannot give a rank as many of each row of a batch.
 FOR_SLOW_WINDOWS = "round_robin"
 # With more ranks than this, making the layout ``balanced`` takes minutes.
 MAX_RANKS_BALANCED = 1024
@@ -36,7 +36,7 @@ def layouts_for(mask: Mask, world: int, machine: Hardware, shape: Shape, kv_layo
     """
     if world > MAX_RANKS_BALANCED:
         return _quick_layouts(mask, world)
-    slow_windows = _has_slow_windows(mask, machine)
+    slow_windows = _has_slow_windows(mask, machine) and not isinstance(mask, BatchMask)
     found: list[Layout] = []
     works: list[float] = []
 
@@ -77,13 +77,15 @@ def _by_work(mask: Mask, world: int, machine: Hardware) -> list[str]:
     if any(balance(mask, named_layout(name, mask, world)[0]) <= EVEN_ENOUGH for name in simple):
         return []
     balanced = str(for_nodes("balanced", world, machine.per_node))
-    return [balanced, *([FOR_FEW_DOCUMENTS] if 1 < documents <= DOCUMENTS_PER_RANK * world else [])]
+    are_few = 1 < documents <= DOCUMENTS_PER_RANK * world and len(mask) * (2 * world) ** 2 <= MAX_TILES
+    return [balanced, *([FOR_FEW_DOCUMENTS] if are_few else [])]
 
 
 def _quick_layouts(mask: Mask, world: int) -> list[Layout]:
-    """Return layouts for thousands of ranks: round_robin instead of balanced, where the others are not balanced."""
+    """Return layouts for thousands of ranks: round_robin instead of balanced, where the others are not balanced and the
+    rows of a batch have one mask."""
     simple = [named_layout(name, mask, world)[0] for name in ("contiguous", "zigzag")]
-    uneven = all(balance(mask, layout) > GOOD_ENOUGH for layout in simple)
+    uneven = not isinstance(mask, BatchMask) and all(balance(mask, layout) > GOOD_ENOUGH for layout in simple)
     return [*simple, *([named_layout("round_robin", mask, world)[0]] if uneven else [])]
 
 

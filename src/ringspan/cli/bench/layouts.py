@@ -20,6 +20,7 @@ COLUMNS = {
     "balance": "balance",
     "rows": "rows",
     "over_fewest": "× fewest",
+    "between_nodes": "between nodes",
     "pieces": "pieces",
     "most_pieces": "most",
     "make_ms": "make, ms",
@@ -33,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=one, nargs="+", default=[131072, 1048576], metavar="N", help="tokens (default: 131072 1048576)")
     add("--world", type=one, nargs="+", default=[8, 32, 128], metavar="N", help="ranks (default: 8 32 128)")
     add("--layouts", nargs="+", default=[*COMPARED], choices=[*COMPARED], help="default: all")
+    add(
+        "--per-node",
+        type=one,
+        default=None,
+        metavar="N",
+        help="count the key rows that cross between nodes of N ranks, and compare balanced(per_node=N), too",
+    )
     add("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: %(default)s)")
 
 
@@ -44,4 +52,5 @@ def measure(args: argparse.Namespace, on_progress: OnProgress) -> Iterable[Row]:
         world=args.world,
         layouts=args.layouts,
         seed=args.seed,
+        per_node=args.per_node,
     )
