@@ -270,6 +270,7 @@ def refused_by_trainer(rank: int, folder: str) -> dict[str, str]:
 REFUSED_BY_TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "Leave the loss to the model"),
     **({"a rounded number of labels": (OWN_LABELS, "rounds it down")} if ROUNDS else {}),
+    "noise": ({"neftune_noise_alpha": 5.0}, "would count those of this rank"),
     "a router loss": ({}, "set config.output_router_logits to False"),
     "its own loss": ({"remove_unused_columns": False}, "does not give shift_labels to its loss function"),
 }
@@ -420,9 +421,11 @@ def call_of_model(rank: int, kind: str) -> str:
     if kind != "a loss outside the model":
         batch["attention_mask"] = torch.ones_like(ids)
         batch["position_ids"] = (torch.arange(N)[None] - 5).clamp(min=0)
-    if kind == "left padding":
+    if "left padding" in kind:
         batch["attention_mask"][:, :5] = 0
     mesh, model = init_device_mesh("cpu", (2,)), small_model("llama")
+    if kind.startswith("opt"):
+        model.config.model_type = "opt"
     model.set_attn_implementation("sdpa")
     try:
         with sharded(mesh=mesh, models=[model], buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch)):
@@ -440,6 +443,7 @@ def call_of_model(rank: int, kind: str) -> str:
         ("a loss outside the model", "Leave the loss to the model"),
         ("documents and an attention mask", "Leave the attention_mask out"),
         ("left padding", ""),
+        ("opt, left padding", "opt counts the positions of tokens that are no padding"),
     ],
 )
 def test_what_would_differ_from_one_process_is_refused(kind: str, text: str, pools: Pools) -> None:

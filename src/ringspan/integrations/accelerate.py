@@ -211,6 +211,14 @@ def _replace(buffer: Any, contents: Tensor) -> None:
     buffer.set_(contents)
 
 
+# Types of models that count positions by the attention mask, so that padding on the left shifts them.
+COUNTS_BY_MASK = ("opt",)
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
 def _check_call(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -236,6 +244,11 @@ def _check_call(
     begins = positions[:, 1:] == 0
     for buffer, whole in buffers:
         if buffer is attention_mask:
+            if _model_type(model) in COUNTS_BY_MASK and bool((whole[:, 0] == 0).any()):
+                raise InputError(
+                    f"{_model_type(model)} counts the positions of tokens that are no padding, if it gets no position_ids, and "
+                    "Trainer gives it those that count padding, too: pad on the right"
+                )
             begins = begins & (whole[:, 1:] != 0) & (whole[:, :-1] != 0)  # padding may have any position
     if bool(begins.any()):
         raise InputError(

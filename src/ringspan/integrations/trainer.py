@@ -107,8 +107,13 @@ class TrainerStep:
             frame = frame.f_back
 
     def check(self) -> None:
-        """Raise if Trainer divides the loss by a number of labels that was rounded."""
+        """Raise if Trainer divides the loss by a number of labels that was rounded, or adds noise for other lengths."""
         trainer = self.trainer
+        if getattr(getattr(trainer, "args", None), "neftune_noise_alpha", None) is not None:
+            raise InputError(
+                "neftune_noise_alpha adds noise to the embeddings whose size depends on the number of tokens, and would count "
+                "those of this rank: leave it out"
+            )
         if trainer is None or not ROUNDS or getattr(trainer.args, "average_tokens_across_devices", True):
             return
         if getattr(trainer, "model_accepts_loss_kwargs", False):
