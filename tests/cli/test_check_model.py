@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringspan.cli.check_model import smaller
+from ringspan.cli.check_model import read_config, smaller
 from ringspan.cli.main import main
 
 QWEN = {
@@ -55,6 +55,32 @@ def test_what_is_no_config_is_refused(
         (tmp_path / "config.json").write_text(content)
     assert main(["check", "--model", str(tmp_path)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_the_language_model_of_a_composite_config_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": QWEN, "vision_config": {}}))
+    assert read_config(str(tmp_path)) == QWEN
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model_type": "mamba", "num_hidden_layers": 2, "state_size": 4}, "mamba cannot run under context parallelism"),
+        ({"model_type": "qwen3_next", "head_dim": 8}, "qwen3_next has layers that are not softmax attention under a mask"),
+        ({"model_type": "musicgen"}, "this config of musicgen has no vocab_size"),
+    ],
+)
+def test_a_model_that_cannot_be_compared_is_refused_in_one_line(
+    config: dict[str, object], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"moe_intermediate_size": 16, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config if config["model_type"] == "musicgen" else sizes | config))
+    assert main(["check", "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ NEO: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers"
 FALCON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+NO_DROPOUT = {"attn_pdrop": 0}
 BYTES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -71,6 +72,7 @@ VISION: dict[str, Any] = {
 }
 
 
+CLIP: dict[str, Any] = {**SIZES, "num_key_value_heads": None, "projection_dim": 8}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -192,6 +194,20 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "FalconForCausalLM",
         lambda t: t.FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
     ),
+    "falcon with wide heads": (
+        "FalconForCausalLM",
+        lambda t: t.FalconConfig(
+            **{**FALCON, "hidden_size": 512, "num_hidden_layers": 1},
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+        ),
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        lambda t: t.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, attn_config=NO_DROPOUT),
+    ),
     "openai-gpt": ("OpenAIGPTLMHeadModel", lambda t: t.OpenAIGPTConfig(**GPT, n_positions=64)),
     "lfm2": (
         "Lfm2ForCausalLM",
@@ -304,6 +320,12 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "gemma3 with images": ("Gemma3ForConditionalGeneration", _gemma3_with_images),
     "paligemma": ("PaliGemmaForConditionalGeneration", _paligemma),
     "t5gemma": ("T5GemmaForConditionalGeneration", _t5gemma),
+    "mamba": (
+        "MambaForCausalLM",
+        lambda t: t.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
+    ),
+    "bert for pretraining": ("BertForPreTraining", lambda t: t.BertConfig(**{**SIZES, "num_key_value_heads": None})),
+    "clip with projection": ("CLIPTextModelWithProjection", lambda t: t.CLIPTextConfig(**CLIP)),
     "recurrent_gemma": ("RecurrentGemmaForCausalLM", lambda t: t.RecurrentGemmaConfig(**SIZES, lru_width=32)),
     "qwen3_next": ("Qwen3NextForCausalLM", lambda t: t.Qwen3NextConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),
 }

@@ -171,6 +171,55 @@ def test_cross_attention_without_a_mask_of_the_model_is_exact(pools: Pools) -> N
     assert all(x <= 1e-12 for x in pools(2).run(cross_attention))
 
 
+@pytest.mark.parametrize("name", ["t5", "bart with encoder"])
+def test_a_prepared_model_is_the_same_outside_a_block(name: str) -> None:
+    from ringspan.integrations.transformers import prepare
+
+    given = {"input_ids": tokens(37), "decoder_input_ids": tokens()}
+    model: Any = small_model(name)
+    model.set_attn_implementation("eager")
+    with Float64():
+        wanted = model(**given).logits
+        assert difference(prepare(model)(**given).logits, wanted) < 1e-12
+
+
+BLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+OPT = {"ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 1}
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "opt": {"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "word_embed_proj_dim": 32, **OPT},
+    "t5": {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
+}
+
+
+def without_decoder_tokens(rank: int, name: str) -> str:
+    """The error of BLIP-2, whose forward takes tokens of a decoder whether its language model has an encoder or not."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration
+
+    from ringspan.integrations.transformers import prepare
+
+    config = Blip2Config(
+        vision_config={**BLIP, "image_size": 28, "patch_size": 14},
+        qformer_config={**BLIP, "encoder_hidden_size": 16, "vocab_size": 32},
+        text_config=LANGUAGE_MODELS[name],
+        num_query_tokens=4,
+    )
+    model: Any = prepare(Blip2ForConditionalGeneration(config).eval())
+    cp = rs.ContextParallel(None, rs.causal(N))
+    try:
+        with cp, torch.no_grad():
+            model(pixel_values=torch.zeros(1, 3, 28, 28), input_ids=cp.shard(tokens()[:1], dim=1))
+    except rs.RingspanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_only_models_with_an_encoder_need_tokens_of_a_decoder(name: str, pools: Pools) -> None:
+    for error in pools(2).run(without_decoder_tokens, name):
+        assert ("was called without decoder_input_ids" in error) == (name == "t5")
+        assert ("call it in `with rs.local_attention():`" in error) == (name == "opt")  # the vision tower
+
+
 def test_a_prepared_model_can_be_pickled() -> None:
     from ringspan.integrations.transformers import prepare
 
@@ -203,6 +252,8 @@ def refused(rank: int) -> dict[str, str]:
         "labels": error("llama", cp, labels=labels),
         "mpnet": error("mpnet", full, prepared=True),
         "of all tokens": error("llama for classification", cp),
+        "of all tokens, in pretraining": error("bert for pretraining", full),
+        "of all tokens, projected": error("clip with projection", cp),
         "positions of answers": error("llama for answers", cp, start_positions=labels[:, 0], end_positions=labels[:, 0]),
         "t5": error("t5", full, position_ids=None),
         "wav2vec2": error("wav2vec2", full, prepared=True),
@@ -217,6 +268,8 @@ REFUSED = {
     "labels": "labels= was passed to the model",
     "mpnet": "its layers compute attention themselves",
     "of all tokens": "LlamaForSequenceClassification computes one result from all tokens",
+    "of all tokens, in pretraining": "BertForPreTraining computes one result from all tokens",
+    "of all tokens, projected": "CLIPTextModelWithProjection computes one result from all tokens",
     "positions of answers": "start_positions= was passed to the model",
     "t5": "t5 adds biases to its scores",
     "wav2vec2": "has convolutions over its tokens",

@@ -32,8 +32,9 @@ DECODERS = [
     *("deepseek_v3", "gemma4", "smollm3"),
 ]
 # all others only have the name set
-PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "falcon with alibi", "openai-gpt", "bert", "lfm2"]
+PREPARED = ["bart", "gptj", "gpt_neo", "bloom", "falcon", "falcon with alibi", "mpt", "openai-gpt", "bert", "lfm2"]
 PREPARED += ["doge", "git", "inkling", "xlm", "xlnet", "zaya"]
+WITHOUT_POSITIONS = {"bart", "bloom", "mpt", "xlnet"}  # these take no position_ids
 LENGTH_DEPENDENT = ["llama with dynamic RoPE", "phi3 with LongRoPE"]
 COUNTING_ENCODERS = ["bart with encoder", "m2m_100 with encoder", "mvp with encoder"]
 T5_MODELS = ["t5", "mt5", "umt5", "t5 encoder"]  # their scores have biases
@@ -44,7 +45,7 @@ if IS_NEW:
     SPECIAL += ["inkling2"]
 ONLY_EAGER = {"gemma2", "gpt_oss", "inkling2", "t5gemma"}  # SDPA has no softcap and no sinks
 # These have no other attention:
-ONLY_EAGER |= {*T5_MODELS, "bloom", "git", "gpt_neo", "gptj", "mvp with encoder", "openai-gpt", "xlm", "xlnet"}
+ONLY_EAGER |= {*T5_MODELS, "bloom", "git", "gpt_neo", "gptj", "mpt", "mvp with encoder", "openai-gpt", "xlm", "xlnet"}
 LAYOUTS = ["contiguous", "zigzag"]
 
 
@@ -129,7 +130,7 @@ def plain_prepared(rank: int, name: str, layout: str) -> dict[str, float]:
     cp = rs.ContextParallel(None, rs.causal(N), layout=layout)
     whole: dict[str, Any] = {"input_ids": tokens()}
     mine = {"input_ids": cp.shard(tokens(), dim=1)}
-    if name not in ("bart", "bloom", "xlnet"):
+    if name not in WITHOUT_POSITIONS:
         mine["position_ids"] = cp.positions()[None].expand(B, -1)
     found = compare(name, cp, whole, mine)
     model = prepare(small_model(name))
@@ -235,36 +236,6 @@ def with_a_prefix(rank: int, layout: str) -> dict[str, float]:
     return compare("paligemma", cp, {"inputs_embeds": embeddings, "token_type_ids": types}, mine)
 
 
-def alibi_of_a_padded_rank(rank: int, name: str) -> dict[str, float]:
-    """All tokens that the first rank has of the first row are padding, and have no biases there."""
-    cp = rs.ContextParallel(None, rs.causal(30), layout="contiguous")
-    keep = torch.ones(B, 30, dtype=torch.bool)
-    keep[0, :15] = False
-    whole = {"input_ids": tokens(30), "attention_mask": keep.long()}
-    mine = cp.shard(whole, dim=1)
-    if name != "bloom":
-        mine["position_ids"] = cp.positions()[None]
-    return compare(name, cp, whole, mine, keep=keep)
-
-
-def alibi_in_bfloat16(rank: int) -> dict[str, float]:
-    """Bloom with biases in bfloat16, which has every integer up to 256 only. Both results against one in float32."""
-    from ringspan.integrations.transformers import prepare
-
-    n = 1100
-    cp, ids = rs.ContextParallel(None, rs.causal(n), layout="zigzag"), tokens(n)[:1]
-    model = small_model("bloom").float()
-    with torch.no_grad():
-        wanted = cp.shard(model(input_ids=ids, use_cache=False).logits, dim=1)
-        model.bfloat16()
-        one = model(input_ids=ids, use_cache=False).logits.float()
-        prepare(model)
-        with cp:
-            found = model(input_ids=cp.shard(ids, dim=1), use_cache=False).logits.float()
-    of_one = difference(cp.shard(one, dim=1), wanted)
-    return {"ranks, in differences of one process": difference(found, wanted) / of_one, "one process": of_one}
-
-
 def counted_after_padding(rank: int) -> dict[str, float]:
     """RoBERTa, whose first position is pad_token_id + 1."""
     cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
@@ -328,45 +299,6 @@ def test_image_blocks_are_exact(layout: str, pools: Pools) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mask_that_the_outer_model_has_made_is_exact(layout: str, pools: Pools) -> None:
     check(pools(2).run(with_a_prefix, layout))
-
-
-@pytest.mark.parametrize("name", ["bloom", "falcon with alibi"])
-def test_biases_of_a_rank_with_padding_alone_are_exact(name: str, pools: Pools) -> None:
-    check(pools(2).run(alibi_of_a_padded_rank, name))
-
-
-def test_biases_in_bfloat16_are_as_near_as_one_process(pools: Pools) -> None:
-    for found in pools(2).run(alibi_in_bfloat16):
-        assert found["one process"] < 0.02
-        assert found["ranks, in differences of one process"] < 1.5
-
-
-# name -> a bias of 600 keys for each of 3 heads, and whether it is linear in the key
-SLOPES = torch.tensor([0.5, 0.0884, 0.004])[:, None, None]
-KEYS = torch.arange(600)[None, None]
-LINEAR: dict[str, tuple[Tensor, bool]] = {
-    "exact": (SLOPES * KEYS, True),
-    "in bfloat16": ((SLOPES * KEYS).bfloat16(), True),
-    "in float16": ((SLOPES * KEYS).half(), True),
-    "of bfloat16, as in Falcon": ((SLOPES.bfloat16() * KEYS).double(), True),
-    "from a negative number on": (SLOPES * (KEYS - 600), True),
-    "after padding": (SLOPES * (KEYS - 100).clamp_min(0), False),
-    "before padding, in bfloat16": ((SLOPES * KEYS * (KEYS < 590)).bfloat16(), False),
-    "of logarithms, in bfloat16": ((SLOPES * (KEYS + 1).log()).bfloat16(), False),
-    "with one step left out": (SLOPES * (KEYS + (KEYS > 300)), False),
-}
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_a_bias_is_linear_up_to_its_rounding(name: str) -> None:
-    from ringspan.integrations.transformers.alibi import slope_of
-
-    bias, is_linear = LINEAR[name]
-    slope = slope_of(bias)
-    assert (slope is not None) == is_linear
-    if slope is not None:
-        error = (slope[:, None, None] / SLOPES - 1).abs().max()
-        assert error < (1e-6 if bias.dtype == torch.float32 else 4e-3 if "Falcon" in name else 2e-4)
 
 
 @pytest.mark.parametrize("name", PREPARED)
@@ -475,15 +407,6 @@ def message(
     return ""
 
 
-def alibi_message(padding: slice) -> str:
-    """The error of Bloom with this padding. The first rank has tokens 0 to 7 and 24 to 31, the second all others."""
-    cp = rs.ContextParallel(None, rs.causal(32), layout="zigzag")
-    keep = torch.ones(1, 32, dtype=torch.long)
-    keep[0, padding] = 0
-    mine = {"input_ids": cp.shard(tokens(32)[:1], dim=1), "attention_mask": cp.shard(keep, dim=1)}
-    return message("bloom", cp, prepared=True, position_ids=None, **mine)
-
-
 def refused_when_prepared(rank: int) -> dict[str, str]:
     cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
     long = rs.ContextParallel(None, rs.causal(40), layout="zigzag")
@@ -492,9 +415,8 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
     image = torch.zeros(B, 3, 28, 28).double()
     of_call = {"cu_seq_lens_q": torch.tensor([0, 20, N]), "position_ids": cp.shard(positions([20, 9]), dim=1)}
     return {
-        "alibi, only padding on a rank": alibi_message(slice(8, 24)),
-        "alibi, padding between tokens": alibi_message(slice(8, 24)),
-        "alibi, padding between tokens of a rank": alibi_message(slice(2, 4)),
+        "bloom, weights": message("bloom", cp, prepared=True, position_ids=None, output_attentions=True),
+        "mpt, weights": message("mpt", cp, prepared=True, position_ids=None, output_attentions=True),  # by hooks of the model
         "doge": message("doge", long, prepared=True),
         "doge, not prepared": message("doge", cp),
         "git": message("git", cp, prepared=True, pixel_values=image),
@@ -515,10 +437,9 @@ def refused_when_prepared(rank: int) -> dict[str, str]:
 DOCUMENTS_OF_CALL = ["inkling, documents of the call", "zaya, documents of the call"]
 REFUSED_WHEN_PREPARED = {
     **dict.fromkeys(DOCUMENTS_OF_CALL, "would cross it"),
-    "alibi, only padding on a rank": "this rank has only padding or a single token",
-    "alibi, padding between tokens": "the batch has padding between the tokens of a row",
-    "alibi, padding between tokens of a rank": "a bias that is not linear in the key",
     "xlnet, documents of the call": "XLNet would cross it",
+    "bloom, weights": "BloomAttention, layer 0 should return its weights",
+    "mpt, weights": "MptAttention, layer 0 should return its weights",
     "doge": "above keep_window_size=32 this layer chooses keys",
     "doge, not prepared": "prepare(model)",
     "git": "call it in `with rs.local_attention():`",
@@ -540,6 +461,8 @@ def test_models_that_are_not_exact_are_refused() -> None:
 
     with pytest.raises(rs.UnplannedAttention, match="recurrent_gemma cannot run under context parallelism: it has recurrent"):
         prepare(small_model("recurrent_gemma"))
+    with pytest.raises(rs.UnplannedAttention, match="mamba cannot run under context parallelism: it has recurrent layers"):
+        prepare(small_model("mamba"))
     with pytest.raises(rs.UnplannedAttention, match="pegasus_x cannot run under context parallelism: its encoder attends"):
         refuse_config(transformers.PegasusXConfig())
     with pytest.raises(rs.UnplannedAttention, match=r"esm scales embeddings by the share of mask tokens"):
@@ -551,6 +474,32 @@ def test_what_prepared_models_refuse(pools: Pools) -> None:
     for case, said in REFUSED_WHEN_PREPARED.items():
         assert any(said in x[case] for x in found), case
         assert all(x[case] for x in found), case
+
+
+class OtherProducts(nn.Module):
+    """A layer without a mask that writes attention out by einsum."""
+
+    def forward(self, hidden_BSF: Tensor) -> Tensor:
+        weights = torch.softmax(torch.einsum("bsf,btf->bst", hidden_BSF, hidden_BSF), dim=-1)
+        return torch.einsum("bst,btf->bsf", weights, hidden_BSF)
+
+
+def unknown_products(rank: int) -> str:
+    from ringspan.integrations.transformers.written_out import attention_over_ranks
+
+    cp = rs.ContextParallel(None, rs.full(N), layout="zigzag")
+    try:
+        with cp:
+            cp.mark_as_used()
+            attention_over_ranks(OtherProducts(), OtherProducts.forward, cp.shard(torch.ones(B, N, 4), dim=1))
+    except rs.UnplannedAttention as error:
+        return str(error)
+    return ""
+
+
+def test_products_that_are_not_recognised_are_refused(pools: Pools) -> None:
+    for error in pools(2).run(unknown_products):
+        assert "without a matrix product of queries and keys that ringspan knows" in error
 
 
 def refused(rank: int) -> dict[str, str]:

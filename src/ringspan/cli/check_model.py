@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.errors import InputError
+from ringspan.errors import InputError, RingspanError, UnplannedAttention
 from ringspan.testing.workers import Pool
 
 LAYERS, HEADS, HEAD_DIM, WINDOW = 2, 4, 8, 8
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     make_config(config)
     with Pool(world) as pool:
         parity = pool.run(compare, config, args.tokens, args.layout)[0]
+    if isinstance(parity, str):
+        raise UnplannedAttention(parity)
     print(parity)
     if args.json:
         print(parity.to_json())
@@ -63,13 +65,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return the config in a file, or in the config.json of a directory."""
+    """Return the config in a file, or in the config.json of a directory.
+
+    Of a model with several parts, such as a vision tower, it is that of the language model.
+    """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"--model {path} cannot be read as a config.json: {error}") from error
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"--model {path} has no model_type: give the config.json of a model of transformers")
     if not isinstance(config["model_type"], str):
@@ -124,20 +131,31 @@ def make_config(config: Mapping[str, Any]) -> Any:
         )
     options = {key: x for key, x in config.items() if key not in ("model_type", "architectures", "torch_dtype", "dtype")}
     try:
-        return AutoConfig.for_model(model_type, **options)
+        made = AutoConfig.for_model(model_type, **options)
     except Exception as error:  # each model has validators of its own
         raise InputError(f"transformers refuses this config of {model_type}: {error}") from error
+    if not hasattr(made, "vocab_size"):
+        raise InputError(
+            f"this config of {model_type} has no vocab_size: give --model that of the language model in it, with a model_type "
+            "of its own"
+        )
+    return made
 
 
-def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> rs.Parity:
-    """Compare the model on this rank. A job for all workers of a pool."""
+def compare(rank: int, config: Mapping[str, Any], tokens: int, layout: str) -> rs.Parity | str:
+    """Compare the model on this rank. A job for all workers of a pool. Returns why a model is refused."""
     from transformers import AutoModelForCausalLM
 
     from ringspan.integrations.transformers import prepare
+    from ringspan.integrations.transformers.refusals import refuse_config
 
     torch.manual_seed(0)
     made = make_config(config)
-    model = prepare(AutoModelForCausalLM.from_config(made, experts_implementation="eager"))
+    model = AutoModelForCausalLM.from_config(made, experts_implementation="eager")
+    try:
+        refuse_config(prepare(model).config)
+    except RingspanError as error:
+        return str(error)
     cp = rs.ContextParallel(None, rs.causal(tokens), layout=layout)
     ids = torch.randint(made.vocab_size, (1, tokens))
     if made.pad_token_id is not None:  # some models count the tokens that are no padding

@@ -19,7 +19,8 @@ Models that count positions themselves, write attention out in their layers or a
 T5, …) need ``prepare(model)`` in place of ``set_attn_implementation``; the error of such a model says so.
 
 Tensors with one row per token (ids, embeddings, positions) are this rank's. Tensors that describe the sequence for the
-mask (``attention_mask``, ``token_type_ids``, ``cu_seq_lens_q``) are those of the whole sequence, on every rank.
+mask (``attention_mask``, ``cu_seq_lens_q``, ``token_type_ids`` of images or a prefix) are those of the whole sequence,
+on every rank.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -1,7 +1,11 @@
 """The slopes of ALiBi biases, which layers add to their scores.
 
-A model computes the biases of the keys that it gets, here those of one rank. Its slope says what the biases of all keys
-are: a constant of a row does not change the softmax of the row.
+A model computes the biases of the keys that it gets, here those of one rank, and counts the tokens that are no padding::
+
+    2 ranks, 8 tokens, 3 of padding on the left     rank 0: keys 0 1 2 3     rank 1: keys 4 5 6 7
+    biases for a slope of 0.5                               . . . 0                  0 .5 1 1.5
+
+The slope says what the biases of all keys are: a constant of a row does not change the softmax of the row.
 
 Legend: B batch, H query heads, T keys.
 """
@@ -11,10 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringspan.errors import UnplannedAttention
 
-def slope_of(bias: Tensor) -> Tensor | None:
-    """Return the slope of a bias (..., 1, T) that is linear in the key, for each row of its leading dims, in float64.
-    None if it is not linear.
+
+def slope_of(bias_BHT: Tensor, valid_BT: Tensor | None = None) -> Tensor | None:
+    """Return the slope of each head (H) in float64, where a bias is linear in the key. None if it is not.
+
+    ``valid_BT`` are the keys that are no padding; None for all. Those of a row must be neighbours. The rows of the batch
+    have one slope, and an offset each.
 
     A bias may be rounded: Bloom computes it in the dtype of the model, Falcon always in bfloat16. So every value is
     right to half a unit in the last place, and a line fitted to all of them is nearer to the slope of the model than any
@@ -23,26 +31,33 @@ def slope_of(bias: Tensor) -> Tensor | None:
 
     >>> slope_of(torch.tensor([[[0.0, 0.5, 1.0]]])).item(), slope_of(torch.tensor([[[0.0, 0.5, 1.5]]]))
     (0.5, None)
+    >>> slope_of(torch.tensor([[[0.0, 0.0, 0.5, 1.0]]]), torch.tensor([[False, True, True, True]])).item()
+    0.5
     """
-    count = bias.shape[-1]
-    if count < 2:
-        return None
-    values = bias.squeeze(-2).double()
-    values = values - values.mean(-1, keepdim=True)
-    keys_T = torch.arange(count, device=bias.device).double() - (count - 1) / 2
-    slope = (values * keys_T).sum(-1) / keys_T.square().sum()
-    deviation = (values - slope[..., None] * keys_T).abs().amax(-1)
-    tolerance = torch.finfo(_precision(bias)).eps * bias.abs().amax(-1).squeeze(-1).double()
-    return None if (deviation > tolerance).any() else slope
+    keys = torch.arange(bias_BHT.shape[-1], device=bias_BHT.device).double()
+    if valid_BT is None:
+        valid_BT = torch.ones(1, len(keys), dtype=torch.bool, device=bias_BHT.device)
+    valid_B1T = valid_BT[:, None]
+    if not (valid_B1T.sum(-1) > 1).any():
+        raise no_slope()
+    values_BHT, keys_B1T = _centred(bias_BHT.double(), valid_B1T), _centred(keys, valid_B1T)
+    slope_H = (values_BHT * keys_B1T).sum((0, 2)) / keys_B1T.expand_as(values_BHT[:, :1]).square().sum()
+    deviation_BH = (values_BHT - slope_H[:, None] * keys_B1T).abs().amax(-1)
+    size_BH = (bias_BHT.double() * valid_B1T).abs().amax(-1)
+    return None if (deviation_BH > torch.finfo(_precision(bias_BHT)).eps * size_BH).any() else slope_H
 
 
-def slope_of_rows(slope_BH: Tensor) -> Tensor | None:
-    """Return the slope of each head. None if rows of the batch have different slopes.
+def no_slope() -> UnplannedAttention:
+    return UnplannedAttention(
+        "this layer has ALiBi biases, but this rank has only padding or a single token, whose biases are 0 for any slope. Pass "
+        "the attention_mask of the whole sequence, or give every rank several tokens that are no padding"
+    )
 
-    A row that has only padding on this rank has biases of 0, and no slope.
-    """
-    slopes = slope_BH[slope_BH.any(-1)]
-    return slopes[0] if torch.allclose(slopes, slopes[:1].expand_as(slopes)) else None
+
+def _centred(x: Tensor, valid: Tensor) -> Tensor:
+    """Return the differences of the last dim to its mean over valid keys. 0 for all others."""
+    mean = (x * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+    return (x - mean) * valid
 
 
 def _precision(x: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from ringspan.frontends.score_mods import with_query_sinks, with_sinks
 from ringspan.integrations.transformers.convolutions import refuse_documents_of_call
 from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
-from ringspan.integrations.transformers.masks import LayerMask
+from ringspan.integrations.transformers.layer_mask import LayerMask
 from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
 from ringspan.integrations.transformers.t5 import distance_bias, has_distance_biases

@@ -28,8 +28,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.integrations.transformers.layer_mask import LayerMask, ModelCall
 from ringspan.integrations.transformers.mask_functions import Sequence, by_rows, runs
-from ringspan.integrations.transformers.masks import LayerMask, ModelCall
 from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache
 from ringspan.integrations.transformers.refusals import named_refusals
 from ringspan.layouts import Layout, zigzag

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
+from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import CONVOLVES_WITHOUT_CALL, named_refusals
 
@@ -35,11 +34,10 @@ from ringspan.integrations.transformers.refusals import CONVOLVES_WITHOUT_CALL, 
 def convolution_over_ranks(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a layer with a causal convolution. In a block, the convolution is over the tokens of all
     ranks."""
-    block = current_block()
-    if block is None or was_absent_in_forward(block):
+    block = block_of_model()
+    if block is None:
         return original(self, *args, **kwargs)
     with named_refusals(self, block.refuse):
-        keep_blocks(entered_blocks())  # a checkpoint around this layer must run it in the same block again
         refuse_padding(kwargs.get("attention_mask"))
         refuse_padding(kwargs.get("conv_mask"))
         with CausalConvolutions(block, document_lengths(block, kwargs.get("cu_seq_lens_q"))) as mode:
@@ -101,7 +99,7 @@ def document_lengths(block: ContextParallel, cu_seq_lens: Tensor | None) -> list
     """Return the lengths of the documents of the block's mask, split by those of the call."""
     if block.mask.predicate is not None:
         raise UnplannedAttention("the documents of the block's mask are not known: give ContextParallel rs.documents(lengths)")
-    starts = block.mask.documents()
+    starts = block.mask.documents(single=True)
     if cu_seq_lens is not None:
         starts = np.union1d(starts, cu_seq_lens.cpu().numpy())
     length = block.plan.q_layout.length

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringspan.errors import UnplannedAttention
-from ringspan.integrations.transformers.masks import LayerMask
+from ringspan.integrations.transformers.layer_mask import LayerMask
 from ringspan.integrations.transformers.refusals import named_refusals
 
 FEATURES = 8  # kernels want head dims that are multiples of it

@@ -1,249 +1,30 @@
 """The mask function that transformers calls for each kind of layer, once in each forward pass.
 
-It does not return a tensor: inside a block, no rank has all tokens of a mask. It returns a :class:`LayerMask`, which
-the model hands on to its layers, and which holds the block to attend in: the layout of the user's block, with the mask
-of the layer.
+It does not return a tensor: inside a block, no rank has all tokens of a mask. It returns a
+:class:`~ringspan.integrations.transformers.layer_mask.LayerMask`, which the model hands on to its layers, and which
+holds the block to attend in: the layout of the user's block, with the mask of the layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from ringspan.errors import InputError, RingspanError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
+from ringspan.frontends.recompute import entered_blocks
+from ringspan.integrations.transformers.layer_mask import LayerMask, ModelCall, layout_of
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
-from ringspan.integrations.transformers.model_block import Sides, block_with_mask
+from ringspan.integrations.transformers.model_block import Sides, block_of_model
 from ringspan.integrations.transformers.model_call import documents_of_call, positions_of_model, refuse_results_of_tokens_here
-from ringspan.integrations.transformers.packing import (
-    check_positions,
-    check_restarts,
-    missing_positions,
-    packed_ids,
-    positions_of_mask,
-)
+from ringspan.integrations.transformers.packing import packed_ids, positions_of_mask
 from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, first_position, refuse_config
 from ringspan.integrations.transformers.rotary import refuse_rotary
-from ringspan.masks import Mask, documents, window
+from ringspan.masks import Mask
 from ringspan.plans.data import Side
-
-
-class ModelCall(NamedTuple):
-    """What a forward pass says about the tokens of the model."""
-
-    batch: int
-    valid_BN: Tensor | None  # False at padding, for the whole sequence
-    packed_BS: Tensor | None  # the number of the document of each token of this rank, as transformers counts them
-    positions: tuple[bool, Tensor | None] = (False, None)  # whether the position ids of the model are known, and these
-    first: int = 0  # the position id of the first token
-    cu_seq_lens: Tensor | None = None  # where the documents of the call start, in the whole sequence
-
-
-class NotATensor(UnplannedAttention, AttributeError):
-    """An attribute of tensors that a mask does not have. It is an AttributeError so that ``hasattr`` returns False."""
-
-
-class LayerMask:
-    """The mask of a kind of layer, over the whole sequence, in place of a mask tensor.
-
-    Models make masks that no layer uses. So a mask that cannot be made exact has a ``refusal``, which is raised when a
-    layer uses the mask.
-
-    Code of models reads whether a mask is prepared (``ndim``, ``shape``) and whether it is added to scores (``dtype``,
-    not bool). All other operations of tensors raise.
-    """
-
-    ndim = 4
-    dtype = torch.float32
-
-    def __init__(
-        self, mask: Mask, outer: ContextParallel, sides: Sides, call: ModelCall, *, refusal: RingspanError | None = None
-    ) -> None:
-        self.outer = outer  # the user's block
-        self._mask, self._sides, self._call, self._refusal = mask, sides, call, refusal
-        self.local_lengths = tuple(_layout(outer, side).counts[outer.rank] for side in sides)
-        self.tokens = _layout(outer, sides[0]).length
-        self._last: tuple[Any, Any, Any, ContextParallel] | None = None
-        self._block: ContextParallel | None = None
-        if refusal is None:
-            try:
-                self._block = self._made(self._documents(call.cu_seq_lens))
-            except RingspanError as error:
-                self._refusal = error
-        is_known, of_model = call.positions
-        is_split = _layout(outer, sides[0]).counts[outer.rank] != self.tokens
-        self._no_positions = missing_positions(call.first) if is_known and of_model is None and is_split else None
-
-    @property
-    def block(self) -> ContextParallel:
-        """The user's block with the mask of the layer.
-
-        Compiled code reads it, since it cannot check position ids. It raises if the model got none: a compiler then runs
-        this layer uncompiled, which checks by ``block_of`` the positions that the model has made.
-        """
-        if self._no_positions is not None:
-            raise self._no_positions
-        return self._usable_block()
-
-    def _usable_block(self) -> ContextParallel:
-        self.outer.was_used = True  # a layer attends: the block need not intercept a call
-        if self._block is None:
-            raise self._refusal or UnplannedAttention("this mask has no block")
-        return self._block
-
-    @torch.compiler.disable
-    def block_of(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, window_size: int | None) -> ContextParallel:
-        """Return the block for a call: with its packed documents, if it has their boundaries.
-
-        Raises if its position ids are not those of this rank's tokens, or if its window is not in the mask. All layers
-        of a model have the same tensors, which are read once.
-        """
-        is_known, of_model = self._call.positions
-        if position_ids is None and is_known:
-            position_ids = of_model
-            if of_model is None:
-                raise missing_positions(self._call.first)
-        last = self._last
-        if last is not None and last[0] is position_ids and last[1] is cu_seq_lens and last[2] == window_size:
-            return last[3]
-        of_documents = self._documents(self._call.cu_seq_lens if cu_seq_lens is None else cu_seq_lens)
-        block = self._usable_block() if cu_seq_lens is None else self._made(of_documents)
-        self._check_positions(position_ids, of_documents)
-        if window_size is not None:
-            _check_window(block.mask, window_size)
-        self._last = (position_ids, cu_seq_lens, window_size, block)
-        return block
-
-    def narrowed(self, size: int) -> LayerMask:
-        """Return this mask, limited to the last ``size`` keys of each query."""
-        mask = self._mask & window(left=size - 1)
-        return LayerMask(mask, self.outer, self._sides, self._call, refusal=self._refusal)
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether a row of the batch has padding between its tokens."""
-        valid_BN = self._call.valid_BN
-        if valid_BN is None:
-            return False
-        starts_BN = valid_BN.bool() & ~F.pad(valid_BN.bool(), (1, 0))[:, :-1]
-        return bool((starts_BN.sum(-1) > 1).any())
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape that a mask tensor would have: (B, 1, S, T), of this rank's tokens."""
-        return torch.Size((self._call.batch, 1, *self.local_lengths))
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def to(self, *_: Any, **__: Any) -> LayerMask:
-        return self
-
-    def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this rank has refused a call. They would wait for its messages."""
-        self.outer.refuse(error)
-
-    def _documents(self, cu_seq_lens: Tensor | None) -> Mask:
-        """Return the block's mask, with the documents of the call."""
-        mask = self.outer.mask
-        return mask if cu_seq_lens is None else mask & _documents(cu_seq_lens, *mask.lengths)
-
-    def _made(self, of_documents: Mask) -> ContextParallel:
-        if self._sides == ("q", "kv"):
-            return block_with_mask(self.outer, self._sides, _intersect(self._mask, of_documents))
-        if of_documents.predicate is not None or of_documents.area != np.prod(of_documents.lengths):
-            raise UnplannedAttention(
-                f"the block's mask {of_documents.name} is that of cross-attention, and does not say what the tokens of the "
-                "encoder or of the decoder see of each other: give ContextParallel rs.full(n, m)"
-            )
-        return block_with_mask(self.outer, self._sides, self._mask)
-
-    def _check_positions(self, position_ids: Tensor | None, of_documents: Mask) -> None:
-        is_self_attention = self._sides == ("q", "kv") and of_documents.lengths[0] == of_documents.lengths[1]
-        tokens = _tokens(self.outer, self._sides[0])
-        if self._call.packed_BS is not None and is_self_attention:
-            check_restarts(self._call.packed_BS, tokens, of_documents)
-        if position_ids is not None:
-            mask = of_documents if is_self_attention else None
-            check_positions(position_ids, tokens, mask, self._call.valid_BN, first=self._call.first)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise NotATensor(
-            f"this model reads {name!r} of its attention mask, but inside a ContextParallel block the mask is not a tensor"
-        )
-
-    def __lt__(self, number: float) -> LayerMask:
-        if not number < 0:
-            raise NotATensor(f"this model compares its attention mask with {number}, but inside a block it is not a tensor")
-        return self  # ``mask < -1`` are the pairs that the mask hides, for masked_fill
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in MASKED_FILLS and len(args) == 3 and _is_bias_of_keys(args[0]) and isinstance(args[1], LayerMask):
-            return BiasedMask(args[1], args[0])
-        if func in ADDITIONS:
-            raise _adds_mask()
-        raise UnplannedAttention(
-            f"this model applies {getattr(func, '__name__', func)} to its attention mask, but inside a ContextParallel block "
-            "the mask is not a tensor"
-        )
-
-    def __getitem__(self, index: Any) -> LayerMask:
-        parts = index if isinstance(index, tuple) else (index,)
-        if all(isinstance(x, slice) and (x.start or 0, x.stop, x.step) == (0, None, None) for x in parts):
-            return self  # Gemma 4 takes [:, :, -logits_to_keep:, :], with logits_to_keep=0 for all
-        raise UnplannedAttention(
-            "this model takes a part of its attention mask, but inside a ContextParallel block the mask is not a tensor. Leave "
-            "logits_to_keep out; without it, the layers of this model cannot run under context parallelism"
-        )
-
-    def __add__(self, scores: Any) -> NoReturn:
-        raise _adds_mask()
-
-    __radd__ = __add__
-
-    def __repr__(self) -> str:
-        return f"<LayerMask {self._mask!r}>"
-
-
-MASKED_FILLS = {torch.masked_fill, Tensor.masked_fill}
-ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
-
-
-@dataclass(frozen=True)
-class BiasedMask:
-    """A mask to which the model has added a bias of the keys (B, H, 1, T). Falcon does so with its ALiBi biases."""
-
-    mask: LayerMask
-    bias: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.bias.shape[:-2], *self.mask.local_lengths))
-
-
-def _is_bias_of_keys(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.requires_grad and x.ndim == 4 and x.shape[-2] == 1
-
-
-def _adds_mask() -> UnplannedAttention:
-    return UnplannedAttention(
-        "a layer of this model adds the mask to its scores, which are those of this rank alone: it does not use the attention "
-        "function that was set. Either ringspan.integrations.transformers.prepare was not called or does not know this layer, "
-        "or the model has made the layer after that call"
-    )
 
 
 @torch.compiler.disable
@@ -266,13 +47,12 @@ def ringspan_mask(
     """
     if isinstance(attention_mask, LayerMask):
         return attention_mask
-    outer = current_block()
-    if outer is None or was_absent_in_forward(outer):
+    outer = block_of_model()
+    if outer is None:
         given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
         # layers that write attention out add the mask to their scores
         make = eager_mask if getattr(config, "model_type", None) in WRITES_OUT else sdpa_mask
         return make(batch_size, q_length, kv_length, **given, config=config, **kwargs)
-    keep_blocks(entered_blocks())  # a checkpoint around the whole model must make the mask in the same block again
     refuse_config(config)
     if outer.plan.world > 1:
         refuse_results_of_tokens_here()
@@ -281,20 +61,9 @@ def ringspan_mask(
             f"this call continues a KV cache of {int(q_offset)} tokens, which is not split over ranks: pass no past_key_values"
         )
     sides = _sides(outer, q_length, kv_length)
-    q_len, k_len = (_layout(outer, side).length for side in sides)
-    refuse_rotary(config, q_len)
-    sequence = Sequence(
-        q_len,
-        k_len,
-        gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]),
-        positions=positions_of_mask(mask_function, _has_documents(outer.mask)),
-    )
-    if attention_mask is not None:
-        sequence = sequence._replace(padding_BN=of_whole_sequence(attention_mask, outer, sides[1]))
-    call = ModelCall(batch_size, sequence.padding_BN, packed_ids(mask_function), first=first_position(config))
-    call = call._replace(cu_seq_lens=documents_of_call())
-    if config is None or config.model_type not in COUNTS_POSITIONS:
-        call = call._replace(positions=positions_of_model())
+    refuse_rotary(config, layout_of(outer, sides[0]).length)
+    sequence = _sequence(outer, sides, mask_function, attention_mask)
+    call = _model_call(batch_size, sequence, mask_function, config)
     try:
         mask = mask_of(mask_function, sequence)
         if sequence.padding_BN is not None and not sequence.padding_BN.all():
@@ -302,6 +71,28 @@ def ringspan_mask(
     except RingspanError as error:  # raised by the layers that use this mask, if any does
         return LayerMask(sequence.full, outer, sides, call, refusal=error)
     return LayerMask(mask, outer, sides, call)
+
+
+def _sequence(outer: ContextParallel, sides: Sides, mask_function: Any, attention_mask: Tensor | None) -> Sequence:
+    """Return what the mask of a call is made from. All ranks must call it: a padding mask of this rank is gathered."""
+    q_len, k_len = (layout_of(outer, side).length for side in sides)
+    sequence = Sequence(
+        q_len,
+        k_len,
+        gathered=lambda x_BS: outer.unshard(x_BS, dim=1, of=sides[1]),
+        positions=positions_of_mask(mask_function, _has_documents(outer.mask)),
+    )
+    if attention_mask is None:
+        return sequence
+    return sequence._replace(padding_BN=of_whole_sequence(attention_mask, outer, sides[1]))
+
+
+def _model_call(batch: int, sequence: Sequence, mask_function: Any, config: Any) -> ModelCall:
+    call = ModelCall(batch, sequence.padding_BN, packed_ids(mask_function), first=first_position(config))
+    call = call._replace(cu_seq_lens=documents_of_call())
+    if config is None or config.model_type not in COUNTS_POSITIONS:
+        call = call._replace(positions=positions_of_model())
+    return call
 
 
 def sdpa_mask_of_block(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
@@ -338,11 +129,11 @@ def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:
         possible = possible[:1]
 
     def agrees(length: int, side: Side, *, or_whole: bool) -> bool:
-        layout = _layout(outer, side)
+        layout = layout_of(outer, side)
         return length == layout.counts[outer.rank] or (or_whole and length == layout.length)
 
     found = [(q, k) for q, k in possible if agrees(q_length, q, or_whole=False) and agrees(kv_length, k, or_whole=True)]
-    counts = {side: _layout(outer, side).counts[outer.rank] for side in ("q", "kv")}
+    counts = {side: layout_of(outer, side).counts[outer.rank] for side in ("q", "kv")}
     if not found:
         raise InputError(
             f"this layer has {q_length} queries and {kv_length} keys on rank {outer.rank}, but the block gives the rank "
@@ -359,43 +150,7 @@ def _sides(outer: ContextParallel, q_length: int, kv_length: int) -> Sides:
 
 def of_whole_sequence(attention_mask: Tensor, outer: ContextParallel, side: Side) -> Tensor:
     """Return a padding mask (B, tokens) of the whole sequence, from one of this rank's tokens or of all."""
-    layout = _layout(outer, side)
+    layout = layout_of(outer, side)
     if attention_mask.shape[-1] == layout.length:
         return attention_mask
     return outer.unshard(attention_mask.to(dtype=torch.uint8), dim=1, of=side).bool()
-
-
-def _intersect(of_layer: Mask, of_block: Mask) -> Mask:
-    if of_block.is_causal and not of_layer.is_causal:
-        raise UnplannedAttention(
-            f"this layer lets queries see later keys (its mask is {of_layer.name}), but the block's mask {of_block.name} does "
-            "not. Give ContextParallel rs.full(length), or rs.documents(lengths, causal=False): the model adds causality"
-        )
-    return of_layer & of_block
-
-
-def _documents(cu_seq_lens: Tensor, q_len: int, k_len: int) -> Mask:
-    ends = cu_seq_lens.cpu().numpy().astype(np.int64)
-    if q_len != k_len or ends[-1] != q_len:
-        raise InputError(
-            f"cu_seq_lens_q ends at {ends[-1]}, but the whole sequence has {q_len} tokens: it describes the whole sequence, on "
-            "every rank"
-        )
-    return documents(np.diff(ends), causal=False)
-
-
-def _check_window(mask: Mask, size: int) -> None:
-    allowed = window(left=size - 1) if mask.is_causal else window(left=size, right=size)
-    if (mask & allowed).area != mask.area:
-        raise UnplannedAttention(
-            f"this layer has a sliding window of {size} tokens, but the mask that the model made for it, {mask.name}, is wider"
-        )
-
-
-def _layout(outer: ContextParallel, side: Side) -> Any:
-    return outer.plan.q_layout if side == "q" else outer.plan.kv_layout
-
-
-def _tokens(outer: ContextParallel, side: Side) -> NDArray[np.int64]:
-    tokens: NDArray[np.int64] = _layout(outer, side).positions(outer.rank)
-    return tokens

@@ -22,6 +22,7 @@ LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label", "
 # Endings of the names of models that compute a result of one token, or of the mean over all tokens.
 POOLS = (
     *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "DoubleHeadsModel"),
+    *("BertForPreTraining", "AlbertForPreTraining", "BigBirdForPreTraining", "ErnieForPreTraining", "TextModelWithProjection"),
     *("SplinterForQuestionAnswering", "XLMForQuestionAnswering", "XLNetForQuestionAnswering"),
 )
 
@@ -52,6 +53,14 @@ def documents_of_call() -> Tensor | None:
         if isinstance(found, Tensor):
             return found
     return None
+
+
+def returns_weights() -> bool:
+    """Return whether a model that is being called should return its attention weights.
+
+    A model can collect them by hooks on its layers, which are not told.
+    """
+    return any({**others, **variables}.get("output_attentions") for variables, others, _ in _forwards())
 
 
 def refuse_results_of_tokens_here() -> None:

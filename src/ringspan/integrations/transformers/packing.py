@@ -106,7 +106,7 @@ def refuse_documents(cu_seq_lens: Tensor | None, mask: Mask, what: str) -> None:
     """Raise if ``cu_seq_lens_q`` has documents that the block's mask does not have. ``what`` knows only the latter."""
     if cu_seq_lens is None:
         return
-    known = np.array([0, mask.lengths[0]]) if mask.predicate is not None else mask.documents()
+    known = np.array([0, mask.lengths[0]]) if mask.predicate is not None else mask.documents(single=True)
     unknown = np.setdiff1d(cu_seq_lens.cpu().numpy(), known)
     if len(unknown):
         raise UnplannedAttention(
@@ -130,7 +130,7 @@ def check_restarts(ids_BS: Tensor, tokens_S: NDArray[np.int64], mask: Mask) -> N
         return
     neighbours = np.flatnonzero(np.diff(tokens_S) == 1) + 1
     changes = (torch.diff(ids_BS, dim=-1) != 0).any(dim=0).cpu().numpy()
-    inside = np.setdiff1d(tokens_S[neighbours[changes[neighbours - 1]]], mask.documents())
+    inside = np.setdiff1d(tokens_S[neighbours[changes[neighbours - 1]]], mask.documents(single=True))
     if len(inside):
         raise _restarts(int(inside[0]), mask)
 
@@ -155,8 +155,8 @@ def check_positions(
     allowed: list[NDArray[np.int64]] = [tokens_S]
     is_padding: Any = np.zeros(len(tokens_S), dtype=bool)
     if mask is not None and mask.predicate is None:
-        starts = mask.documents()
-        allowed.append(tokens_S - starts[np.searchsorted(starts, tokens_S, side="right") - 1])
+        for starts in (mask.documents(), mask.documents(single=True)):
+            allowed.append(tokens_S - starts[np.searchsorted(starts, tokens_S, side="right") - 1])
     elif mask is not None:
         return  # its documents are not known
     if valid_BN is not None:

@@ -154,10 +154,16 @@ def _prepare_module(module: Any, model_type: str) -> None:
         methods = (("forward", _positions_of_shard),)
     elif depends_on_length(module):
         methods = (("forward", rotary_of_sequence),)
-    elif not methods and hasattr(module, "config") and "decoder_input_ids" in signature(cls.forward).parameters:
+    elif not methods and _is_encoder_with_decoder(module):
         methods = (("forward", _with_decoder_tokens),)
     if methods:
         module.__class__ = _subclass(cls, methods)
+
+
+def _is_encoder_with_decoder(module: Any) -> bool:
+    """Return whether a module takes tokens of a decoder. Models like BLIP-2 do, with any language model in them."""
+    has_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return bool(has_decoder) and "decoder_input_ids" in signature(type(module).forward).parameters
 
 
 @cache

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.integrations.transformers.layer_mask import LayerMask, ModelCall
 from ringspan.integrations.transformers.mask_functions import Sequence, padding_mask
-from ringspan.integrations.transformers.masks import LayerMask, ModelCall, of_whole_sequence
+from ringspan.integrations.transformers.masks import of_whole_sequence
 from ringspan.integrations.transformers.model_block import block_of_model, refuse_cache, refuse_weights
 from ringspan.integrations.transformers.model_call import documents_of_call
 from ringspan.integrations.transformers.packing import refuse_documents
@@ -92,7 +93,7 @@ def prophetnet_masks(self: Any, original: Callable[..., Any], hidden_BSM: Tensor
     if block is None:
         return original(self, hidden_BSM, attention_mask)
     with named_refusals(self, block.refuse):
-        _refuse_documents(block)
+        _refuse_mask(block)
         refuse_documents(documents_of_call(), block.mask, "ProphetNet")
         n = block.plan.q_layout.length
         sequence = Sequence(n, n)
@@ -215,7 +216,7 @@ def _stream_mask(n: int, streams: int, heads: int) -> Mask:
     return Mask(causal(n).table, n, n, name=f"{streams - 1} streams over causal({n})", predicate=predicate)
 
 
-def _refuse_documents(block: ContextParallel) -> None:
+def _refuse_mask(block: ContextParallel) -> None:
     mask = block.mask
     if block.plan.q_layout != block.plan.kv_layout:
         _refuse("the block is a cross-attention")

@@ -71,6 +71,9 @@ SPEECH = (
     *("wav2vec2", "wav2vec2-bert", "wav2vec2-conformer", "wavlm"),
 )
 
+# Model types with recurrent layers that ``config.layer_types`` does not name, or without any attention.
+RECURRENT = ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm")
+
 # Model types that cannot be made exact, and are not recognised by their layers -> why.
 REFUSED_MODELS: dict[str, str] = {
     "longt5": "its encoder attends in blocks of tokens, which it would make of those of this rank",
@@ -78,9 +81,9 @@ REFUSED_MODELS: dict[str, str] = {
     "nllb-moe": "its routers drop tokens that exceed a capacity, and would count those of this rank",
     "pegasus_x": "its encoder attends in blocks of tokens, which it would make of those of this rank",
     "reformer": "it has hashed attention",
-    "recurrent_gemma": "it has recurrent layers, which would mix only the tokens of this rank",
     "sam3_lite_text_text_model": "it has convolutions over its tokens, which would mix only those of this rank",
     "fnet": "it mixes tokens by a Fourier transform, and would mix only those of this rank",
+    **dict.fromkeys(RECURRENT, "it has recurrent layers, which would mix only the tokens of this rank"),
     **dict.fromkeys(SPEECH, "it has convolutions over its tokens, which would mix only those of this rank"),
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"), "it counts the positions of its tokens"),
     **dict.fromkeys(("t5gemma2", "t5gemma2_decoder"), "its decoder attends to both sequences at once"),

@@ -7,22 +7,21 @@ Older models compute attention step by step in the layer::
     weights = softmax(scores, dim=-1)
     out = torch.matmul(weights, value)
 
-No rank has the scores of all keys. So while such a layer runs, the first product returns :class:`Scores`, which records
-the operands and what is done to it: a scale, the mask, a bias that is linear in the key (ALiBi). Softmax turns it into
-:class:`Weights`, and the product of these with the values is attention over all ranks. Any other operation raises: the
-layer then computes something else than softmax attention under a mask.
+No rank has the scores of all keys. So while such a layer runs, the first product returns
+:class:`~ringspan.integrations.transformers.scores.Scores`, which records the operands and what is done to it. Softmax
+turns it into ``Weights``, and the product of these with the values is attention over all ranks. Any other operation
+raises: the layer then computes something else than softmax attention under a mask.
 
 Legend: B batch, H heads, S queries, T keys, D head dim, E value dim; S and T are this rank's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from inspect import Signature, signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +32,13 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ringspan.errors import UnplannedAttention
 from ringspan.frontends.current_block import current_block
 from ringspan.frontends.recompute import was_absent_in_forward
-from ringspan.integrations.transformers.alibi import slope_of, slope_of_rows
-from ringspan.integrations.transformers.masks import BiasedMask, LayerMask, ringspan_mask
-from ringspan.integrations.transformers.model_call import documents_of_call
+from ringspan.integrations.transformers.alibi import no_slope, slope_of
+from ringspan.integrations.transformers.layer_mask import BiasedMask, LayerMask
+from ringspan.integrations.transformers.masks import ringspan_mask
+from ringspan.integrations.transformers.model_call import documents_of_call, returns_weights
 from ringspan.integrations.transformers.packing import refuse_documents
-from ringspan.integrations.transformers.refusals import named_refusals
+from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
+from ringspan.integrations.transformers.scores import Scores, Weights, unknown_operation
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 BADDBMMS = {torch.baddbmm, Tensor.baddbmm}
@@ -69,8 +70,16 @@ def attention_over_ranks(self: Any, original: Callable[..., Any], *args: Any, **
         needs_mask=not is_made_here or buffer is not None,
         needs_slope=any(given.get(name) is not None for name in BIASES),
     )
-    with named_refusals(self, mask.refuse), mode:
-        return original(self, *args, **kwargs)
+    with named_refusals(self, mask.refuse):
+        refuse_layer(self, mask.tokens, 0.0, {"output_attentions": given.get("output_attentions") or returns_weights()})
+        with mode:
+            out = original(self, *args, **kwargs)
+        if not mode.was_used:
+            raise UnplannedAttention(
+                "this layer has computed attention without a matrix product of queries and keys that ringspan knows, over the "
+                "tokens of this rank only: it cannot run under context parallelism"
+            )
+    return out
 
 
 def _has_biases_twice(given: dict[str, Any]) -> bool:
@@ -131,6 +140,7 @@ class WrittenOut(TorchFunctionMode):
         super().__init__()
         self.mask, self.batch, self.position_ids = mask, batch, position_ids
         self.needs_mask, self.needs_slope = needs_mask, needs_slope
+        self.was_used = False
         self.buffer = buffer if buffer is not None and buffer.ndim == 4 else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,7 +180,7 @@ class WrittenOut(TorchFunctionMode):
                 return x
             if func in MATMULS:
                 return self._attend(x.scores, args[1])
-        raise _unknown(getattr(func, "__name__", str(func)), type(x).__name__)
+        raise unknown_operation(getattr(func, "__name__", str(func)), type(x).__name__)
 
     def _is_buffer(self, x: Any) -> bool:
         """Return whether a tensor is a part of the layer's own mask: of its first rows and columns."""
@@ -183,190 +193,40 @@ class WrittenOut(TorchFunctionMode):
         assert self.buffer is not None
         size = int(self.buffer[0, 0, -1].count_nonzero())
         if not self.buffer[0, 0, -1, -size:].all() or self.buffer[0, 0].triu(1).any():
-            raise _unknown("a mask that is not a causal window", "Scores")
+            raise unknown_operation("a mask that is not a causal window", "Scores")
         if size < self.buffer.shape[-1]:
             self.mask = self.mask.narrowed(size)
 
     def _attend(self, scores: Scores, v: Tensor) -> Tensor:
         if self.needs_mask and not scores.is_masked:
             raise UnplannedAttention("this layer attends without the mask that the model made for it")
-        if self.needs_slope and scores.slope is None:
-            raise UnplannedAttention(
-                "this layer has ALiBi biases, but this rank has only padding or a single token, whose biases are 0 for any "
-                "slope. Give every rank several tokens that are no padding"
-            )
+        self.was_used = True
         block = self.mask.block_of(self.position_ids, None, None)
         wide = torch.promote_types(scores.q.dtype, v.dtype)  # some layers multiply queries and keys in float32
         q_BHSD, k_BHTD, v_BHTE = (x.reshape(self.batch, -1, *x.shape[-2:]).to(wide) for x in (scores.q, scores.k, v))
-        if scores.slope is None:
+        if scores.bias is None:
+            if self.needs_slope:
+                raise no_slope()
             out_BHSE = block.attention(q_BHSD, k_BHTD, v_BHTE, scale=scores.scale)
         else:
-            if self.mask.has_gaps:
-                raise UnplannedAttention(
-                    "this layer has ALiBi biases, which do not count padding, and the batch has padding between the tokens of "
-                    "a row"
-                )
-            slope_H = slope_of_rows(scores.slope.reshape(-1, q_BHSD.shape[1]))
-            if slope_H is None:
-                raise _unknown("a bias with another slope for each row of the batch", "Scores")
-            slope_H = slope_H.to(torch.promote_types(wide, torch.float32))
+            slope_H = self._slope(scores, q_BHSD.shape[1]).to(torch.promote_types(wide, torch.float32))
             found: Any = block.flex_attention(
-                q_BHSD, k_BHTD, v_BHTE, lambda score, b, h, q, k: score + slope_H[h] * k, scale=scores.scale
+                q_BHSD, k_BHTD, v_BHTE, lambda score, b, h, q, k: score + slope_H[h] * (k - q), scale=scores.scale
             )
             out_BHSE = found
         return out_BHSE.reshape(*scores.leading, *out_BHSE.shape[-2:]).to(v.dtype)
 
-
-class _Lazy:
-    """The shape and the views of :class:`Scores` and :class:`Weights`: only leading dims can change."""
-
-    leading: tuple[int, ...]
-    _source: Tensor
-    _lengths: tuple[int, int]
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.leading, *self._lengths))
-
-    @property
-    def ndim(self) -> int:
-        return len(self.leading) + 2
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._source.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._source.device
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def view(self, *shape: Any) -> Any:
-        sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        if -1 in sizes:
-            sizes[sizes.index(-1)] = self.shape.numel() // -math.prod(sizes)
-        if math.prod(sizes) != self.shape.numel() or tuple(sizes[-2:]) != self._lengths:
-            raise _unknown(f"view{tuple(shape)}", type(self).__name__)
-        return self._with_leading(tuple(sizes[:-2]))
-
-    reshape = view
-
-    def _same(self, *_: Any, **__: Any) -> Any:
-        return self
-
-    to = type_as = float = contiguous = _same  # the kernel chooses the precision of softmax
-
-    def _with_leading(self, leading: tuple[int, ...]) -> Any:
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _unknown(name, type(self).__name__)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _unknown(getattr(func, "__name__", str(func)), cls.__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores(_Lazy):
-    """The product of queries and keys, times a scale, plus a bias of ``slope`` × the key's position, under a mask."""
-
-    q: Tensor
-    k: Tensor
-    leading: tuple[int, ...]
-    scale: float = 1.0
-    slope: Tensor | None = None
-    is_masked: bool = False
-    hidden: Tensor | None = None  # 1 for the pairs that the layer has set to 0 by its own mask, and lowers next
-
-    @classmethod
-    def of(cls, q: Tensor, k_transposed: Tensor) -> Scores:
-        return cls(q=q, k=k_transposed.transpose(-1, -2), leading=tuple(q.shape[:-2]))
-
-    @property
-    def _source(self) -> Tensor:  # type: ignore[override]
-        return self.q
-
-    @property
-    def _lengths(self) -> tuple[int, int]:  # type: ignore[override]
-        return self.q.shape[-2], self.k.shape[-2]
-
-    def _with_leading(self, leading: tuple[int, ...]) -> Scores:
-        return replace(self, leading=leading)
-
-    def times(self, factor: Any) -> Scores:
-        """Multiply by a number. Hidden keys stay hidden."""
-        if isinstance(factor, Tensor) and (factor.ndim or factor.requires_grad):
-            raise _unknown("a product with a tensor", "Scores")
-        return replace(self, scale=self.scale * float(factor), slope=None if self.slope is None else self.slope * factor)
-
-    def plus(self, other: Any) -> Scores:
-        """Add the mask of the layer, zeros, or a bias that is linear in the key."""
-        if isinstance(other, LayerMask):
-            return replace(self, is_masked=True)
-        if isinstance(other, BiasedMask):
-            # Falcon adds its biases to the mask, for SDPA, and its layers add them to the scores again. They count once,
-            # as with SDPA.
-            masked = replace(self, is_masked=True)
-            if self.slope is None:
-                return masked.plus(other.bias)
-            slope = slope_of(other.bias)
-            if slope is not None and torch.allclose(slope, self.slope, rtol=torch.finfo(torch.bfloat16).eps, atol=0):
-                return masked
-        if isinstance(other, Tensor) and not other.requires_grad:
-            if not other.any() or (self.hidden is not None and torch.equal(other < 0, self.hidden.bool())):
-                return self
-            if self.slope is None and other.ndim >= 3 and other.shape[-2:] == (1, self._lengths[1]):
-                slope = slope_of(other)
-                if slope is None:
-                    raise _unknown("a bias that is not linear in the key", "Scores")
-                return replace(self, slope=slope)
-        raise _unknown("a sum with a tensor", "Scores")
-
-    def __mul__(self, factor: Any) -> Any:
-        if isinstance(factor, Tensor) and factor.ndim:
-            return torch.mul(cast(Any, self), factor)
-        return self.times(factor)
-
-    __rmul__ = __imul__ = __mul__
-    __add__ = __radd__ = plus
-
-    def __truediv__(self, factor: Any) -> Scores:
-        return self.times(1 / factor)
-
-    def masked_fill(self, mask: Any, value: float) -> Scores:
-        if not isinstance(mask, LayerMask):
-            raise _unknown("masked_fill with another mask than the layer's", "Scores")
-        return replace(self, is_masked=True)
-
-
-@dataclass(frozen=True)
-class Weights(_Lazy):
-    """The softmax of scores."""
-
-    scores: Scores
-
-    @property
-    def leading(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.scores.leading
-
-    @property
-    def _source(self) -> Tensor:  # type: ignore[override]
-        return self.scores.q
-
-    @property
-    def _lengths(self) -> tuple[int, int]:  # type: ignore[override]
-        return self.scores._lengths
-
-    def _with_leading(self, leading: tuple[int, ...]) -> Weights:
-        return Weights(self.scores._with_leading(leading))
-
-    def __matmul__(self, v: Tensor) -> Any:
-        return torch.matmul(cast(Any, self), v)
+    def _slope(self, scores: Scores, heads: int) -> Tensor:
+        """Return the slope (H) of the bias, which is that of this rank's keys, or of all if the model got a mask of all."""
+        assert scores.bias is not None
+        count = scores.bias.shape[-1]
+        if count not in (self.mask.local_lengths[1], self.mask.key_tokens):
+            raise unknown_operation(f"a bias of {count} keys", "Scores")
+        valid_BT = self.mask.valid_keys(count) if scores.counts_padding else None
+        slope_H = slope_of(scores.bias.reshape(-1, heads, count), valid_BT)
+        if slope_H is None:
+            raise unknown_operation("a bias that is not linear in the key, with one slope for each head", "Scores")
+        return slope_H * scores.bias_scale
 
 
 def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -376,11 +236,3 @@ def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 def _is_lowest(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 0 and x.item() == torch.finfo(x.dtype).min
-
-
-def _unknown(operation: str, kind: str) -> UnplannedAttention:
-    what = "its scores" if kind == "Scores" else "its weights"
-    return UnplannedAttention(
-        f"this layer writes attention out, and applies {operation} to {what}. Only softmax attention under the mask of the "
-        "model, with a scale or a bias that is linear in the key, can be computed over several ranks"
-    )

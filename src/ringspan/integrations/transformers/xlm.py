@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ringspan.errors import UnplannedAttention
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
-from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
+from ringspan.integrations.transformers.layer_mask import LayerMask
+from ringspan.integrations.transformers.masks import ringspan_mask
+from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.model_call import documents_of_call
 from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals, refuse_layer
@@ -28,11 +28,10 @@ def xlm_attention(
     self: Any, original: Callable[..., Any], input: Tensor, mask: Tensor, kv: Any = None, cache: Any = None, **kwargs: Any
 ) -> Any:
     """Run the forward of ``MultiHeadAttention``. ``mask`` is (B, S, S) if it is causal, else (B, S): no padding."""
-    block = current_block()
-    if block is None or was_absent_in_forward(block):
+    block = block_of_model()
+    if block is None:
         return original(self, input, mask, kv=kv, cache=cache, **kwargs)
     with named_refusals(self, block.refuse):
-        keep_blocks(entered_blocks())
         refuse_documents(documents_of_call(), block.mask, "XLM")
         if kv is not None or (cache is not None and cache.get_seq_length(self.layer_id)):
             raise UnplannedAttention("this layer has keys of another sequence, or of a KV cache: neither is split over ranks")
@@ -55,8 +54,8 @@ def xlm_attention(
 
 def xlm_model(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``XLMModel.forward``. In a block, raise if it would count tokens that are no padding on this rank only."""
-    block = current_block()
-    if block is not None and not was_absent_in_forward(block):
+    block = block_of_model()
+    if block is not None:
         input_ids = args[0] if args else kwargs.get("input_ids")
         attention_mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
         has_padding = isinstance(input_ids, Tensor) and bool(torch.any(input_ids == self.pad_index))

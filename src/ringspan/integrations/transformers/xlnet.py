@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ringspan.errors import UnplannedAttention
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
-from ringspan.integrations.transformers.masks import LayerMask, ringspan_mask
+from ringspan.integrations.transformers.layer_mask import LayerMask
+from ringspan.integrations.transformers.masks import ringspan_mask
+from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.model_call import documents_of_call
 from ringspan.integrations.transformers.packing import refuse_documents
 from ringspan.integrations.transformers.refusals import named_refusals
@@ -45,11 +45,10 @@ def xlnet_attention(
     output_attentions: bool = False,
 ) -> Any:
     """Run ``XLNetRelativeAttention.rel_attn_core``, in a block over all ranks."""
-    block = current_block()
-    if block is None or was_absent_in_forward(block):
+    block = block_of_model()
+    if block is None:
         return original(self, q_SBHD, k_SBHD, v_SBHD, k_of_distances, seg_mat, attn_mask, output_attentions)
     with named_refusals(self, block.refuse):
-        keep_blocks(entered_blocks())
         refuse_documents(documents_of_call(), block.mask, "XLNet")
         count, batch = q_SBHD.shape[:2]
         _refuse(self, seg_mat, attn_mask, (count, len(k_SBHD)), output_attentions)
@@ -66,7 +65,7 @@ def xlnet_attention(
 
 def xlnet_distances(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``XLNetModel.relative_positional_encoding``. In a block, raise if a distance is not just ``i - j``."""
-    block = current_block()
+    block = block_of_model()
     if block is not None and (self.clamp_len > 0 or self.bi_data):
         with named_refusals(self, block.refuse):
             raise UnplannedAttention(f"clamp_len={self.clamp_len} and bi_data={self.bi_data} change the distances of tokens")

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.current_block import current_block
-from ringspan.frontends.recompute import entered_blocks, keep_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.convolutions import document_lengths, refuse_padding
+from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.refusals import named_refusals
 
 
@@ -27,11 +26,10 @@ def zaya_projections(
     self: Any, original: Callable[..., Any], hidden_BSF: Tensor, past_key_values: Any, conv_mask: Tensor | None = None
 ) -> Any:
     """Run ``ZayaCCAProjection.forward``. In a block, the tokens before a token are those of the whole sequence."""
-    block = current_block()
-    if block is None or was_absent_in_forward(block):
+    block = block_of_model()
+    if block is None:
         return original(self, hidden_BSF, past_key_values, conv_mask)
     with named_refusals(self, block.refuse):
-        keep_blocks(entered_blocks())  # a checkpoint around this layer must run it in the same block again
         refuse_padding(conv_mask)
         return _project(self, hidden_BSF, block)
 
