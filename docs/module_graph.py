@@ -82,7 +82,7 @@ def package_graph(sources: Mapping[str, Path]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, targets in module_graph(sources).items():
         package = name.split(".")[1] if "." in name else ""
-        if package and package not in ("__main__", "errors", "version"):
+        if package and package != "__main__":
             found = {target.split(".")[1] for target in targets if "." in target}
             graph.setdefault(package, set()).update(found - {package, *FOUNDATION})
     return {package: found for package, found in graph.items() if package not in FOUNDATION}

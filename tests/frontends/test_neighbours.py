@@ -171,6 +171,7 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Any], message: str) -> 
         (rs.causal(8), [3, 5], None),  # attention across documents
         (rs.chunked(8, 2), [4, 4], None),  # boundaries that are not those of documents
         (rs.chunked(8, 4), [3, 5], (3, 4)),
+        (rs.Mask.from_bands([(0, 6, 0, 6, -5, 0)], 8), [3, 5], None),  # causal, and two tokens of padding
         (rs.documents([4, 4]) | rs.window(0, 0), [2, 6], (2, 4)),
         (rs.fold([[1], [2], [3, 4, 5, 6, 7, 8]]).mask(), [1, 1, 6], None),
         (rs.mask_mod(lambda b, h, q, k: (q * k) % 3 != 1, 8), [3, 5], None),  # what it lets see is not known

@@ -151,6 +151,10 @@ def test_blocks_of_one_rank_are_refused() -> None:
         mask_of(hf.blockwise_overlay(SAME[:, :6]), Sequence(N, N))
 
 
+def by_rows(*lengths: list[int]) -> rs.Mask:
+    return packed_mask(torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]))
+
+
 # name -> position ids of tokens 7 to 12, the mask of the block, and whether the position ids are theirs
 POSITIONS: dict[str, tuple[list[int], rs.Mask, bool]] = {
     "in the sequence": ([7, 8, 9, 10, 11, 12], rs.causal(N), True),
@@ -158,6 +162,11 @@ POSITIONS: dict[str, tuple[list[int], rs.Mask, bool]] = {
     "in the sequence, for documents": ([7, 8, 9, 10, 11, 12], rs.documents([5, 6, 2]), True),
     "of this rank's tokens": ([0, 1, 2, 3, 4, 5], rs.causal(N), False),
     "in a document that starts with the rank": ([0, 1, 2, 3, 4, 5], rs.documents([7, 6]), True),
+    "of this rank's tokens, in rows with their own documents": ([0, 1, 2, 3, 4, 5], by_rows([7, 6], [5, 8]), False),
+    "of this rank's tokens, across a document": ([0, 1, 2, 3, 4, 5], by_rows([7, 6], [7, 3, 3]), False),
+    "in a document that starts with the rank in each row": ([0, 1, 2, 3, 4, 5], by_rows([7, 6], [3, 4, 6]), True),
+    "in rows with their own documents": ([0, 1, 2, 0, 1, 2], by_rows([7, 3, 3], [3, 4, 3, 3]), True),
+    "in the sequence, in rows with their own documents": ([7, 8, 9, 10, 11, 12], by_rows([7, 6], [5, 8]), True),
     "in a document that the mask does not have": ([2, 3, 4, 5, 0, 1], rs.documents([5, 8]), False),
 }
 

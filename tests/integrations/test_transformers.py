@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -216,10 +217,11 @@ def padded(rank: int, name: str, layout: str, side: str, shared: bool) -> dict[s
 
 
 def with_images(rank: int, name: str, layout: str) -> dict[str, float]:
-    """Two images, whose tokens see each other in both directions. One of them lies on both ranks."""
+    """Images, whose tokens see each other in both directions, at other places in each row. Some lie on both ranks."""
     types = torch.zeros(B, N, dtype=torch.long)
-    types[:, 4:10] = 1
-    types[:, 12:19] = 1
+    types[0, 4:10] = 1
+    types[0, 12:19] = 1
+    types[1, 8:14] = 1
     embeddings = torch.randn(B, N, 32, generator=torch.Generator().manual_seed(5)).double()
     whole = {"inputs_embeds": embeddings, "token_type_ids": types}
     cp = rs.ContextParallel(None, rs.full(N), layout=layout)
@@ -573,7 +575,19 @@ def operations_on_a_mask(rank: int) -> dict[str, str]:
     with cp:
         mask: Any = ringspan_mask(B, 15, 15)
         cp.mark_as_used()
+    times = iter(range(2))
+
+    def backward_elsewhere() -> None:
+        """A checkpoint whose function attends by another name when it runs again."""
+        q = torch.ones(1, 2, 3, 4, requires_grad=True)
+
+        def attend(x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, mask if next(times) else None).exp()
+
+        torch.utils.checkpoint.checkpoint(attend, q, use_reentrant=False).sum().backward()
+
     operations: dict[str, Any] = {
+        "checkpoint": backward_elsewhere,
         "hasattr": lambda: hasattr(mask, "bool"),
         "bool": lambda: mask.bool(),
         "scores + mask": lambda: scores + mask,
@@ -595,6 +609,7 @@ def operations_on_a_mask(rank: int) -> dict[str, str]:
 def test_operations_on_a_mask_are_refused(pools: Pools) -> None:
     for found in pools(2).run(operations_on_a_mask):
         assert found.pop("hasattr") == "False"
+        assert "the backward pass ran after the context was left" in found.pop("checkpoint")
         assert found.pop("bool").startswith("this model reads 'bool' of its attention mask")
         assert found.pop("where").startswith("this model applies where to its attention mask")
         assert found.pop("masked_fill of scores").startswith("this model applies masked_fill to its attention mask")
@@ -602,25 +617,97 @@ def test_operations_on_a_mask_are_refused(pools: Pools) -> None:
             assert error.startswith("a layer of this model adds the mask to its scores"), name
 
 
-def left_to_sdpa(rank: int) -> str:
-    """A model that keeps the name sdpa, with a window that is wider than the tokens of this rank."""
+def attention_without_mask(rank: int) -> dict[str, str]:
+    """Calls of the attention function without a mask of the model, and the error of each; empty if there is none."""
+    from ringspan.integrations.transformers import ringspan_attention
+
+    ends = torch.tensor([0, 11, N])
+
+    def message(mask: rs.Mask, **given: Any) -> str:
+        cp = rs.ContextParallel(None, mask, layout="contiguous")
+        q, k, v = (torch.ones(1, 4, cp.plan.q_layout.counts[rank], 8) for _ in range(3))
+        try:
+            with cp:
+                ringspan_attention(nn.Identity(), q, k, v, None, **given)
+        except rs.UnplannedAttention as error:
+            return str(error)
+        return ""
+
+    return {
+        "window": message(rs.causal(N), sliding_window=5),
+        "documents": message(rs.causal(N), cu_seq_lens_q=ends),
+        "window of the block": message(rs.causal(N) & rs.window(left=4), sliding_window=5),
+        "documents of the block": message(rs.documents([11, 3, 15]), cu_seq_lens_q=ends),
+    }
+
+
+WITHOUT_MASK = {
+    "window": "has a sliding window of 5 tokens, but no mask of the model",
+    "documents": "has packed documents (cu_seq_lens_q of 2), but no mask of the model",
+    "window of the block": "",
+    "documents of the block": "",
+}
+
+
+def test_a_call_without_a_mask_keeps_its_window_and_documents(pools: Pools) -> None:
+    for found in pools(2).run(attention_without_mask):
+        for case, said in WITHOUT_MASK.items():
+            assert said in found[case], case
+            assert bool(said) == bool(found[case]), case
+
+
+def left_to_sdpa(rank: int) -> dict[str, str]:
+    """Models that keep the name sdpa, which transformers gives them, and the error of each; empty if there is none."""
     import ringspan.integrations.transformers  # noqa: F401
 
+    def message(name: str, layout: str = "contiguous", local: bool = False, window: int | None = None, **inputs: Any) -> str:
+        cp = rs.ContextParallel(None, rs.causal(N), layout=layout)
+        model: Any = small_model(name)
+        model.set_attn_implementation("sdpa")
+        if window is not None:
+            model.config.sliding_window = window
+        given = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None], **inputs}
+        try:
+            with cp, rs.local_attention() if local else nullcontext():
+                model(**{key: x for key, x in given.items() if x is not None}, use_cache=False)
+                cp.mark_as_used()
+        except rs.RingspanError as error:
+            return str(error)
+        return ""
+
     cp = rs.ContextParallel(None, rs.causal(N), layout="contiguous")
-    model = small_model("mistral")
-    model.config.sliding_window = 20
-    model.set_attn_implementation("sdpa")
-    try:
-        with cp:
-            model(input_ids=cp.shard(tokens(), dim=1), position_ids=cp.positions()[None], use_cache=False)
-    except rs.UnplannedAttention as error:
-        return str(error)
-    return ""
+    return {
+        "fine": message("llama"),
+        "a window": message("mistral", window=20),
+        "linear layers": message("qwen3_next"),
+        "recurrent layers": message("recurrent_gemma", position_ids=None),
+        "convolutions": message("lfm2"),
+        "counts positions": message("bart", position_ids=None),
+        "RoPE of another length": message("llama with dynamic RoPE"),
+        "no positions": message("llama", layout="zigzag", position_ids=None),  # both ranks would have others
+        "labels": message("llama", labels=cp.shard(tokens(), dim=1)),
+        "labels that are shifted": message("llama", labels=cp.shard(tokens(), dim=1), shift_labels=cp.shard(tokens(), dim=1)),
+        "in local_attention": message("qwen3_next", local=True, position_ids=None, labels=cp.shard(tokens(), dim=1)),
+    }
 
 
-def test_a_window_that_sdpa_would_leave_out_is_refused(pools: Pools) -> None:
-    for error in pools(2).run(left_to_sdpa):
-        assert "leaves out windows and chunks of 20 tokens" in error
+LEFT_TO_SDPA = {
+    "fine": "",
+    "a window": "leaves out windows and chunks of 20 tokens",
+    **{case: REFUSALS[case] for case in ("linear layers", "recurrent layers", "no positions", "labels")},
+    "convolutions": "lfm2 has convolutions over its tokens",
+    "counts positions": "bart counts the positions of its tokens",
+    "RoPE of another length": "llama has RoPE of the type 'dynamic', whose frequencies above 16 tokens depend on the largest",
+    "labels that are shifted": "",
+    "in local_attention": "",
+}
+
+
+def test_what_a_model_on_sdpa_is_refused_for(pools: Pools) -> None:
+    for found in pools(2).run(left_to_sdpa):
+        for case, said in LEFT_TO_SDPA.items():
+            assert said in found[case], case
+            assert bool(said) == bool(found[case]), case
 
 
 def cross_documents(rank: int) -> str:

@@ -76,9 +76,6 @@ def test_names_of_threads_are_the_same_on_all_ranks() -> None:
         thread = threading.Thread(target=work, name=f"Thread-{n} (train)")
         thread.start()
         thread.join()
-        made._first_thread = made._first_thread or 0
-        if n == 3:
-            made._first_thread = -1  # the thread has ended, and its number may be given to the next
     assert names == ["", *["Thread (train)"] * 2]
 
 
@@ -104,6 +101,7 @@ def in_thread(name: str, work: Callable[[], None], until: threading.Event) -> th
         (("Thread-1 (a)", "Thread-2 (b)"), ["Thread (a)", "Thread (b)"]),
         (("Thread-1 (a)", "Thread-2 (a)"), ["Thread (a)", "thread Thread-2 (a) begins forward"]),
         (("ThreadPoolExecutor-0_0", "ThreadPoolExecutor-0_1"), ["ThreadPoolExecutor", "thread ThreadPoolExecutor-0_1 begins"]),
+        (("asyncio_0", "asyncio_1"), ["asyncio", "thread asyncio_1 begins forward"]),
     ],
 )
 def test_threads_that_other_ranks_cannot_tell_apart_are_refused(names: tuple[str, str], seen: list[str]) -> None:
@@ -145,6 +143,41 @@ def test_a_numbered_thread_that_lived_when_another_made_its_call_is_refused() ->
     may_begin.set()
     waiting.join()
     assert errors
+
+
+def test_the_first_thread_of_a_group_can_be_a_numbered_one() -> None:
+    """It has no name for other ranks, but another thread could have been the first there."""
+    made, found, until = GroupCalls(), [], threading.Event()
+
+    def work() -> None:
+        try:
+            found.append(made.begin(FORWARD).thread)
+            made.end()
+        except rs.InputError as error:
+            found.append(str(error))
+
+    threads = [in_thread(f"Thread-{n} (work)", work, until) for n in (1, 2)]
+    until.set()
+    for thread in threads:
+        thread.join()
+    assert found[0] == ""
+    assert found[1].startswith("thread Thread-2 (work) begins forward")
+
+
+def test_threads_one_after_the_other_have_one_name() -> None:
+    """Whatever numbers the system gives them again."""
+    made, names = GroupCalls(), []
+
+    def work() -> None:
+        names.append(made.begin(FORWARD).thread)
+        made.end()
+
+    for _ in range(4):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        del thread
+    assert names == ["", *["Thread (work)"] * 3]
 
 
 def test_two_threads_in_a_call_at_once_are_refused() -> None:

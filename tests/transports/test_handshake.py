@@ -7,7 +7,8 @@ import pytest
 from ringspan.transports import RankSignature, digest_as_int64, first_disagreement
 from ringspan.transports.handshake import NO_SCORE_MOD, plan_disagreement, ranks_by_value
 
-FIRST = RankSignature(1, digest_as_int64("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_SCORE_MOD, 10, 10)
+RELEASE, OTHER = (int.from_bytes(text, "big") for text in (b"0.1.0", b"0.2.0"))
+FIRST = RankSignature(RELEASE, digest_as_int64("11a0000000001234"), 2, 8, 4, 64, 64, 2, NO_SCORE_MOD, 10, 10)
 LENGTHS = [(10, 10), (11, 9), (9, 11)]
 SIGNATURES = [FIRST, FIRST._replace(queries=11, keys=9), FIRST._replace(queries=9, keys=11)]
 
@@ -29,7 +30,7 @@ def test_ranks_that_agree() -> None:
         ({"dtype": 0}, "dtype float32, rank 2 has dtype float16"),
         ({"score_mod": digest_as_int64("11a0000000001234")}, "score_mod None, rank 2 has score_mod 11a0000000001234"),
         ({"batch": 1}, "batch 2, rank 2 has batch 1"),
-        ({"version": 2}, "different releases of ringspan (ranks 0 and 1 have 00000001, rank 2 has 00000002)"),
+        ({"version": OTHER}, "different releases of ringspan (ranks 0 and 1 have 0.1.0, rank 2 has 0.2.0)"),
         ({"queries": 8}, "rank 2 has 8 queries where the plan says 9"),
         ({"keys": 12}, "rank 2 has 12 keys where the plan says 11"),
     ],
@@ -54,4 +55,4 @@ def test_the_parts_of_the_plan_that_differ_are_named() -> None:
         "the ranks disagree on the mask: ranks 0 and 2 have 11 (documents), rank 1 has 44 (documents). All ranks must make "
     )
     assert "on the plan: rank 0 has 33, rank 1 has 55" in plan_disagreement([same, {**same, "plan": "55"}])
-    assert "keys: rank 0 has none, rank 1 has 66" in plan_disagreement([same, {**same, "layout of the keys": "66"}])
+    assert "on the layout: rank 0 has 22 (zigzag), rank 1 has 66, and on the mask" not in plan_disagreement([same, same])

@@ -107,10 +107,13 @@ def cache_by_stream(maxsize: int, *, max_bytes: int = MAX_BYTES) -> Callable[[F]
 
         def cache_clear(*, keep_graphs: bool = False) -> None:
             nonlocal total
+            freed: list[dict[Any, Any]] = []  # after the lock is released, as in `keep`
             with lock:
+                freed.append(dict(by_stream))
                 by_stream.clear()
                 total = 0
                 if not keep_graphs:
+                    freed.append(dict(in_graphs))
                     in_graphs.clear()
 
         cached.cache_clear = cache_clear  # type: ignore[attr-defined]

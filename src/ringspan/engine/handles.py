@@ -215,16 +215,16 @@ class PlanHandle:
             raise error
         lengths = zip(plan.q_layout.counts, plan.kv_layout.counts, strict=True)
         as_given = self.plan.for_heads(signature.heads, signature.kv_heads)
+        is_same = plan.kv_layout == plan.q_layout
+        keys = "that of the queries" if is_same else f"{plan.kv_layout.digest} ({plan.kv_layout.name})"
         parts = {
             "plan": plan.digest,
             "mask": f"{plan.mask.digest} ({plan.mask.name})",
             "layout": f"{plan.q_layout.digest} ({plan.q_layout.name})",
-            "layout of the keys": f"{plan.kv_layout.digest} ({plan.kv_layout.name})",
+            "layout of the keys": keys,
             "strategy": plan.strategy + ("" if plan.digest == as_given.digest else f", {KEEPS_NO_ROWS}"),
             "dkv_dtype": plan.program.dkv_dtype,
         }
-        if plan.kv_layout == plan.q_layout:
-            del parts["layout of the keys"]
         check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_parts=parts)
 
 

@@ -17,7 +17,7 @@ from ringspan.frontends.labels import document_lengths
 from ringspan.frontends.rank_comparison import note_layouts
 from ringspan.frontends.reporting import reports_errors
 from ringspan.frontends.token_data import TokenData
-from ringspan.frontends.validate import check_moved_documents, check_moved_tensor
+from ringspan.frontends.validate import check_moved_tensor, check_order_of_documents
 from ringspan.layouts import Layout
 from ringspan.plans.data import Side
 from ringspan.torch_private.dynamo import dynamo_disable
@@ -48,7 +48,7 @@ class Routing(TokenData):
         layout, rank = self._layout(of), self.plan.rank
         note_layouts(layout)
         lengths = document_lengths(documents, layout.length)
-        check_moved_documents(self.plan.mask, lengths, "cp.route")
+        check_order_of_documents(self.plan.mask, lengths, "cp.route")
         loaders = _ranks(owners, len(lengths), self.group.world)
         source = _loaded_layout(lengths.tolist(), loaders, self.group.world)
         own = [(i, n) for i, (n, loader) in enumerate(zip(lengths.tolist(), loaders, strict=True)) if n and loader == rank]
@@ -107,7 +107,10 @@ def _check_order(sizes: list[int], own: list[tuple[int, int]], rank: int) -> Non
     """Raise unless the sizes are those of the rank's documents, in their order, or one for all of them together."""
     tokens = sum(length for _, length in own)
     if sum(sizes) != tokens:
-        raise InputError(f"rank {rank} owns documents of {tokens} tokens together, but loaded {sum(sizes)}")
+        raise InputError(
+            f"rank {rank} owns documents of {tokens} tokens together, but loaded {sum(sizes)}: owners= has the rank that "
+            "loaded each of documents=, in their order, for a part of rs.pack [loader[i] for i in part.documents]"
+        )
     if len(sizes) <= 1 or sizes == [length for _, length in own]:
         return
     i = next(i for i, (size, (_, length)) in enumerate(zip(sizes, own, strict=False)) if size != length)

@@ -64,8 +64,9 @@ class TokenData:
         row[mine] = np.arange(len(mine))
         _check_targets(targets)
         token = targets.token.cpu()
-        for wrong in token[(token < 0) | (token >= layout.length)][:1].tolist():
-            raise InputError(f"the targets are of token {wrong}, but the plan's sequence has {layout.length} tokens")
+        wrong = token[(token < 0) | (token >= layout.length)]
+        if len(wrong):
+            raise InputError(f"the targets are of token {int(wrong[0])}, but the plan's sequence has {layout.length} tokens")
         local = torch.from_numpy(row)[token]
         chosen = torch.nonzero(local >= 0).flatten()
         parts = (local, targets.target, targets.weight)

@@ -17,6 +17,7 @@ from ringspan.frontends.dtensor import is_dtensor
 from ringspan.masks import Mask
 from ringspan.masks import table as tables
 from ringspan.masks.cuts import is_crossed
+from ringspan.masks.table import K0, K1, Q0, Q1
 from ringspan.masks.tree import TreeNodes, tree
 
 
@@ -104,12 +105,40 @@ def check_moved_documents(mask: Mask, lengths: NDArray[np.int64], what: str) -> 
     if not len(inside):
         return
     crosses = np.setdiff1d(mask.documents(), np.append(0, stops))
+    crosses = crosses[~(_is_padding(mask, crosses - 1) | _is_padding(mask, crosses))]
     if len(crosses):
         raise InputError(
             f"{what}(documents=…): a document starts at token {inside[0]}, where the mask {mask.name} has no boundary, and "
             f"another crosses the boundary of the mask at token {crosses[0]}. Give the documents of the mask, in its order, or "
             "a mask with these documents"
         )
+
+
+def check_order_of_documents(mask: Mask, lengths: NDArray[np.int64], what: str) -> None:
+    """Raise if documents are those of the mask in another order."""
+    if mask.predicate is not None or mask.q_len != mask.k_len:
+        return
+    of_mask = np.diff(mask.documents())
+    if not np.array_equal(of_mask, lengths) and np.array_equal(np.sort(of_mask), np.sort(lengths)):
+        raise InputError(
+            f"{what}(documents=…) has the documents of the mask {mask.name} in another order (rs.pack orders them by length): "
+            f"give documents={_shown(of_mask)}, for a part of rs.pack part.lengths"
+        )
+
+
+def _shown(lengths: NDArray[np.int64]) -> str:
+    listed = ", ".join(map(str, lengths[:6].tolist()))
+    return f"[{listed}{', …' * (len(lengths) > 6)}]"
+
+
+def _is_padding(mask: Mask, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether these tokens see nothing, and no token sees them."""
+    covered = np.zeros(len(tokens), dtype=np.int64)
+    for start, stop in ((Q0, Q1), (K0, K1)):
+        starts, stops = np.sort(mask.table[:, start]), np.sort(mask.table[:, stop])
+        covered += starts.searchsorted(tokens, side="right") - stops.searchsorted(tokens, side="right")
+    is_padding: NDArray[np.bool_] = covered == 0
+    return is_padding
 
 
 def _starts_inside(mask: Mask, starts: NDArray[np.int64]) -> NDArray[np.int64]:

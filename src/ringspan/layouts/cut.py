@@ -20,7 +20,7 @@ from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
 
 # Pairs of spans and bands. A thousand documents striped over 128 ranks have 16,384,000, which take 3.6 GB.
-MAX_PAIRS = 2**24
+MAX_PAIRS = tables.MAX_PAIRS
 # The same, and single tokens, if spans with steps are split into single tokens: about 0.5 s and 150 MB.
 MAX_SPLIT_PAIRS = 2**19
 

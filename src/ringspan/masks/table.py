@@ -23,9 +23,11 @@ MAX_LENGTH = 2**31 - 1
 
 # The most bands of a mask: as many documents, causal, are planned in less than a second and 200 MB.
 MAX_BANDS = 2**18
-# The most pairs of intervals, or of bands with common rows, that an operation lists at once.
+# The most pairs of intervals, of bands with common rows, and of bands with common pairs that an operation lists at once.
 MAX_PAIRS = 2**24
+MAX_ROW_PAIRS = 2**22
 MAX_BAND_PAIRS = 2**20
+PAIRS_AT_ONCE = 2**18  # whose bands are compared
 # Up to so many candidates for overlapping pairs are compared one by one.
 FEW_CANDIDATES = 2**20
 # Up to so many bands are subtracted one by one, and so many bands of users, which may all overlap.
@@ -86,33 +88,43 @@ def overlapping(a0: Ints, a1: Ints, b0: Ints, b1: Ints, *, most: int = MAX_PAIRS
     first = furthest.searchsorted(a0, side="right")
     last = starts.searchsorted(a1, side="left")
     count = np.maximum(last - first, 0)
-    if count.sum() > FEW_CANDIDATES:
-        i, nth = _overlapping_exactly(a0, a1, starts, stops, most)
-    else:
+    i, nth = None, None
+    if (candidates := int(count.sum())) > FEW_CANDIDATES:
+        i, nth = _overlapping_exactly(a0, a1, starts, stops, most, candidates // 4)
+    if i is None or nth is None:
         i, nth = np.arange(len(a0)).repeat(count), ranges(first, count)
     j = order[nth]
     hit = (b1[j] > a0[i]) & (b0[j] < a1[i])
     return i[hit], j[hit]
 
 
-def _overlapping_exactly(a0: Ints, a1: Ints, starts: Ints, stops: Ints, most: int) -> tuple[Ints, Ints]:
+def _overlapping_exactly(
+    a0: Ints, a1: Ints, starts: Ints, stops: Ints, most: int, many: int
+) -> tuple[Ints, Ints] | tuple[None, None]:
     """Do :func:`overlapping` for intervals [starts, stops) in the order of their starts, without other candidates.
 
     Of two intervals that overlap, either the second begins in the first, or the first begins inside the second.
+    Returns None if there are at least ``many`` pairs: comparing all candidates is faster then.
     """
     order = a0.argsort(kind="stable")
     first, inside = starts.searchsorted(a0, side="left"), a0[order].searchsorted(starts, side="right")
     later = np.maximum(starts.searchsorted(a1, side="left") - first, 0)
     earlier = np.maximum(a0[order].searchsorted(stops, side="left") - inside, 0)
     if (count := int(later.sum() + earlier.sum())) > most:
-        raise MaskError(
-            f"{len(a0):,} and {len(starts):,} bands or spans overlap in {count:,} pairs; at most {most:,} are possible: use "
-            "fewer or shorter ones, or one rs.mask_mod for the whole mask"
-        )
+        raise _too_many_pairs(len(a0), len(starts), count, most)
+    if count >= many:
+        return None, None
     i = np.concatenate([np.arange(len(a0)).repeat(later), order[ranges(inside, earlier)]])
     nth = np.concatenate([ranges(first, later), np.arange(len(starts)).repeat(earlier)])
     by_a = np.lexsort((nth, i))
     return i[by_a], nth[by_a]
+
+
+def _too_many_pairs(a: int, b: int, pairs: int, most: int) -> MaskError:
+    return MaskError(
+        f"{a:,} and {b:,} bands or spans overlap in {pairs:,} pairs; at most {most:,} are possible: use fewer or shorter ones, "
+        "or one rs.mask_mod for the whole mask"
+    )
 
 
 def check_count(bands: int, name: str, most: int = MAX_BANDS) -> None:
@@ -142,7 +154,7 @@ def ranges(first: Ints, count: Ints) -> Ints:
 
 def intersect(a: Table, b: Table) -> Table:
     """Return the pairs that are in both tables. If the bands of each table are disjoint, so are those of the result."""
-    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1], most=MAX_BAND_PAIRS)
+    i, j = touching(a, b)
     return tighten(intersect_pairwise(a[i], b[j]))
 
 
@@ -162,7 +174,7 @@ def subtract(a: Table, b: Table) -> Table:
         around = np.stack([a[:, 0::2].min(axis=0), a[:, 1::2].max(axis=0)], axis=1).reshape(1, 6)
         b = b[_touches(around, b)]
     if len(a) + len(b) > FEW_BANDS:
-        return _subtract_in_rounds(a, b, *_touching(a, b))
+        return _subtract_in_rounds(a, b, *touching(a, b))
     for band in b:
         touched = _touches(a, band)
         if touched.any():
@@ -181,19 +193,22 @@ def union(t: Table) -> Table:
         for n in range(1, len(t)):
             disjoint = np.concatenate([disjoint, subtract(t[n : n + 1], disjoint)])
         return disjoint
-    i, j = _touching(t, t)
+    i, j = touching(t, t)
     return _subtract_in_rounds(t, t, i[j < i], j[j < i])
 
 
-def _touching(a: Table, b: Table) -> tuple[Ints, Ints]:
+def touching(a: Table, b: Table) -> tuple[Ints, Ints]:
     """Return the pairs of bands that touch, ordered by those of ``a``, then by the rows of those of ``b``."""
-    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1], most=MAX_BAND_PAIRS)
-    touching = _touches(a[i], b[j])
-    return i[touching], j[touching]
+    i, j = overlapping(a[:, Q0], a[:, Q1], b[:, Q0], b[:, Q1], most=MAX_ROW_PAIRS)
+    parts = [slice(n, n + PAIRS_AT_ONCE) for n in range(0, len(i), PAIRS_AT_ONCE)]
+    hit = np.concatenate([np.zeros(0, dtype=np.bool_), *(_touches(a[i[part]], b[j[part]]) for part in parts)])
+    if (count := int(hit.sum())) > MAX_BAND_PAIRS:
+        raise _too_many_pairs(len(a), len(b), count, MAX_BAND_PAIRS)
+    return i[hit], j[hit]
 
 
 def _subtract_in_rounds(a: Table, b: Table, i: Ints, j: Ints) -> Table:
-    """Remove band ``j[n]`` of ``b`` from band ``i[n]`` of ``a``, for pairs as those of :func:`_touching`.
+    """Remove band ``j[n]`` of ``b`` from band ``i[n]`` of ``a``, for pairs as those of :func:`touching`.
 
     A round removes the middle one of the bands that touch a band. About half of them touch each part that is left, so
     there are few rounds.
@@ -218,8 +233,8 @@ def _subtract_in_rounds(a: Table, b: Table, i: Ints, j: Ints) -> Table:
                 "subtract them: use fewer bands, or one rs.mask_mod for the whole mask"
             )
         i, j = np.arange(len(a)).repeat(count), j[ranges(first, count)]
-        touching = _touches(a[i], b[j])
-        i, j = i[touching], j[touching]
+        hit = _touches(a[i], b[j])
+        i, j = i[hit], j[hit]
 
 
 def _touches(a: Table, b: Table) -> NDArray[np.bool_]:

@@ -164,7 +164,7 @@ def _mask(field: _Field) -> Mask:
         raise PlanError(f"{field.name}: {error}") from None
     try:
         tables.check_count(len(table), "the mask")
-        i, j = tables.overlapping(table[:, Q0], table[:, Q1], table[:, Q0], table[:, Q1], most=tables.MAX_BAND_PAIRS)
+        i, j = tables.touching(table, table)
     except MaskError as error:
         raise PlanError(f"{field.name}.bands: {error}") from None
     twice = tables.tighten(tables.intersect_pairwise(table[i[i < j]], table[j[i < j]]))

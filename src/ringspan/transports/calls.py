@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from ringspan.errors import InputError, TransportError
 
@@ -30,7 +30,7 @@ HISTORY = 64  # calls, and exchanges, that a rank remembers
 LARGEST_TAG = 2**31 - 1
 CHECKSUM_CALLS = 16  # calls between two checksums of a group without tags
 CHECKSUMS = 256  # that a rank keeps
-NUMBERED = re.compile(r"^(Thread|Dummy|ThreadPoolExecutor)-\d+(_\d+)?")  # the names that Python gives to threads
+NUMBERED = re.compile(r"^(Thread|Dummy|ThreadPoolExecutor|asyncio)[-_]\d+(_\d+)?")  # the names that Python gives to threads
 
 
 class CallDescription(NamedTuple):
@@ -162,7 +162,7 @@ class GroupCalls:
         """For a backend without tags: the number of a call, and a checksum of all calls up to it."""
         self.checksum = 0
         """That of all calls which have ended, for a backend without tags."""
-        self._first_thread: int | None = None
+        self._first_thread: ref[threading.Thread] | None = None
         # By the name that other ranks know: the last thread of that name, and the threads that lived when it made its call.
         self._threads: dict[str, tuple[threading.Thread, WeakSet[threading.Thread]]] = {}
         self._lock = threading.Lock()
@@ -175,8 +175,8 @@ class GroupCalls:
         """Count a call. Raises if the group has failed before, or if another thread is in a call of it."""
         if _refusal.reason is not None:
             raise InputError(_refusal.reason)
-        thread, namesake = self._name_of_thread()
         with self._lock:
+            thread, namesake = self._name_of_thread()
             if self.group_error is not None:
                 raise type(self.group_error)(f"{self.group_error}. This group cannot be used any more: make a new one")
             name, wrong = threading.current_thread().name, ""
@@ -188,8 +188,9 @@ class GroupCalls:
             elif namesake is not None:
                 wrong = (
                     f"thread {name} begins {description}, and thread {namesake} has used the same process group: Python has "
-                    "numbered both, and other ranks may number them differently. Give the threads names, the same on all "
-                    "ranks, or each a group of its own (dist.new_group)"
+                    "numbered both, and other ranks may number them differently. Use one thread (an executor with "
+                    "max_workers=1), or give the threads names, the same on all ranks, or each a group of its own "
+                    "(dist.new_group)"
                 )
             if wrong:
                 error = InputError(wrong)
@@ -207,21 +208,19 @@ class GroupCalls:
 
         The name is empty for the first thread that uses the group. Others are told apart by their names, without the
         numbers that Python gives to threads as they are started. Two threads of one name can make their calls in
-        another order on each rank, unless one has ended before the other began. PyTorch's own threads, of the backward
-        pass, are one for each device.
+        another order on each rank, unless the one has ended, and the other was not yet started when it made its last
+        call. PyTorch's own threads, of the backward pass, are one for each device.
         """
-        ident = threading.get_ident()
+        thread, namesake = threading.current_thread(), None
         if self._first_thread is None:
-            self._first_thread = ident
-        if ident == self._first_thread:
-            return "", None
-        thread = threading.current_thread()
+            self._first_thread = ref(thread)
         name = NUMBERED.sub(r"\1", thread.name)
-        if name == thread.name or name == "Dummy":
-            return name, None
-        last, lived = self._threads.get(name, (thread, ()))
-        self._threads[name] = thread, WeakSet(threading.enumerate())
-        return name, last.name if last is not thread and (last.is_alive() or thread in lived) else None
+        if name not in (thread.name, "Dummy"):
+            last, lived = self._threads.get(name, (thread, ()))
+            self._threads[name] = thread, WeakSet(threading.enumerate())
+            if last is not thread and (last.is_alive() or thread in lived):
+                namesake = last.name
+        return "" if self._first_thread() is thread else name, namesake
 
     def end(self) -> None:
         """End the current call. One that failed is no part of the checksums: a rank that refuses a call may not know

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -27,7 +26,7 @@ from ringspan.transports.process_group import ProcessGroupTransport
 from ringspan.version import __version__
 
 # What must be equal on all ranks before anything else: the release of ringspan.
-VERSION = zlib.crc32(__version__.encode())
+VERSION = int.from_bytes(__version__.encode()[:7], "big")
 # Sent in place of VERSION by a rank that cannot make the call, before it raises. So no peer waits for that rank.
 REFUSED = -1
 
@@ -121,12 +120,13 @@ def report_refusal(group: ProcessGroupTransport, error: BaseException, device: t
 
 
 PART_LENGTH = 256  # characters of a part of a plan, in an error message
-TEXT_BYTES = 4096  # of all parts: six times as many characters, a few of which take several bytes
+TEXT_BYTES = 4096  # of all parts, six of ASCII characters, of which JSON writes some as two
 
 
 def _all_gather_parts(group: ProcessGroupTransport, parts: Mapping[str, str], device: torch.device) -> list[dict[str, str]]:
     """Return what the plan of each rank was made from. This is a collective call."""
-    text = json.dumps({name: part[:PART_LENGTH] for name, part in parts.items()}, ensure_ascii=False)
+    ascii_parts = {name: part.encode("ascii", "backslashreplace").decode()[:PART_LENGTH] for name, part in parts.items()}
+    text = json.dumps(ascii_parts)
     encoded = list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b" "))
     gathered = group.all_gather_ints(encoded, device, label=LABEL)
     return [json.loads(bytes(values).decode(errors="replace")) for values in gathered]
@@ -135,7 +135,7 @@ def _all_gather_parts(group: ProcessGroupTransport, parts: Mapping[str, str], de
 def first_disagreement(signatures: Sequence[RankSignature], lengths: Iterable[tuple[int, int]]) -> str | None:
     """Return an error message for the first field that differs, the same on every rank; None if the ranks agree."""
     if len({of_rank.version for of_rank in signatures}) > 1:
-        who = ranks_by_value([f"{of_rank.version:08x}" for of_rank in signatures])
+        who = ranks_by_value([_release(of_rank.version) for of_rank in signatures])
         return f"the ranks run different releases of ringspan ({who}): install the same on all"
     for field in COMPARED_FIELDS:
         values = [_as_text(field, getattr(of_rank, field)) for of_rank in signatures]
@@ -192,6 +192,11 @@ def digest_as_int64(digest: str) -> int:
 def int64_as_digest(value: int) -> str:
     """Convert the integer of :func:`digest_as_int64` back to the digest."""
     return f"{value + 2**63:016x}"
+
+
+def _release(version: int) -> str:
+    """Return the beginning of a release from the integer that ranks compare."""
+    return version.to_bytes(8, "big").strip(b"\0").decode(errors="replace")
 
 
 def _as_text(field: str, value: int) -> str:

@@ -263,8 +263,11 @@ class WatchedGroup:
     def _read(self, peers: tuple[int, ...]) -> dict[int, RankRecord]:
         if self._records is None:
             return {}
-        self.store_answers = False
-        found = self._store.run(partial(self._records.read, peers))
+        try:
+            found = self._store.run(partial(self._records.read, peers))
+        except (RuntimeError, OSError):
+            self.store_answers = False
+            raise
         self.store_answers = True
         now = time.monotonic()
         for peer, record in found.items():

@@ -20,7 +20,7 @@ from ringspan.frontends.score_mods import with_query_sinks, with_sinks
 from ringspan.integrations.transformers.convolutions import refuse_documents_of_call
 from ringspan.integrations.transformers.doge import KeyBias
 from ringspan.integrations.transformers.inkling import RelativeBias
-from ringspan.integrations.transformers.layer_mask import LayerMask
+from ringspan.integrations.transformers.layer_mask import LayerMask, limit_of_call
 from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.refusals import layer_name, refuse_layer
 from ringspan.integrations.transformers.t5 import distance_bias, has_distance_biases
@@ -119,6 +119,8 @@ def _without_mask(
         problem = "has a softcap, sinks or a bias of its scores, but no mask of the model"
     elif bool(causal) != block.mask.is_causal:
         problem = f"is {'' if causal else 'not '}causal, but the block's mask {block.mask.name} is{' not' if causal else ''}"
+    elif limit := limit_of_call(block.mask, kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")):
+        problem = f"{limit}, but no mask of the model, and the block's mask {block.mask.name} is wider"
     else:
         out_BHSE = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
         return out_BHSE.transpose(1, 2).contiguous()

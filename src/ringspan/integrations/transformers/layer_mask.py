@@ -18,6 +18,7 @@ from ringspan.integrations.transformers.packing import check_positions, check_re
 from ringspan.layouts import Layout
 from ringspan.masks import Mask, documents, window
 from ringspan.plans.data import Side
+from ringspan.torch_private.checkpoints import is_recomputing
 
 
 class ModelCall(NamedTuple):
@@ -186,6 +187,12 @@ class LayerMask:
             return BiasedMask(args[1], args[0])
         if func in ADDITIONS:
             raise _adds_mask()
+        if func is F.scaled_dot_product_attention and is_recomputing():
+            raise UnplannedAttention(
+                "a checkpoint runs this layer again by SDPA, with the mask of a forward pass by ringspan: the backward pass "
+                "ran after the context was left, for example that of accelerate, which sets the attention of the model back. "
+                "Call backward inside it"
+            )
         raise UnplannedAttention(
             f"this model applies {getattr(func, '__name__', func)} to its attention mask, but inside a ContextParallel block "
             "the mask is not a tensor"
@@ -262,11 +269,29 @@ def _documents(cu_seq_lens: Tensor, q_len: int, k_len: int) -> Mask:
 
 
 def _check_window(mask: Mask, size: int) -> None:
-    allowed = window(left=size - 1) if mask.is_causal else window(left=size, right=size)
-    if (mask & allowed).area != mask.area:
+    if not is_in_window(mask, size):
         raise UnplannedAttention(
             f"this layer has a sliding window of {size} tokens, but the mask that the model made for it, {mask.name}, is wider"
         )
+
+
+def is_in_window(mask: Mask, size: int) -> bool:
+    """Return whether no query sees keys further back than the sliding window of a layer.
+
+    Later keys are not limited: image blocks can reach further than the window, and the bands of a mask with a predicate
+    can reach to the end of the sequence.
+    """
+    return (mask & window(left=size - 1 if mask.is_causal else size)).area == mask.area
+
+
+@torch.compiler.disable
+def limit_of_call(mask: Mask, window_size: int | None, cu_seq_lens: Tensor | None) -> str:
+    """Return what a call of attention limits its queries to, if a mask does not; empty if the mask does."""
+    if window_size is not None and not is_in_window(mask, window_size):
+        return f"has a sliding window of {window_size} tokens"
+    if cu_seq_lens is not None and (mask & _documents(cu_seq_lens, *mask.lengths)).area != mask.area:
+        return f"has packed documents (cu_seq_lens_q of {len(cu_seq_lens) - 1})"
+    return ""
 
 
 def layout_of(outer: ContextParallel, side: Side) -> Layout:

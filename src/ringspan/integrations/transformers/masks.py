@@ -15,12 +15,12 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from ringspan.errors import InputError, RingspanError, UnplannedAttention
 from ringspan.frontends.context_parallel import ContextParallel
-from ringspan.frontends.recompute import entered_blocks
+from ringspan.frontends.recompute import entered_blocks, was_absent_in_forward
 from ringspan.integrations.transformers.layer_mask import LayerMask, ModelCall, layout_of
 from ringspan.integrations.transformers.mask_functions import Sequence, mask_of, padding_mask
 from ringspan.integrations.transformers.model_block import Sides, block_of_model
 from ringspan.integrations.transformers.model_call import documents_of_call, positions_of_model, refuse_results_of_tokens_here
-from ringspan.integrations.transformers.packing import packed_ids, positions_of_mask
+from ringspan.integrations.transformers.packing import check_positions, missing_positions, packed_ids, positions_of_mask
 from ringspan.integrations.transformers.refusals import COUNTS_POSITIONS, WRITES_OUT, first_position, refuse_config
 from ringspan.integrations.transformers.rotary import refuse_rotary
 from ringspan.masks import Mask
@@ -95,22 +95,45 @@ def _model_call(batch: int, sequence: Sequence, mask_function: Any, config: Any)
     return call
 
 
-def sdpa_mask_of_block(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+def sdpa_mask_of_block(*args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Tensor | None:
     """Return the mask of a layer that attends by the name ``sdpa``, as transformers makes it.
 
-    transformers makes no mask of a window or of chunks that are longer than the tokens that it sees. Inside a block these
-    are this rank's, so the layer would attend without the window: this raises.
+    Inside a block over several ranks, the model is refused for what a model that attends by ``ringspan`` is refused for,
+    since the block itself sees only calls of attention. And transformers makes no mask of a window or of chunks that are
+    longer than the tokens that it sees. These are this rank's, so the layer would attend without the window: this raises.
     """
-    made: Tensor | None = sdpa_mask(*args, local_size=local_size, **kwargs)
-    if made is not None or local_size is None or torch.compiler.is_compiling():
+    blocks = [] if torch.compiler.is_compiling() else entered_blocks()
+    block = blocks[-1] if blocks and isinstance(blocks[-1], ContextParallel) else None
+    if block is not None and block.plan.world > 1 and not was_absent_in_forward(block):
+        _refuse_sdpa(config, block)
+    made: Tensor | None = sdpa_mask(*args, local_size=local_size, config=config, **kwargs)
+    if made is not None or local_size is None:
         return made  # in compiled code transformers always makes it, and the block refuses the tensor
-    blocks = entered_blocks()
-    if blocks and isinstance(blocks[-1], ContextParallel) and local_size < blocks[-1].plan.kv_layout.length:
+    if block is not None and local_size < block.plan.kv_layout.length:
         raise UnplannedAttention(
             f"this model attends by sdpa, which leaves out windows and chunks of {local_size} tokens, since this rank has no "
             'more: call model.set_attn_implementation("ringspan")'
         )
     return made
+
+
+def _refuse_sdpa(config: Any, block: ContextParallel) -> None:
+    """Raise if a model that attends by ``sdpa`` computes more than attention from the tokens of this rank alone."""
+    refuse_config(config)
+    refuse_rotary(config, max(layout_of(block, "q").length, layout_of(block, "kv").length))
+    refuse_results_of_tokens_here()
+    is_known, position_ids = positions_of_model()
+    if not is_known:
+        return
+    if position_ids is None:
+        raise missing_positions(first_position(config))
+    if block.plan.q_layout == block.plan.kv_layout:  # else it is not known whose positions these are
+        tokens = block.plan.q_layout.positions(block.rank)
+        try:
+            check_positions(position_ids, tokens, block.mask, None, first=first_position(config))
+        except RingspanError as error:  # those of another rank can be right, and it would wait for messages
+            block.refuse(error)
+            raise
 
 
 def _has_documents(mask: Mask) -> bool:

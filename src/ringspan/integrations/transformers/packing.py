@@ -27,6 +27,7 @@ from ringspan.errors import InputError, UnplannedAttention
 from ringspan.integrations.transformers.mask_functions import MODULE, closure_of, is_from_masking_utils
 from ringspan.integrations.transformers.model_call import MAX_FRAMES
 from ringspan.masks import Mask, documents, mask_mod
+from ringspan.user_functions.index_reads import inputs_read
 
 PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
@@ -158,14 +159,16 @@ def check_positions(
         for starts in (mask.documents(), mask.documents(single=True)):
             allowed.append(tokens_S - starts[np.searchsorted(starts, tokens_S, side="right") - 1])
     elif mask is not None:
-        return  # its documents are not known
+        if not (given_BS == np.arange(len(tokens_S))).all():
+            return  # its documents are not known
+        allowed.append(_positions_in_documents(mask, tokens_S))
     if valid_BN is not None:
         allowed.append((valid_BN.cumsum(-1) - 1).cpu().numpy()[:, tokens_S])
         is_padding = ~valid_BN.cpu().numpy()[:, tokens_S]
     if any(((given_BS == wanted) | is_padding).all() for wanted in allowed):
         return
     row, i = (int(n) for n in np.argwhere((given_BS != tokens_S) & ~is_padding)[0])
-    where = f"row {i} of this rank is token {tokens_S[i]}"
+    where = f"number {i} of its tokens is token {tokens_S[i]} of the sequence"
     offset = f" + {first}" if first else ""
     if (given_BS == np.arange(len(tokens_S))).all():
         raise UnplannedAttention(
@@ -179,6 +182,28 @@ def check_positions(
         f"block's mask{from_first}. For a packed batch, make ContextParallel with "
         "ringspan.integrations.transformers.packed_mask(position_ids) of the whole sequence, or rs.documents(lengths)"
     )
+
+
+def _positions_in_documents(mask: Mask, tokens_S: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions (rows, S) of tokens in their documents, for a mask with a predicate.
+
+    A document starts at each token that does not see the token before it.
+    """
+    assert mask.predicate is not None
+    in_bands_N = np.zeros(mask.lengths[0], dtype=bool)
+    for q0, q1, k0, k1, lo, hi in mask.table.tolist():
+        if lo <= -1 <= hi:
+            in_bands_N[max(q0, k0 + 1) : min(q1, k1 + 1)] = True
+    device = inputs_read(mask.predicate.mask_mod, mask.lengths).device
+    token_N, of_pairs = torch.arange(len(in_bands_N), device=device), torch.vmap(mask.predicate.mask_mod, (None, None, 0, 0))
+    positions = []
+    for b in range(mask.predicate.batch or 1):
+        row, head = (torch.tensor(index, device=device) for index in (b, 0))
+        sees_last_N = np.zeros_like(in_bands_N)
+        sees_last_N[1:] = in_bands_N[1:] & of_pairs(row, head, token_N[1:], token_N[:-1]).cpu().numpy()
+        starts = np.flatnonzero(~sees_last_N)
+        positions.append(tokens_S - starts[np.searchsorted(starts, tokens_S, side="right") - 1])
+    return np.stack(positions)
 
 
 def _positions_of(mask: Mask | None) -> str:
