@@ -35,7 +35,7 @@ WITHIN_NODE = "#D0D0D0"
 MAX_RANKS_WITH_GAPS, MAX_NODES_WITH_FIGURES, MAX_LABELS = 32, 8, 16
 
 
-class Run(NamedTuple):
+class DocumentRun(NamedTuple):
     """The rows of a rank from ``start`` on that are of one document, by its index in the microbatch."""
 
     document: int
@@ -176,11 +176,11 @@ def document_colours(part: Microbatch, named: int = len(DOCUMENT_COLOURS)) -> li
     return colours
 
 
-def runs_of(part: Microbatch, rank: int) -> list[Run]:
+def runs_of(part: Microbatch, rank: int) -> list[DocumentRun]:
     """Return the documents of a rank in the order of its rows."""
     document = np.cumsum(part.lengths).searchsorted(part.layout.positions(rank), side="right")
     edges = np.flatnonzero(np.diff(document, prepend=-1, append=-1)).tolist()
-    return [Run(int(document[low]), low, high - low) for low, high in pairwise(edges)]
+    return [DocumentRun(int(document[low]), low, high - low) for low, high in pairwise(edges)]
 
 
 def loads_of(part: Microbatch, machine: Hardware, shape: Shape) -> dict[str, Seconds]:

@@ -11,6 +11,11 @@ from ringspan.transports.records import CallRecord, RankRecord
 # Errors that a rank passes on as they are, since they name the rank that caused them.
 PASSED_ON = {cls.__name__: cls for cls in (PeerFailed, PeerLost, PeerMismatch, PeerTimeout)}
 
+STORE_IS_LOST = (
+    "the store of the process group does not answer either: the process that hosts it, that of rank 0 unless a launcher "
+    "does, has probably ended, and the rank named here may only have closed its connections"
+)
+
 
 def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> TransportError | None:
     """Return an error if a peer will never send what this rank waits for; None if it may only be late.

@@ -1,7 +1,8 @@
-"""The argument ``group=``: a process group, a mesh of one axis, or None for all processes."""
+"""The arguments ``group=`` (a process group, a mesh of one axis, or None for all processes) and ``timeout=``."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -45,3 +46,10 @@ def is_destroyed(group: dist.ProcessGroup | None) -> bool:
     except (AssertionError, RuntimeError, ValueError):
         return True
     return False
+
+
+def time_limit(seconds: float | None) -> timedelta | None:
+    """Return the argument ``timeout=`` as a time."""
+    if seconds is not None and not 0 < seconds < 1e9:
+        raise InputError(f"timeout must be a positive number of seconds, or None for that of the group; not {seconds!r}")
+    return None if seconds is None else timedelta(seconds=seconds)

@@ -30,8 +30,9 @@ from ringspan.transports.call_comparison import PendingComparison, apply_compari
 from ringspan.transports.calls import Call, CallDescription, CallPair, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
+from ringspan.transports.diagnosis import STORE_IS_LOST
 from ringspan.transports.flight_record import record_failure
-from ringspan.transports.group_argument import DESTROYED, group_and_ranks, is_destroyed
+from ringspan.transports.group_argument import DESTROYED, group_and_ranks, is_destroyed, time_limit
 from ringspan.transports.pending import PendingExchange
 from ringspan.transports.requests import PostExchange, RankGenerator, Traffic
 from ringspan.transports.watchdog import group_state
@@ -40,10 +41,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("ringspan.transports")
 
-STORE_IS_LOST = (
-    "the store of the process group does not answer either: the process that hosts it, that of rank 0 unless a launcher "
-    "does, has probably ended, and the rank named here may only have closed its connections"
-)
 DEBUG_COMPARISON_LIMIT = timedelta(minutes=30)  # for comparing calls under RINGSPAN_DEBUG=1, if timeout is None
 
 
@@ -62,7 +59,7 @@ class ProcessGroupTransport:
             raise InputError(f"global rank {global_rank} is not a member of the group of global ranks {self.global_ranks}")
         self.rank = self.global_ranks.index(global_rank)
         self.world = len(self.global_ranks)
-        self.timeout = _time_limit(timeout)
+        self.timeout = time_limit(timeout)
         self.traffic = Traffic()
         # Held weakly: PyTorch keeps a group until it is destroyed. A group that lived longer would end its threads only
         # when the interpreter ends, which can abort the process.
@@ -72,7 +69,7 @@ class ProcessGroupTransport:
     def with_timeout(self, timeout: float) -> ProcessGroupTransport:
         """Return a transport for the same ranks with another time limit."""
         other = copy(self)
-        other.timeout, other.traffic = _time_limit(timeout), Traffic()
+        other.timeout, other.traffic = time_limit(timeout), Traffic()
         return other
 
     @property
@@ -388,12 +385,6 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             self._raise(error, call.label, self._other_ranks)
         call.waiting_since = None
-
-
-def _time_limit(seconds: float | None) -> timedelta | None:
-    if seconds is not None and not 0 < seconds < 1e9:
-        raise InputError(f"timeout must be a positive number of seconds, or None for that of the group; not {seconds!r}")
-    return None if seconds is None else timedelta(seconds=seconds)
 
 
 def _name(dtype: torch.dtype) -> str:
