@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from weakref import ref
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def in_thread(name: str, work: Callable[[], None], until: threading.Event) -> th
         (("Thread-1 (a)", "Thread-2 (a)"), ["Thread (a)", "thread Thread-2 (a) begins forward"]),
         (("ThreadPoolExecutor-0_0", "ThreadPoolExecutor-0_1"), ["ThreadPoolExecutor", "thread ThreadPoolExecutor-0_1 begins"]),
         (("asyncio_0", "asyncio_1"), ["asyncio", "thread asyncio_1 begins forward"]),
+        (("loader", "loader"), ["loader", "thread loader begins forward"]),
     ],
 )
 def test_threads_that_other_ranks_cannot_tell_apart_are_refused(names: tuple[str, str], seen: list[str]) -> None:
@@ -164,6 +166,22 @@ def test_the_first_thread_of_a_group_can_be_a_numbered_one() -> None:
     assert found[1].startswith("thread Thread-2 (work) begins forward")
 
 
+def test_a_thread_that_has_ended_is_not_kept() -> None:
+    """It can hold tensors, as attributes."""
+    made = calls(FORWARD)
+
+    def work() -> None:
+        made.begin(FORWARD)
+        made.end()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    ended = ref(thread)
+    del thread
+    assert ended() is None
+
+
 def test_threads_one_after_the_other_have_one_name() -> None:
     """Whatever numbers the system gives them again."""
     made, names = GroupCalls(), []
@@ -218,6 +236,15 @@ def test_the_first_call_that_differs_is_named() -> None:
     assert str(errors[0]) == str(errors[1])
     assert "call 2 is forward of plan 9f2c00000000001a (scale 0.125, bfloat16, batch 1, 8 heads, " in str(errors[0])
     assert "they differ in scale" in str(errors[0])
+
+
+@pytest.mark.parametrize(("forward_call", "is_unknown"), [(0, True), (2, False)])
+def test_a_backward_pass_that_does_not_know_its_forward_call_is_explained(forward_call: int, is_unknown: bool) -> None:
+    backward = FORWARD._replace(kind="backward", forward_call=1)
+    own, other = calls(FORWARD, backward), calls(FORWARD, backward._replace(forward_call=forward_call))
+    error = str(diagnose(0, record_of(own), {1: record_of(other)}))
+    assert "they differ in the forward call." in error
+    assert ("FlopCounterMode" in error) == is_unknown
 
 
 def test_a_peer_that_raised_in_this_call_is_named() -> None:

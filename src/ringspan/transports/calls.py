@@ -49,7 +49,8 @@ class CallDescription(NamedTuple):
     score_mod: str = ""
     """The digest of its code and constants."""
     forward_call: int = 0
-    """Of a backward pass: the number of the call whose gradients it computes. 0: unknown, as in compiled code."""
+    """Of a backward pass: the number of the call whose gradients it computes. 0: unknown, in compiled code and
+    under a dispatch mode."""
     values: str = ""
     """Under ``RINGSPAN_DEBUG=1``, the digest of the tensors and globals that a score_mod or mask_mod uses."""
 
@@ -163,8 +164,9 @@ class GroupCalls:
         self.checksum = 0
         """That of all calls which have ended, for a backend without tags."""
         self._first_thread: ref[threading.Thread] | None = None
-        # By the name that other ranks know: the last thread of that name, and the threads that lived when it made its call.
-        self._threads: dict[str, tuple[threading.Thread, WeakSet[threading.Thread]]] = {}
+        # By the name that other ranks know: the last thread of that name, its own name, and the threads that lived when it
+        # made its call. Held weakly: a thread can hold tensors.
+        self._threads: dict[str, tuple[ref[threading.Thread], str, WeakSet[threading.Thread]]] = {}
         self._lock = threading.Lock()
 
     def keep_checksums(self) -> None:
@@ -187,10 +189,10 @@ class GroupCalls:
                 )
             elif namesake is not None:
                 wrong = (
-                    f"thread {name} begins {description}, and thread {namesake} has used the same process group: Python has "
-                    "numbered both, and other ranks may number them differently. Use one thread (an executor with "
-                    "max_workers=1), or give the threads names, the same on all ranks, or each a group of its own "
-                    "(dist.new_group)"
+                    f"thread {name} begins {description}, and thread {namesake} has used the same process group: other ranks "
+                    "cannot tell them apart (numbers that Python gives to threads do not count), and may make their calls in "
+                    "another order. Use one thread (an executor with max_workers=1), or give the threads different names, the "
+                    "same on all ranks, or each a group of its own (dist.new_group)"
                 )
             if wrong:
                 error = InputError(wrong)
@@ -215,11 +217,12 @@ class GroupCalls:
         if self._first_thread is None:
             self._first_thread = ref(thread)
         name = NUMBERED.sub(r"\1", thread.name)
-        if name not in (thread.name, "Dummy"):
-            last, lived = self._threads.get(name, (thread, ()))
-            self._threads[name] = thread, WeakSet(threading.enumerate())
-            if last is not thread and (last.is_alive() or thread in lived):
-                namesake = last.name
+        if thread is not threading.main_thread() and name != "Dummy":
+            last, last_name, lived = self._threads.get(name, (ref(thread), "", ()))
+            self._threads[name] = ref(thread), thread.name, WeakSet(threading.enumerate())
+            other = last()
+            if other is not thread and (thread in lived or (other is not None and other.is_alive())):
+                namesake = last_name
         return "" if self._first_thread() is thread else name, namesake
 
     def end(self) -> None:
