@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import ringspan as rs
 from ringspan.kernels.reference import dense_attention
@@ -248,6 +250,22 @@ def other_order_on_two_backends(rank: int) -> Report:
 
 def test_a_group_with_a_backend_for_each_device(pools: Pools) -> None:
     check(pools(WORLD).run(other_order_on_two_backends))
+
+
+def dispatch_mode_on_rank_1(rank: int) -> str:
+    """Under a mode, attention is an operator, whose backward pass does not know its forward call."""
+    layers = Layers(rank, "ring")
+    try:
+        with FlopCounterMode(display=False) if layers.differs else nullcontext():
+            layers.attend(0).sum().backward()
+    except rs.PeerMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_dispatch_mode_on_one_rank_is_explained(pools: Pools) -> None:
+    for message in pools(WORLD).run(dispatch_mode_on_rank_1):
+        assert "a dispatch mode such as FlopCounterMode, does not know the forward call" in message
 
 
 def attend_after_a_pause_of_rank_1(rank: int, strategy: str) -> float:

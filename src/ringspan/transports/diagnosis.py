@@ -16,6 +16,11 @@ STORE_IS_LOST = (
     "does, has probably ended, and the rank named here may only have closed its connections"
 )
 
+NO_FORWARD_CALL = (
+    ". Compiled code, or a dispatch mode such as FlopCounterMode, does not know the forward call of a backward pass: run it on "
+    "all ranks or on none"
+)
+
 
 def diagnose(rank: int, own: RankRecord, peers: Mapping[int, RankRecord]) -> TransportError | None:
     """Return an error if a peer will never send what this rank waits for; None if it may only be late.
@@ -57,9 +62,11 @@ def describe_difference(number: int, rank: int, call: CallRecord, other_rank: in
     ]
     if fields[0] == "kind":  # the others mean something else for each kind
         del fields[1:]
+    is_unknown = fields == ["the forward call"] and 0 in (call.description.forward_call, other.description.forward_call)
     return (
         f"the ranks make different calls: call {number} is {call.description} on rank {rank}, and {other.description} on "
         f"rank {other_rank}; they differ in {' and '.join(fields)}. All ranks must make the same calls in the same order"
+        f"{NO_FORWARD_CALL * is_unknown}"
     )
 
 
