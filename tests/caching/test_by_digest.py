@@ -141,7 +141,7 @@ def test_a_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cache_of_needed_rows_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     world = 16
-    monkeypatch.setattr(by_digest, "MAX_BYTES", 3 * 8 * world**2)
+    monkeypatch.setattr(needed_rows._results, "max_bytes", 3 * 8 * world**2)  # type: ignore[attr-defined]
     masks = [rs.causal(64) & rs.window(left=n) for n in range(5)]
     layout = rs.plan(masks[0], world=world, rank=0, layout="contiguous").q_layout
     needed_rows.cache_clear()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import lru_cache, update_wrapper
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakSet
 
+from ringspan.caching.bounded import BoundedResults
 from ringspan.caching.registry import on_clear_caches
 
 MAX_BYTES = 16 * 2**20  # estimated, of the results in one cache
@@ -34,10 +33,8 @@ class DigestCache(Generic[P, T]):
     """
 
     def __init__(self, function: Callable[P, T], maxsize: int, bytes_of: Callable[[T], int] = lambda result: 0) -> None:
-        self._function, self._maxsize, self._bytes_of = function, maxsize, bytes_of
-        self._results: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()  # with the estimated bytes of each
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._function, self._bytes_of = function, bytes_of
+        self._results = BoundedResults[Hashable, T](maxsize, MAX_BYTES)
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,25 +43,16 @@ class DigestCache(Generic[P, T]):
         key: Hashable = tuple([(x.digest, x.name) if hasattr(x, "digest") else x for x in given])
         if kwargs:
             key = key, tuple(kwargs)
-        with self._lock:
-            if key in self._results:
-                self._results.move_to_end(key)
-                return self._results[key][0]
-        # Computed without the lock: a thread that plans ahead must not delay a lookup in another one.
+        found = self._results.get(key)
+        if found is not None:
+            return found[0]
+        # Computed without a lock: a thread that plans ahead must not delay a lookup in another one.
         result = self._function(*args, **kwargs)
-        size = self._bytes_of(result)
-        with self._lock:
-            if key not in self._results:
-                self._results[key] = result, size
-                self._bytes += size
-                while len(self._results) > self._maxsize or (self._bytes > MAX_BYTES and len(self._results) > 1):
-                    self._bytes -= self._results.popitem(last=False)[1][1]
+        self._results.put(key, result, self._bytes_of(result))
         return result
 
     def cache_clear(self) -> None:
-        with self._lock:
-            self._results.clear()
-            self._bytes = 0
+        self._results.clear()
 
 
 def cache_by_digest(

@@ -13,18 +13,17 @@ at every replay, and count towards no limit.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial, update_wrapper
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ringspan.caching.bounded import BoundedResults
 from ringspan.caching.registry import on_clear_caches
 from ringspan.errors import KernelError
 from ringspan.torch_private.cuda_streams import current_raw_stream
@@ -48,77 +47,60 @@ NOT_CAPTURABLE = (
 )
 
 
+class StreamCache:
+    """A function with a cache of its results. The last of its arguments is the device on which it makes tensors."""
+
+    def __init__(self, make_tensors: Callable[..., Any], max_results: int, max_bytes: int) -> None:
+        self._make_tensors = make_tensors
+        self._results = BoundedResults[tuple[StreamKey, tuple[Any, ...]], Any](max_results, max_bytes)
+        self._in_graphs: dict[tuple[Any, ...], Any] = {}
+        update_wrapper(self, make_tensors)
+
+    def __call__(self, *args: Any) -> Any:
+        stream = stream_key(args[-1])
+        if stream == CAPTURING:
+            return self._for_graph(args)
+        if dispatch_mode_depth() and not _are_real(dispatch_mode_stack()):
+            return self._make_tensors(*args)  # they may be FakeTensors: do not keep them
+        key = (stream, args)
+        found = self._results.get(key)
+        if found is None:
+            made = self._make_tensors(*args)
+            self._results.put(key, made, bytes_of_tensors(made))
+            return made
+        value, size = found
+        if dispatch_mode_depth():
+            modes: Sequence[Any] = dispatch_mode_stack()
+            for mode in modes:
+                mode.record_constants(value, partial(self._results.put, key, value, size))
+        return value
+
+    def _for_graph(self, args: tuple[Any, ...]) -> Any:
+        kept = self._in_graphs.get(args)
+        if kept is None:
+            made = [value for (_, others), value in self._results.items() if others == args]
+            if not made:
+                raise KernelError(NOT_PREPARED)
+            kept = self._in_graphs.setdefault(args, made[-1])  # another thread may capture, too
+        return kept
+
+    def cache_clear(self, *, keep_graphs: bool = False) -> None:
+        """Empty the cache. With ``keep_graphs`` keep what CUDA graphs read."""
+        self._results.clear()
+        if not keep_graphs:
+            self._in_graphs.clear()
+
+
 def cache_by_stream(maxsize: int, *, max_bytes: int = MAX_BYTES) -> Callable[[F], F]:
     """Cache the results of functions whose last argument is the device on which they make tensors.
 
     Keeps up to ``maxsize`` results, and tensors of up to ``max_bytes`` together, but always the last result.
-
-    ``cache_clear()`` of the decorated function empties the cache; with ``keep_graphs=True`` it keeps what CUDA graphs
-    read.
     """
 
     def decorate(make_tensors: F) -> F:
-        by_stream = OrderedDict[tuple[StreamKey, tuple[Any, ...]], tuple[Any, int]]()  # results and their bytes
-        in_graphs = dict[tuple[Any, ...], Any]()
-        lock = threading.Lock()
-        total = 0  # bytes in by_stream
-
-        @wraps(make_tensors)
-        def cached(*args: Any) -> Any:
-            stream = stream_key(args[-1])
-            if stream == CAPTURING:
-                return cached_for_graph(args)
-            if dispatch_mode_depth() and not _are_real(dispatch_mode_stack()):
-                return make_tensors(*args)  # they may be FakeTensors: do not keep them
-            key = (stream, args)
-            with lock:
-                found = by_stream.get(key)
-                if found is not None:
-                    by_stream.move_to_end(key)
-            if found is not None:
-                value, size = found
-                if dispatch_mode_depth():
-                    modes: Sequence[Any] = dispatch_mode_stack()
-                    for mode in modes:
-                        mode.record_constants(value, partial(keep, key, value, size))
-                return value
-            value = make_tensors(*args)
-            keep(key, value, bytes_of_tensors(value))
-            return value
-
-        def keep(key: tuple[StreamKey, tuple[Any, ...]], value: Any, size: int) -> None:
-            nonlocal total
-            evicted = []  # freed after the lock is released, because weakref callbacks may use the cache
-            with lock:
-                evicted.append(by_stream.pop(key, (None, 0)))
-                by_stream[key] = value, size
-                total += size - evicted[0][1]
-                while len(by_stream) > maxsize or (total > max_bytes and len(by_stream) > 1):
-                    evicted.append(by_stream.popitem(last=False)[1])
-                    total -= evicted[-1][1]
-
-        def cached_for_graph(args: tuple[Any, ...]) -> Any:
-            with lock:
-                if args not in in_graphs:
-                    in_graphs.update((others, value) for (_, others), (value, _) in by_stream.items() if others == args)
-                if args in in_graphs:
-                    return in_graphs[args]
-            raise KernelError(NOT_PREPARED)
-
-        def cache_clear(*, keep_graphs: bool = False) -> None:
-            nonlocal total
-            freed: list[dict[Any, Any]] = []  # after the lock is released, as in `keep`
-            with lock:
-                freed.append(dict(by_stream))
-                by_stream.clear()
-                total = 0
-                if not keep_graphs:
-                    freed.append(dict(in_graphs))
-                    in_graphs.clear()
-
-        cached.cache_clear = cache_clear  # type: ignore[attr-defined]
+        cached: Any = StreamCache(make_tensors, maxsize, max_bytes)
         _caches.add(cached)
-        return cached  # type: ignore[return-value]
+        return cast(F, cached)
 
     return decorate
 
@@ -128,7 +110,7 @@ def clear_stream_caches() -> None:
         cache.cache_clear()
 
 
-_caches: WeakSet[Any] = WeakSet()
+_caches: WeakSet[StreamCache] = WeakSet()
 on_clear_caches(clear_stream_caches)
 
 
