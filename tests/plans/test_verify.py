@@ -230,6 +230,16 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         edit(F, 0, 0, sends=to(heads=(0, 1))),
         "the plan names heads, but its program does not say how many there are",
     ),
+    "gradients in the forward pass": (
+        a_full_ring,
+        both(edit(F, 0, 0, sends=to(what="dkv")), edit(F, 1, 0, recvs=to(what="dkv"))),
+        "forward step 0 on rank 0: moves dkv, which the forward pass does not have",
+    ),
+    "outputs in the backward pass": (
+        some_queries,
+        both(edit(B, 0, 2, sends=to(what="out")), *(edit(B, rank, 2, recvs=to(what="out")) for rank in (1, 2))),
+        "moves out, which the backward pass does not have",
+    ),
     # races
     "overwrites what is read": (
         a_full_ring,
@@ -378,7 +388,11 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         both(*(edit(B, rank, 0, sends=of_slots_1, recvs=of_slots_1) for rank in range(2))),
         "backward step 1 on rank 0: a task reads rows of q slot 2 without their dout",
     ),
-    "dout in the forward pass": (some_heads, edit(F, 0, 0, sends=to(what="dout")), "the forward pass has no dout"),
+    "dout in the forward pass": (
+        some_heads,
+        edit(F, 0, 0, sends=to(what="dout")),
+        "dout, which the forward pass does not have",
+    ),
     "dout of queries that are not kept": (
         some_heads,
         kept(0, "q", 1, False),

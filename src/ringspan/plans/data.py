@@ -52,6 +52,10 @@ PAYLOAD_KINDS: tuple[PayloadKind, ...] = ("kv", "q", "dout", "out", "dq", "dkv")
 OVERWRITES: tuple[PayloadKind, ...] = ("kv", "q", "dout")
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
+KINDS_OF_PHASE: dict[Phase, tuple[PayloadKind, ...]] = {
+    "forward": ("kv", "q", "out"),
+    "backward": ("kv", "q", "dout", "dq", "dkv"),
+}
 Side = Literal["q", "kv"]
 DkvDtype = Literal["float32", "bfloat16"]
 DKV_DTYPES: tuple[DkvDtype, ...] = ("float32", "bfloat16")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout
-from ringspan.plans.data import PHASES, PayloadKind, Phase, RankPlan, Side, Slot, Step, Task, Transfer, side
+from ringspan.plans.data import KINDS_OF_PHASE, PHASES, PayloadKind, Phase, RankPlan, Side, Slot, Step, Task, Transfer, side
 from ringspan.plans.slot_tokens import SlotTokens
 
 Ints = NDArray[np.int64]
@@ -126,8 +126,8 @@ class SymbolicSlots:
             raise PlanError(f"{where}: {t.what} rows {t.rows} do not lie in slot {t.slot}")
         if t.heads is not None and not 0 <= self.span(t)[0] < self.span(t)[1] <= len(slots[t.slot]):
             raise PlanError(f"{where}: {t.what} heads {t.heads} do not lie in slot {t.slot}")
-        if t.what == "dout" and self.phase == "forward":
-            raise PlanError(f"{where}: the forward pass has no dout")
+        if t.what not in KINDS_OF_PHASE[self.phase]:
+            raise PlanError(f"{where}: moves {t.what}, which the {self.phase} pass does not have")
 
     def check_kept(self, step: Step, where: str) -> None:
         """Raise if a step of the backward pass moves other rows than the upstream gradient to or from the queries of a

@@ -4,7 +4,7 @@ tensors.
 There are five checks.
 
 *Messages*: in every step the sends from rank a to rank b match the receives of b from a, in order, kind and shape. No
-send is left over, and the rows and heads of every transfer lie in its slot.
+send is left over, the phase has this kind, and the rows and heads of every transfer lie in its slot.
 
 *Contents*: every (row, head) of a slot holds the id of its content: owner rank, head and row. Transfers copy ids. So
 the bands of a task can be converted to the owners' rows and compared with the mask. Every visible pair must be computed
