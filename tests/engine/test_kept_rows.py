@@ -221,6 +221,19 @@ def test_any_strategy_can_keep_what_it_receives(strategy: str, kinds: set[str], 
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_queries_that_see_no_key_need_no_dout() -> None:
+    """Their gradients are sent all the same."""
+    mask, given = MASKS["nothing"], tensors(MASKS["nothing"], 4, 2, torch.float64)
+    plans = []
+    for plan in rs.LocalWorld(2).plans(mask, strategy="ulysses(heads=4, kv_heads=2)", layout="contiguous"):
+        first, *others = plan.program.backward
+        assert {t.what for t in (*first.sends, *first.recvs)} == {"dout"}
+        plans.append(replace(plan, program=replace(plan.program, backward=(Step(tasks=first.tasks), *others))))
+    verify(plans)
+    result = rs.LocalWorld(2).run(plans, *given[:3])
+    assert not any(grad.any() for grad in torch.autograd.grad(result, given[:3], given[3:]))
+
+
 def test_a_plan_without_keeping_has_the_same_tasks() -> None:
     plan = rs.plan(rs.causal(N), world=4, rank=2, strategy="ulysses(heads=8, kv_heads=4)", dkv_dtype="bfloat16")
     without = plan.without_keeping()

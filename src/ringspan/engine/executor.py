@@ -256,12 +256,12 @@ def _query_slots(
     slots, device = program.q_slots, own.lse_SBH.device
     if ("q", "backward") in program.moving:
         rows["q"] = _slot_buffers(pack_saved(own), slots, device, {n: x.q_SBHD for n, x in kept.queries.items()})
-    if ("dout", "backward") in program.moving:
+    if ("dout", "backward") in program.moving or kept.queries:
         packed = pack_upstream(own.dout_SBHE, own.dlse_SBH)
         rows["dout"] = _slot_buffers(packed, slots, device, {n: packed[:0] for n, slot in enumerate(slots) if not slot.kept})
     queries = [own]
     for n, slot in enumerate(program.q_slots[1:], start=1):
-        if n in kept.queries and rows["dout"]:
+        if n in kept.queries:
             q, out, lse = kept.queries[n]
             dout, dlse = unpack_upstream(rows["dout"][n], out.shape[-1])
             queries.append(SavedRows(q, dout, out, lse, dlse))
