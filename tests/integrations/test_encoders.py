@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ringspan as rs
 from ringspan.testing.float64 import Float64
 from tests.conftest import Pools
-from tests.integrations.small_models import small_model
+from tests.integrations.small_models import SIZES, small_model
 
 if find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'ringspan[hf]'", allow_module_level=True)
@@ -279,6 +279,38 @@ REFUSED = {
 def test_what_encoders_and_heads_refuse(pools: Pools) -> None:
     for found in pools(2).run(refused):
         assert {name: text for name, text in REFUSED.items() if text not in found[name]} == {}
+
+
+def heads_of_the_user(rank: int) -> dict[str, str]:
+    """The errors of a subclass of a head, and of a head that is written by the user; empty if there is none."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
+
+    class Reward(LlamaForSequenceClassification):
+        """Has the forward of its parent."""
+
+    class MeanForSequenceClassification(LlamaModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return cp.unshard(super().forward(*args, **kwargs).last_hidden_state, dim=1).mean(1)
+
+    cp = rs.ContextParallel(None, rs.causal(N), layout="zigzag")
+    given = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None]}
+    found = {}
+    for cls in (Reward, MeanForSequenceClassification):
+        model = cls(LlamaConfig(**SIZES))
+        model.set_attn_implementation("ringspan")
+        try:
+            with cp, torch.no_grad():
+                model(**given, use_cache=False)
+            found[cls.__name__] = ""
+        except rs.RingspanError as error:
+            found[cls.__name__] = str(error)
+    return found
+
+
+def test_heads_are_told_by_their_forward_and_not_by_their_name(pools: Pools) -> None:
+    for found in pools(2).run(heads_of_the_user):
+        assert "Reward computes one result from all tokens" in found["Reward"]
+        assert found["MeanForSequenceClassification"] == ""
 
 
 def test_every_model_that_counts_from_padding_is_known() -> None:

@@ -676,6 +676,7 @@ def left_to_sdpa(rank: int) -> dict[str, str]:
         return ""
 
     cp = rs.ContextParallel(None, rs.causal(N), layout="contiguous")
+    after_padding = torch.arange(-5, N - 5).expand(B, -1)
     return {
         "fine": message("llama"),
         "a window": message("mistral", window=20),
@@ -685,6 +686,7 @@ def left_to_sdpa(rank: int) -> dict[str, str]:
         "counts positions": message("bart", position_ids=None),
         "RoPE of another length": message("llama with dynamic RoPE"),
         "no positions": message("llama", layout="zigzag", position_ids=None),  # both ranks would have others
+        "padding": message("llama", position_ids=cp.shard(after_padding, dim=1), attention_mask=after_padding.ge(0)),
         "labels": message("llama", labels=cp.shard(tokens(), dim=1)),
         "labels that are shifted": message("llama", labels=cp.shard(tokens(), dim=1), shift_labels=cp.shard(tokens(), dim=1)),
         "in local_attention": message("qwen3_next", local=True, position_ids=None, labels=cp.shard(tokens(), dim=1)),
@@ -696,6 +698,7 @@ LEFT_TO_SDPA = {
     "a window": "leaves out windows and chunks of 20 tokens",
     **{case: REFUSALS[case] for case in ("linear layers", "recurrent layers", "no positions", "labels")},
     "convolutions": "lfm2 has convolutions over its tokens",
+    "padding": "this call has an attn_mask of shape",
     "counts positions": "bart counts the positions of its tokens",
     "RoPE of another length": "llama has RoPE of the type 'dynamic', whose frequencies above 16 tokens depend on the largest",
     "labels that are shifted": "",

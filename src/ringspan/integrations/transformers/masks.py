@@ -105,7 +105,7 @@ def sdpa_mask_of_block(*args: Any, local_size: int | None = None, config: Any = 
     blocks = [] if torch.compiler.is_compiling() else entered_blocks()
     block = blocks[-1] if blocks and isinstance(blocks[-1], ContextParallel) else None
     if block is not None and block.plan.world > 1 and not was_absent_in_forward(block):
-        _refuse_sdpa(config, block)
+        _refuse_sdpa(config, block, kwargs.get("attention_mask"))
     made: Tensor | None = sdpa_mask(*args, local_size=local_size, config=config, **kwargs)
     if made is not None or local_size is None:
         return made  # in compiled code transformers always makes it, and the block refuses the tensor
@@ -117,11 +117,13 @@ def sdpa_mask_of_block(*args: Any, local_size: int | None = None, config: Any = 
     return made
 
 
-def _refuse_sdpa(config: Any, block: ContextParallel) -> None:
+def _refuse_sdpa(config: Any, block: ContextParallel, padding: Tensor | None) -> None:
     """Raise if a model that attends by ``sdpa`` computes more than attention from the tokens of this rank alone."""
     refuse_config(config)
     refuse_rotary(config, max(layout_of(block, "q").length, layout_of(block, "kv").length))
     refuse_results_of_tokens_here()
+    if padding is not None and not padding.all():
+        return  # transformers makes a tensor of it, which the block refuses; positions may count from the padding
     is_known, position_ids = positions_of_model()
     if not is_known:
         return

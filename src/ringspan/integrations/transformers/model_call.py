@@ -19,7 +19,7 @@ from ringspan.integrations.transformers.refusals import counts_positions
 
 # Arguments from which a model computes a loss by itself.
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
-# Endings of the names of models that compute a result of one token, or of the mean over all tokens.
+# Endings of the names of classes of models that compute a result of one token, or of the mean over all tokens.
 POOLS = (
     *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "DoubleHeadsModel"),
     *("BertForPreTraining", "AlbertForPreTraining", "BigBirdForPreTraining", "ErnieForPreTraining", "TextModelWithProjection"),
@@ -65,8 +65,8 @@ def returns_weights() -> bool:
 
 def refuse_results_of_tokens_here() -> None:
     """Raise if the model that is being called computes a loss, or a result of all tokens, from this rank's alone."""
-    for variables, others, module in _forwards():
-        if not module.startswith("transformers"):  # a model of the user, who knows what it computes
+    for variables, others, written_in in _forwards():
+        if not written_in.startswith("transformers"):  # a model of the user, who knows what it computes
             continue
         given = {**others, **variables}
         if given.get("shift_labels") is None and (names := [name for name in LABELS if given.get(name) is not None]):
@@ -76,17 +76,16 @@ def refuse_results_of_tokens_here() -> None:
                 'cp.mean(F.cross_entropy(logits.mT, labels, reduction="none"), labels >= 0), with labels of '
                 "cp.shard(rs.shift_labels(ids), dim=1)"
             )
-        name = type(variables["self"]).__name__
-        if name.endswith(POOLS):
+        if written_in.endswith(POOLS):
             raise UnplannedAttention(
-                f"{name} computes one result from all tokens, and would take those of this rank: call model.base_model, and "
-                "compute the result from cp.unshard(hidden, dim=1) outside the block"
+                f"{type(variables['self']).__name__} computes one result from all tokens, and would take those of this rank: "
+                "call model.base_model, and compute the result from cp.unshard(hidden, dim=1) outside the block"
             )
 
 
 def _forwards() -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
     """Yield the variables of each ``forward`` of a model that the caller runs in, the innermost first, its ``kwargs``,
-    and the name of its Python module."""
+    and the class that the ``forward`` is written in, with its module: a subclass can have any name."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:
@@ -94,5 +93,6 @@ def _forwards() -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
         variables = frame.f_locals if frame.f_code.co_name == "forward" else {}
         if isinstance(variables.get("self"), PreTrainedModel):
             others = variables.get("kwargs")
-            yield variables, others if isinstance(others, dict) else {}, str(frame.f_globals.get("__name__"))
+            written_in = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname.removesuffix('.forward')}"
+            yield variables, others if isinstance(others, dict) else {}, written_in
         frame = frame.f_back
