@@ -149,6 +149,13 @@ def test_equal_digests_for_one_maker_only(name: str) -> None:
     assert [other for other, digest in digests.items() if digest == function_digest(MAKERS[name]())] == [name]
 
 
+@pytest.mark.parametrize("hold", [scaled, lambda device: scaled({"device": device}), Ramp], ids=["closure", "dict", "object"])
+@pytest.mark.parametrize("device", [str, torch.device])
+def test_the_index_of_a_device_does_not_count(hold: Callable[[Any], Callable[..., Any]], device: Callable[[str], Any]) -> None:
+    assert function_digest(hold(device("cuda:0"))) == function_digest(hold(device("cuda:1")))
+    assert function_digest(hold("cuda:0")) != function_digest(hold("cpu"))
+
+
 def test_other_processes_compute_the_same_digests() -> None:
     script = """from tests.user_functions.test_digests import MAKERS, function_digest
 print(*(function_digest(make()) for make in MAKERS.values()))"""

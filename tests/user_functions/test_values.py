@@ -96,6 +96,10 @@ def by_cached_helper(score: Any, *_: Any) -> Any:
     return score * cached_helper()
 
 
+def an_attribute_called_held(score: Any, *_: Any) -> Any:
+    return score.HELD
+
+
 def with_log(score: Any, *_: Any) -> Any:
     log.debug("called")
     return score
@@ -222,6 +226,10 @@ def test_attributes_of_a_module() -> None:
     before = digest(inner_attribute, package)
     settings.slope = [3.0]  # type: ignore[attr-defined]
     assert digest(inner_attribute, package) != before
+
+
+def test_an_attribute_with_the_name_of_a_global_is_not_that_global() -> None:
+    assert digest(an_attribute_called_held, 0) == digest(an_attribute_called_held, 1)
 
 
 @pytest.mark.parametrize("function", [by_helper, by_cached_helper])

@@ -2,7 +2,8 @@
 
 An object may hold more than a function uses: a layer may store its rank or its process group. So the digest of an
 object covers its type, the attributes that the code around it names, and the code of methods among them (always that of
-``__call__``, or of a module's ``forward``).
+``__call__``, or of a module's ``forward``). The index of a device does not count, in ``"cuda:1"`` or ``torch.device``: every
+rank has its own.
 
 Functions with equal digests may still differ: in globals, in attributes that are looked up by computed names, and in
 the values of tensors. Comparing those would take longer than calling the function
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections import deque
 from collections.abc import Callable, Collection
 from enum import Enum
@@ -29,6 +31,7 @@ from ringspan.caching.by_digest import cache_by_digest
 from ringspan.torch_private.module_tables import module_tables
 
 ABSENT = object()
+DEVICE = re.compile(r"(cuda|xpu|hpu|npu|mps):\d+")
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 
 
@@ -56,7 +59,10 @@ class Describer:
             return _name(type(x)), x.name
         if self.by_value and not self.is_within_limits(x, len(inside)):
             return _name(type(x)), _length(x)
-        if x is None or isinstance(x, (bool, int, float, complex, str, bytes)):
+        if isinstance(x, str):
+            device = DEVICE.fullmatch(x)
+            return device[1] if device else x
+        if x is None or isinstance(x, (bool, int, float, complex, bytes)):
             return x
         if isinstance(x, (Number, np.bool_, torch.dtype, range)) and type(x).__repr__ is not object.__repr__:
             return _name(type(x)), repr(x)

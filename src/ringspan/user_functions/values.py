@@ -19,14 +19,16 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from dis import get_instructions
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ringspan.user_functions.digests import CONTAINERS, Describer, function_digest, names_of
+from ringspan.caching.by_digest import cache_by_digest
+from ringspan.user_functions.digests import CONTAINERS, Describer, function_digest
 
 # The values that are described for one function; 1 KiB of an array or a text counts as one. A quarter for any one value.
 MAX_DESCRIBED = 2**14
@@ -96,7 +98,7 @@ class ValueDescriber(Describer):
     def describe_globals(self, x: FunctionType, inside: tuple[int, ...], names: frozenset[str]) -> Any:
         if _package(x) in LIBRARIES:
             return None
-        used = [(name, _unwrapped(x.__globals__[name])) for name in sorted(names_of(x) & x.__globals__.keys())]
+        used = [(name, _unwrapped(x.__globals__[name])) for name in sorted(_globals_in(x.__code__) & x.__globals__.keys())]
         return [
             (name, value.__qualname__ if _is_foreign(value, x) else self.describe(value, inside, names)) for name, value in used
         ]
@@ -108,6 +110,13 @@ class ValueDescriber(Describer):
     def names_for(self, x: Any, names: frozenset[str]) -> frozenset[str]:
         kind = x if isinstance(x, type) else type(x)
         return names if _package(kind) in STATEFUL else super().names_for(x, names)
+
+
+@cache_by_digest(256, plain=True)
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals that code reads. An attribute of the same name, as in ``q.device``, is no global."""
+    read = {found.argval for found in get_instructions(code) if found.opname == "LOAD_GLOBAL"}
+    return frozenset(read).union(*(_globals_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 def _package(x: Any) -> str:
