@@ -175,6 +175,12 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda t: t.BigBirdPegasusConfig(**BART, encoder_layers=2, block_size=4, num_random_blocks=1),
     ),
     "clap": ("ClapTextModel", lambda t: t.ClapTextConfig(**SIZES)),
+    "esm with RoPE": (
+        "EsmForMaskedLM",
+        lambda t: t.EsmConfig(
+            **{**SIZES, "num_key_value_heads": None}, position_embedding_type="rotary", token_dropout=False, mask_token_id=3
+        ),
+    ),
     "deberta": ("DebertaForMaskedLM", lambda t: t.DebertaConfig(**{**SIZES, "num_key_value_heads": None})),
     "llama for classification": ("LlamaForSequenceClassification", lambda t: t.LlamaConfig(**SIZES)),
     "llama for answers": ("LlamaForQuestionAnswering", lambda t: t.LlamaConfig(**SIZES)),

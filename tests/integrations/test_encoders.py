@@ -98,6 +98,25 @@ def test_positions_of_embeddings_are_counted_over_the_whole_sequence(pools: Pool
     assert all(x <= 1e-12 for x in pools(2).run(embedded))
 
 
+def counted_from_zero(rank: int) -> dict[str, float]:
+    """ESM-2, a relative of RoBERTa whose positions count from 0, since it has RoPE."""
+    import ringspan.integrations.transformers  # noqa: F401
+
+    cp = rs.ContextParallel(None, rs.full(N), layout="zigzag")
+    mine = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None]}
+    model: Any = small_model("esm with RoPE")
+    with Float64():
+        wanted = model(input_ids=tokens()).logits
+        model.set_attn_implementation("ringspan")
+        with cp:
+            found = model(**mine).logits
+    return {"logits": difference(found, cp.shard(wanted, dim=1))}
+
+
+def test_positions_of_rope_count_from_zero(pools: Pools) -> None:
+    check(pools(2).run(counted_from_zero))
+
+
 class OfUser(nn.Module):
     """A module of a user, whose forward has variables that a model has, too."""
 

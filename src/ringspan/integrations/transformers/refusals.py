@@ -107,7 +107,9 @@ def is_prepared(config: Any) -> bool:
 
 def first_position(config: Any) -> int:
     """Return the position id of the first token of a sequence."""
-    return int(config.pad_token_id) + 1 if getattr(config, "model_type", "") in COUNTS_AFTER_PADDING else 0
+    has_rope = getattr(config, "position_embedding_type", "absolute") == "rotary"  # as ESM-2 has, which then counts from 0
+    is_after_padding = getattr(config, "model_type", "") in COUNTS_AFTER_PADDING and not has_rope
+    return int(config.pad_token_id) + 1 if is_after_padding else 0
 
 
 def counts_positions(model: nn.Module) -> bool:
