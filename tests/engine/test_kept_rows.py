@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +137,31 @@ def test_nothing_is_kept_without_gradients(why: str, monkeypatch: pytest.MonkeyP
     with torch.no_grad() if why == "no_grad" else nullcontext():
         attend(rs.causal(N), 2, "ulysses", given)
     assert bool(called) == (why == "neither")
+
+
+@pytest.mark.parametrize("runs_backward", [False, True])
+def test_kept_rows_live_as_long_as_the_graph(runs_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def note(*given: Any) -> tuple[Tensor, ...]:
+        tensors = kept_tensors(*given)
+        kept.extend(map(weakref.ref, tensors))
+        return tensors
+
+    monkeypatch.setattr("ringspan.engine.executor.kept_tensors", note)
+    given, alive = tensors(rs.causal(N), 4, 2, torch.float64), []
+    gc.disable()  # no reference cycle may hold them
+    try:
+        results = attend(rs.causal(N), 2, "ulysses", given)
+        alive.append([reference() is not None for reference in kept])
+        if runs_backward:
+            torch.autograd.grad(results, given[:3], given[3:])
+        else:
+            del results
+        alive.append([reference() is not None for reference in kept])
+    finally:
+        gc.enable()
+    assert alive == [[True] * 8, [False] * 8]
 
 
 def test_a_backward_pass_may_run_twice() -> None:
