@@ -32,8 +32,7 @@ class Slots:
     """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
     What arrives overwrites ``rows`` ("q", "dout", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into
-    ``outputs``.
-    When other queries or keys overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
+    ``outputs``. When other rows overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
     ``dkv_dtype`` is the dtype of "dkv" in messages to and from other ranks (None: that of the accumulators).
     """
 
