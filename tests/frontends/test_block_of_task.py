@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
 from ringspan.frontends.current_block import current_block
@@ -49,6 +50,14 @@ def qkv() -> list[Tensor]:
 
 Attention = Callable[..., Any]
 ATTENTIONS = [F.scaled_dot_product_attention, flex_attention]
+
+
+def gradients_of(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Run a backward pass: a reentrant checkpoint does not support ``torch.autograd.grad``."""
+    for x in inputs:
+        x.grad = None
+    loss.backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
 
 def assert_sees(mask: rs.Mask, attention: Attention) -> None:
@@ -165,7 +174,25 @@ def test_calls_without_interception(make: Callable[[], Attention]) -> None:
         assert_is_told("generator", "results", attention)
         with rs.local_attention():
             assert_sees(FULL, attention)
+        with block(CAUSAL):
+            assert_sees(CAUSAL, attention)
     assert_sees(FULL, attention)
+
+
+@pytest.mark.parametrize("make", [lambda: F.scaled_dot_product_attention, compiled_attention])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_backward_pass_of_a_checkpoint_in_a_suspended_generator(make: Callable[[], Attention], reentrant: bool) -> None:
+    """It enters the block again, in the caller of the generator."""
+    attention, (q, k, v) = make(), [x.requires_grad_() for x in qkv()]
+
+    def losses() -> Iterator[Tensor]:
+        with block(WINDOW):
+            yield attention(q, k, v).sum()
+            yield checkpoint(attention, q, k, v, use_reentrant=reentrant).sum()
+
+    gradients = [gradients_of(loss, q, k, v) for loss in losses()]
+    for expected, actual in zip(*gradients, strict=True):
+        assert_close(actual, expected, atol=1e-12)
 
 
 def test_a_generator_that_enters_by_an_exit_stack() -> None:

@@ -12,7 +12,7 @@ from ringspan.torch_private.dynamo import dynamo_disable
 def current_block() -> ContextParallel | None:
     """Return the innermost ``with cp:`` block of this thread; None outside of blocks and in ``local_attention()``.
 
-    Raises if a generator is suspended inside a block.
+    Raises if a generator is suspended inside it.
     """
     check_no_suspended_generator()
     blocks = entered_blocks()

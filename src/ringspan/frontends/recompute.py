@@ -165,8 +165,9 @@ def _effective_entries() -> list[_Entry]:
 
 
 def check_no_suspended_generator() -> None:
-    """Raise if a block that has an effect here was entered in a generator that is suspended: this is its caller."""
-    for entry in _effective_entries():
+    """Raise if the innermost block that has an effect here was entered in a generator that is suspended: this is its
+    caller. It may have entered a block of its own, and so does the recomputation of a checkpoint."""
+    for entry in _effective_entries()[-1:]:
         _check_not_suspended(entry)
 
 
@@ -237,7 +238,7 @@ def was_absent_in_forward(block: Block) -> bool:
 def keep_entered_blocks() -> None:
     """Let the checkpoints around a call by compiled code run their functions again in the blocks around them.
 
-    Raises if a generator is suspended inside one of them.
+    Raises if a generator is suspended inside the innermost.
     """
     check_no_suspended_generator()
     blocks = entered_blocks()
