@@ -195,6 +195,33 @@ def test_the_backward_pass_of_a_checkpoint_in_a_suspended_generator(make: Callab
         assert_close(actual, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("make", [lambda: F.scaled_dot_product_attention, lambda: flex_attention, compiled_attention])
+def test_the_caller_of_a_generator_that_is_suspended_in_local_attention_is_told(make: Callable[[], Attention]) -> None:
+    """It would compute attention over its own keys, although it is inside a block."""
+    attention = make()
+
+    def features() -> Iterator[None]:
+        with rs.local_attention():
+            for _ in range(2):
+                assert_sees(FULL, attention)
+                yield
+
+    with block(WINDOW):
+        for _ in features():
+            with pytest.raises(
+                rs.UnplannedAttention, match=r"features is suspended inside local_attention\(\): leave the block"
+            ):
+                attention(*qkv())
+        assert_sees(WINDOW, attention)
+        generator = features()
+        next(generator)
+        with block(CAUSAL):
+            generator.close()
+        assert_sees(WINDOW, attention)
+    for _ in features():
+        assert_sees(FULL, attention)
+
+
 def test_a_generator_that_enters_by_an_exit_stack() -> None:
     def results() -> Iterator[None]:
         with ExitStack() as stack:

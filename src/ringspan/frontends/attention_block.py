@@ -23,7 +23,9 @@ from ringspan.errors import InputError, UnplannedAttention
 from ringspan.frontends.graph_attention import MarkLocal
 from ringspan.frontends.multihead import multi_head_attention
 from ringspan.frontends.recompute import (
+    Entry,
     check_no_other_task,
+    check_not_suspended,
     entered_blocks,
     is_entered_here,
     keep_blocks,
@@ -34,12 +36,10 @@ from ringspan.frontends.recompute import (
 )
 from ringspan.frontends.treatments import (
     REFUSED,
-    Treatment,
-    find_treatment,
     is_attention_of_another_package,
     is_varlen_attention,
     name_of,
-    treatments,
+    treatment_of,
 )
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
@@ -64,14 +64,6 @@ from ringspan.torch_private.function_modes import (
 from ringspan.torch_private.script_calls import ScriptWatcher, install_script_watching
 
 
-@dynamo_constant
-def _treatment(func: Any) -> Treatment:
-    try:
-        return treatments[func]
-    except (KeyError, TypeError):  # a new function, or one that is not hashable
-        return find_treatment(func)
-
-
 class local_attention:  # noqa: N801 (used as `with local_attention():`)
     """Disable the ``with cp:`` blocks of this thread, for layers that are not part of the split sequence.
 
@@ -89,11 +81,12 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
                 "without this layer"
             )
         check_no_other_task()
-        removed = _without_blocks()
+        has_blocks = any(isinstance(mode, AttentionCatcher) for mode in function_mode_stack())
+        entry = note_entry(self, hides_others=True)
+        removed = _without_blocks(entry if has_blocks and entry.generators else None)  # which may be suspended
         removed.__enter__()
         _mark_as_used()  # that this attention is local is intended
         _entered.contexts.append(removed)
-        note_entry(self, hides_others=True)
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -102,9 +95,34 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
 
 
 @contextmanager
-def _without_blocks() -> Iterator[None]:
-    with without_modes(of=AttentionCatcher), MarkLocal() if settings.strict else nullcontext():
+def _without_blocks(entry: Entry | None) -> Iterator[None]:
+    with (
+        without_modes(of=AttentionCatcher),
+        MarkLocal() if settings.strict else nullcontext(),
+        nullcontext() if entry is None else _RefusesCallers(entry),
+    ):
         yield
+
+
+class _RefusesCallers(FlexInterceptor):
+    """Raises for attention of the caller of a suspended generator, which is not inside ``local_attention()``."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self._entry = entry
+
+    def __exit__(self, *raised: Any) -> None:
+        remove_mode(self)  # the caller may have entered a mode since
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and treatment_of(func) in ("attention", "multi-head"):
+            check_not_suspended(self._entry)
+        return func(*args, **(kwargs or {}))
+
+    def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_not_suspended(self._entry)
+        with without_modes(down_to=self):
+            return intercepted_flex_attention(*args, **kwargs)
 
 
 class _EnteredContexts(threading.local):
@@ -147,7 +165,7 @@ class AttentionCatcher(FlexInterceptor, ScriptWatcher):
         super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        treatment = _treatment(func)
+        treatment = treatment_of(func)
         if treatment is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

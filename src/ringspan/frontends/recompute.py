@@ -58,7 +58,9 @@ class InBlocks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class Entry:
+    """The entry of a block by this thread."""
+
     block: Block
     checkpoints: frozenset[int]
     """The checkpoints around the entry, by their keys."""
@@ -84,21 +86,22 @@ class _Entries(threading.local):
     entered."""
 
     def __init__(self) -> None:
-        self.stack: list[_Entry] = []
+        self.stack: list[Entry] = []
 
 
 _entries = _Entries()
 # The entries made by the current task (for example an asyncio task), and those that the task which started it had made
 # by then.
-_of_task: ContextVar[tuple[_Entry, ...]] = ContextVar("ringspan_blocks", default=())
+_of_task: ContextVar[tuple[Entry, ...]] = ContextVar("ringspan_blocks", default=())
 
 
-def note_entry(block: Block, *, hides_others: bool = False) -> None:
+def note_entry(block: Block, *, hides_others: bool = False) -> Entry:
     """Note that a block was entered. ``hides_others``: the blocks around it have no effect inside."""
     keys = frozenset([checkpoint.key for checkpoint in _surrounding_checkpoints()])
-    entry = _Entry(block, keys, hides_others, suspendable_frames(), current_backward())
+    entry = Entry(block, keys, hides_others, suspendable_frames(), current_backward())
     _entries.stack.append(entry)
     _of_task.set((*_of_task.get(), entry))
+    return entry
 
 
 def note_exit(block: Block) -> None:
@@ -123,18 +126,19 @@ def is_entered_here(block: Block) -> bool:
     if not here:
         # Entered by compiled code, which notes no entry; or by another task.
         return not any(entry.block is block for entry in _entries.stack)
-    _check_not_suspended(here[-1])
+    check_not_suspended(here[-1])
     return True
 
 
-def _check_not_suspended(entry: _Entry) -> None:
+def check_not_suspended(entry: Entry) -> None:
     """Raise if the block was entered in a generator that is suspended."""
     generator = suspended_frame(entry.generators) if entry.generators else None
     if generator is not None:
         kind = kind_of(generator)
+        where = "local_attention()" if entry.hides_others else "a block (`with cp:`)"
         raise UnplannedAttention(
-            f"attention or sharding was called while the {kind} {generator.f_code.co_qualname} is suspended inside a block "
-            f"(`with cp:`): {TO_LEAVE[kind]}"
+            f"attention or sharding was called while the {kind} {generator.f_code.co_qualname} is suspended inside {where}: "
+            f"{TO_LEAVE[kind]}"
         )
 
 
@@ -152,8 +156,8 @@ def entered_blocks() -> list[Block]:
     return [entry.block for entry in _effective_entries()]
 
 
-def _effective_entries() -> list[_Entry]:
-    entries: list[_Entry] = []
+def _effective_entries() -> list[Entry]:
+    entries: list[Entry] = []
     for entry in _entries.stack:
         if entry not in _of_task.get():
             continue
@@ -168,7 +172,7 @@ def check_no_suspended_generator() -> None:
     """Raise if the innermost block that has an effect here was entered in a generator that is suspended: this is its
     caller. It may have entered a block of its own, and so does the recomputation of a checkpoint."""
     for entry in _effective_entries()[-1:]:
-        _check_not_suspended(entry)
+        check_not_suspended(entry)
 
 
 def blocks_of_task(kind: type[B]) -> list[B]:
@@ -180,7 +184,7 @@ def blocks_of_task(kind: type[B]) -> list[B]:
     """
     of_task = [entry for entry in _entries.stack if isinstance(entry.block, kind) and entry in _of_task.get()]
     for entry in of_task:
-        _check_not_suspended(entry)
+        check_not_suspended(entry)
     return [entry.block for entry in of_task if isinstance(entry.block, kind) and not was_absent_in_forward(entry.block)]
 
 
