@@ -82,6 +82,7 @@ def test_what_is_not_a_tensor_is_not_routed() -> None:
         *((300, torch.uint8), (-1, torch.uint8), (0.5, torch.int64), (float("nan"), torch.int64), (float("inf"), torch.int32)),
         *((2, torch.bool), ("a", torch.float32), (None, torch.int64), (1j, torch.float32)),
         *((1e5, torch.float16), (-1e39, torch.float32), (10**400, torch.float64), (1e39j, torch.complex64)),
+        *((np.int64(300), torch.uint8), (np.float32(0.5), torch.int64), (torch.tensor(1), torch.int64)),
     ],
 )
 def test_a_fill_value_that_the_dtype_cannot_hold_is_refused(fill: Any, dtype: torch.dtype) -> None:
@@ -99,6 +100,7 @@ def test_a_fill_value_that_the_dtype_cannot_hold_is_refused(fill: Any, dtype: to
     [
         *((-100, torch.int64), (255.0, torch.uint8), (True, torch.bool), (0.5, torch.float16)),
         *((-65504, torch.float16), (float("-inf"), torch.bfloat16), (2.0**127, torch.bfloat16), (1 + 2j, torch.complex64)),
+        *((np.int64(-100), torch.int64), (np.float32("-inf"), torch.float32), (np.float32(2), torch.int64)),
     ],
 )
 def test_a_fill_value_that_the_dtype_holds_is_taken(fill: Any, dtype: torch.dtype) -> None:

@@ -122,17 +122,20 @@ def rows_first(x: Any, dim: int, tokens: int) -> tuple[Tensor, int]:
 
 def check_fill(fill: Any, dtype: torch.dtype) -> None:
     """Raise if a tensor of this dtype cannot hold the fill value as it is."""
-    if isinstance(fill, int | float) and not dtype.is_floating_point and not dtype.is_complex:
+    is_real = isinstance(fill, (int, float, np.integer, np.floating))
+    is_complex = isinstance(fill, (complex, np.complexfloating))
+    if is_real and not dtype.is_floating_point and not dtype.is_complex:
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         fits = low <= fill <= high and int(fill) == fill
-    elif isinstance(fill, int | float) or (isinstance(fill, complex) and dtype.is_complex):
+    elif is_real or (is_complex and dtype.is_complex):
         largest = torch.finfo(dtype).max  # a finite value beyond it would become infinite
         parts = (fill.real, fill.imag)
-        fits = all(abs(part) <= largest or (isinstance(part, float) and not math.isfinite(part)) for part in parts)
+        fits = all(abs(part) <= largest or not (isinstance(part, int) or math.isfinite(part)) for part in parts)
     else:
         fits = False
     if not fits:
-        raise InputError(f"fill={fill!r} is not a value of {dtype}, the dtype of x")
+        advice = ": give fill.item()" if isinstance(fill, Tensor) else ""
+        raise InputError(f"fill={fill!r} is not a value of {dtype}, the dtype of x{advice}")
 
 
 def windows_back(windows_SWF: Tensor, x: Tensor, dim: int) -> Tensor:
