@@ -81,11 +81,11 @@ class local_attention:  # noqa: N801 (used as `with local_attention():`)
                 "without this layer"
             )
         check_no_other_task()
+        _mark_as_used()  # that this attention is local is intended
         has_blocks = any(isinstance(mode, AttentionCatcher) for mode in function_mode_stack())
         entry = note_entry(self, hides_others=True)
         removed = _without_blocks(entry if has_blocks and entry.generators else None)  # which may be suspended
         removed.__enter__()
-        _mark_as_used()  # that this attention is local is intended
         _entered.contexts.append(removed)
         return self
 
