@@ -106,6 +106,10 @@ MODELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", lambda t: t.Qwen3Config(**SIZES, head_dim=8)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", lambda t: t.Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, num_experts=4)),
     "mistral": ("MistralForCausalLM", lambda t: t.MistralConfig(**SIZES, sliding_window=8)),
+    "gemma with two directions": (
+        "GemmaForCausalLM",
+        lambda t: t.GemmaConfig(**SIZES, head_dim=8, use_bidirectional_attention=True),
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         lambda t: t.Gemma2Config(

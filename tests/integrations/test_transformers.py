@@ -467,6 +467,8 @@ def test_models_that_are_not_exact_are_refused() -> None:
         prepare(small_model("mamba"))
     with pytest.raises(rs.UnplannedAttention, match="pegasus_x cannot run under context parallelism: its encoder attends"):
         refuse_config(transformers.PegasusXConfig())
+    with pytest.raises(rs.UnplannedAttention, match=r"doge with is_moe=True cannot .* its routers mix the scores"):
+        refuse_config(transformers.DogeConfig(is_moe=True))
     with pytest.raises(rs.UnplannedAttention, match=r"esm scales embeddings by the share of mask tokens"):
         refuse_config(transformers.EsmConfig(token_dropout=True))
 
@@ -615,6 +617,34 @@ def test_operations_on_a_mask_are_refused(pools: Pools) -> None:
         assert found.pop("masked_fill of scores").startswith("this model applies masked_fill to its attention mask")
         for name, error in found.items():
             assert error.startswith("a layer of this model adds the mask to its scores"), name
+
+
+def directions(rank: int) -> dict[str, Any]:
+    """Gemma whose layers are not causal, and whose mask is, unless its config decides it."""
+    import ringspan.integrations.transformers  # noqa: F401
+
+    found: dict[str, Any] = {}
+    for is_causal in (None, True, False):
+        model: Any = small_model("gemma with two directions")
+        if is_causal is not None:
+            model.config.is_causal = is_causal
+        model.set_attn_implementation("sdpa")
+        wanted = model(input_ids=tokens(), use_cache=False).logits
+        model.set_attn_implementation("ringspan")
+        cp = rs.ContextParallel(None, rs.full(N), layout="zigzag")
+        try:
+            with cp:
+                given = {"input_ids": cp.shard(tokens(), dim=1), "position_ids": cp.positions()[None]}
+                found[str(is_causal)] = difference(model(**given, use_cache=False).logits, cp.shard(wanted, dim=1))
+        except rs.UnplannedAttention as error:
+            found[str(is_causal)] = str(error)
+    return found
+
+
+def test_a_layer_that_sees_more_than_its_mask_is_refused(pools: Pools) -> None:
+    for found in pools(2).run(directions):
+        assert "this layer sees later tokens, but its mask does not" in found.pop("None")
+        check([found])
 
 
 def attention_without_mask(rank: int) -> dict[str, str]:

@@ -70,7 +70,14 @@ def ringspan_mask(
             mask = mask & padding_mask(sequence.padding_BN, sequence)
     except RingspanError as error:  # raised by the layers that use this mask, if any does
         return LayerMask(sequence.full, outer, sides, call, refusal=error)
-    return LayerMask(mask, outer, sides, call)
+    is_optional = kwargs.get("allow_is_causal_skip", False) or call.packed_BS is not None
+    return LayerMask(mask, outer, sides, call, is_optional=is_optional and _is_plain_causal(mask, sequence))
+
+
+def _is_plain_causal(mask: Mask, sequence: Sequence) -> bool:
+    """Return whether a mask hides later keys, and no padding. transformers leaves such a mask out by ``sdpa``."""
+    is_padded = sequence.padding_BN is not None and not sequence.padding_BN.all()
+    return sequence.q_len > 1 and not is_padded and mask.predicate is None and mask.is_causal
 
 
 def _sequence(outer: ContextParallel, sides: Sides, mask_function: Any, attention_mask: Tensor | None) -> Sequence:

@@ -154,6 +154,11 @@ def refuse_model(config: Any) -> None:
             "big_bird attends in blocks of tokens, which it would make of those of this rank: set "
             'config.attention_type to "original_full"'
         )
+    if model_type == "doge" and config.is_moe:
+        raise UnplannedAttention(
+            "doge with is_moe=True cannot run under context parallelism: its routers mix the scores of all tokens of a batch, and "
+            "would mix those of this rank"
+        )
     if model_type in REFUSED_MODELS:
         raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")
 
