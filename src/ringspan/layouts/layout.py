@@ -244,7 +244,7 @@ def _check_bijection(p: Pieces, length: int | None) -> None:
     if (parts := int(split.sum())) > MAX_SPLIT_SPANS:
         raise LayoutError(
             f"the spans are compared in their common step {common:,}, as {parts:,} spans of this step; at most "
-            f"{MAX_SPLIT_SPANS:,} are possible: use fewer different steps"
+            f"{MAX_SPLIT_SPANS:,} are possible: use fewer spans, or fewer different steps"
         )
     i = np.repeat(np.arange(len(p.step)), split)
     nth = np.arange(len(i)) - np.repeat(np.cumsum(split) - split, split)
