@@ -18,7 +18,7 @@ from ringspan.planner.auto import plans_at, workload_of
 from ringspan.plans import Problem, Program
 from ringspan.plans.data import PHASES, Phase
 from ringspan.plans.moving_side import KEYS
-from ringspan.strategies import STRATEGIES, Gather, Strategy
+from ringspan.strategies import STRATEGIES, Gather, Strategy, Ulysses
 from ringspan.testing import fuzz
 from ringspan.testing.check import run_local
 
@@ -58,6 +58,27 @@ class Minimal(Strategy):
         return Gather()(problem)
 
 
+@dataclass(frozen=True, slots=True)
+class KeepsRows(Strategy):
+    """Keeps rows in any case, also in what it returns for compiled code."""
+
+    renamed: bool = False
+
+    def __call__(self, problem: Problem) -> Program:
+        return Ulysses(heads=4, kv_heads=2)(problem)
+
+    def without_keeping(self) -> Strategy:
+        return KeepsRows(renamed=True)
+
+
+@pytest.fixture
+def keeps_rows() -> Iterator[None]:
+    register_strategy("keeps_rows", KeepsRows)
+    yield
+    del STRATEGIES["keeps_rows"]
+    rs.clear_caches()
+
+
 @pytest.fixture
 def one_by_one() -> Iterator[None]:
     register_strategy("one_by_one", OneByOne)
@@ -95,6 +116,14 @@ def test_it_is_a_candidate_of_the_automatic_choice() -> None:
     found = best_on(CAUSAL, world=4, hardware="h200x8", shape=SHAPE)
     assert {c.strategy.partition("(")[0] for c in found.candidates} >= {"one_by_one", "exchange", "ring"}
     assert "one_by_one" not in str(best_on(CAUSAL, world=2, hardware="h200x8", shape=SHAPE))
+
+
+@pytest.mark.usefixtures("keeps_rows")
+@pytest.mark.parametrize("renamed", [False, True])
+def test_rows_that_are_kept_in_any_case_are_refused_in_compiled_code(renamed: bool) -> None:
+    plan = rs.plan(CAUSAL, world=2, strategy=KeepsRows(renamed), layout="contiguous")
+    with pytest.raises(rs.PlanError, match=r"strategy keeps_rows\(renamed=True\) keeps rows .* without_keeping\(\)"):
+        plan.without_keeping()
 
 
 @pytest.mark.usefixtures("alone")

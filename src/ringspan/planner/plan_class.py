@@ -45,15 +45,15 @@ class Plan(RankPlan):
     def without_keeping(self) -> Plan:
         """Return the plan that keeps no rows for the backward pass but exchanges them again: this plan, if it keeps
         none. The tasks are the same."""
-        other = strategy_without_keeping(self.strategy)
-        if other != self.strategy:
-            return plan_rank(self.mask, self.q_layout, self.kv_layout, other, self.rank, self.notes, self.program.dkv_dtype)
-        if self.program.keeps_rows:
+        strategy, plan = strategy_without_keeping(self.strategy), self
+        if strategy != self.strategy:
+            plan = plan_rank(self.mask, self.q_layout, self.kv_layout, strategy, self.rank, self.notes, self.program.dkv_dtype)
+        if plan.program.keeps_rows:
             raise PlanError(
-                f"strategy {self.strategy} keeps rows for the backward pass, which compiled code cannot do: define "
-                "without_keeping(), as strategies/ulysses.py does"
+                f"strategy {strategy} keeps rows for the backward pass, which compiled code cannot do: define "
+                "without_keeping() so that it returns a strategy that keeps none, as strategies/ulysses.py does"
             )
-        return self
+        return plan
 
     def verify(self) -> Plan:
         """Check the plans of all ranks by simulating them (:mod:`ringspan.plans.verify`).
