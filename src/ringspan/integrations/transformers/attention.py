@@ -56,8 +56,6 @@ def ringspan_attention(
         return out_BSHE, None
     try:
         refuse_layer(module, attention_mask.tokens, dropout, kwargs)
-        if attention_mask.is_optional and not _is_causal(module, is_causal):
-            raise _two_directions()
         refuse_documents_of_call(module, attention_mask.outer, kwargs.get("cu_seq_lens_q"))
         out_BHSE = _attend(attention_mask, query, key, value, scaling, kwargs)
     except RingspanError as error:
@@ -114,12 +112,12 @@ def _without_mask(
         )
         return out
     refuse_layer(module, block.plan.q_layout.length, dropout, kwargs)
-    causal = _is_causal(module, is_causal)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
         problem = f"has a mask of shape {tuple(attention_mask.shape)} that is not part of the plan: give it to ContextParallel"
     elif _has_extras(kwargs) or kwargs.get("position_bias") is not None:
         problem = "has a softcap, sinks or a bias of its scores, but no mask of the model"
-    elif causal != block.mask.is_causal:
+    elif bool(causal) != block.mask.is_causal:
         problem = f"is {'' if causal else 'not '}causal, but the block's mask {block.mask.name} is{' not' if causal else ''}"
     elif limit := limit_of_call(block.mask, kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")):
         problem = f"{limit}, but no mask of the model, and the block's mask {block.mask.name} is wider"
@@ -129,19 +127,6 @@ def _without_mask(
     raise UnplannedAttention(
         f"{layer_name(module)} {problem}. If the layer is not part of the split sequence (a vision tower, for example), "
         "call it in `with rs.local_attention():`"
-    )
-
-
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether a layer without a mask is causal, as transformers decides."""
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-
-
-def _two_directions() -> UnplannedAttention:
-    """Gemma and Gemma 2 with ``use_bidirectional_attention`` set ``is_causal`` of their layers, and make a causal mask."""
-    return UnplannedAttention(
-        "this layer sees later tokens, but its mask does not: by sdpa transformers leaves the mask out, and by eager it uses "
-        "it. Set config.is_causal to False to see later tokens, or to True to see none"
     )
 
 

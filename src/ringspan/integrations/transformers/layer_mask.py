@@ -50,17 +50,9 @@ class LayerMask:
     dtype = torch.float32
 
     def __init__(
-        self,
-        mask: Mask,
-        outer: ContextParallel,
-        sides: Sides,
-        call: ModelCall,
-        *,
-        refusal: RingspanError | None = None,
-        is_optional: bool = False,
+        self, mask: Mask, outer: ContextParallel, sides: Sides, call: ModelCall, *, refusal: RingspanError | None = None
     ) -> None:
         self.outer = outer  # the user's block
-        self.is_optional = is_optional  # transformers would leave it out by sdpa: the layer says whether it is causal
         self._mask, self._sides, self._call, self._refusal = mask, sides, call, refusal
         self.local_lengths = tuple(layout_of(outer, side).counts[outer.rank] for side in sides)
         self.tokens, self.key_tokens = (layout_of(outer, side).length for side in sides)

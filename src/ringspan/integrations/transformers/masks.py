@@ -66,18 +66,23 @@ def ringspan_mask(
     call = _model_call(batch_size, sequence, mask_function, config)
     try:
         mask = mask_of(mask_function, sequence)
+        _refuse_two_directions(config, mask)
         if sequence.padding_BN is not None and not sequence.padding_BN.all():
             mask = mask & padding_mask(sequence.padding_BN, sequence)
     except RingspanError as error:  # raised by the layers that use this mask, if any does
         return LayerMask(sequence.full, outer, sides, call, refusal=error)
-    is_optional = kwargs.get("allow_is_causal_skip", False) or call.packed_BS is not None
-    return LayerMask(mask, outer, sides, call, is_optional=is_optional and _is_plain_causal(mask, sequence))
+    return LayerMask(mask, outer, sides, call)
 
 
-def _is_plain_causal(mask: Mask, sequence: Sequence) -> bool:
-    """Return whether a mask hides later keys, and no padding. transformers leaves such a mask out by ``sdpa``."""
-    is_padded = sequence.padding_BN is not None and not sequence.padding_BN.all()
-    return sequence.q_len > 1 and not is_padded and mask.predicate is None and mask.is_causal
+def _refuse_two_directions(config: Any, mask: Mask) -> None:
+    """Raise for Gemma and PaliGemma, whose layers can see later tokens, if the mask hides these and the config does not
+    decide."""
+    sees_later = getattr(config, "use_bidirectional_attention", None) is True and getattr(config, "is_causal", None) is None
+    if sees_later and mask.is_causal and mask.lengths[0] > 1:
+        raise UnplannedAttention(
+            f"{config.model_type} has use_bidirectional_attention=True and a causal mask: by sdpa transformers leaves the mask "
+            "out, and by eager it uses it. Set config.is_causal to False to see later tokens, or to True to see none"
+        )
 
 
 def _sequence(outer: ContextParallel, sides: Sides, mask_function: Any, attention_mask: Tensor | None) -> Sequence:

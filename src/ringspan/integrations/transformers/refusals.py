@@ -156,8 +156,8 @@ def refuse_model(config: Any) -> None:
         )
     if model_type == "doge" and config.is_moe:
         raise UnplannedAttention(
-            "doge with is_moe=True cannot run under context parallelism: its routers mix the scores of all tokens of a batch, and "
-            "would mix those of this rank"
+            "doge with is_moe=True cannot run under context parallelism: its routers mix the scores of all tokens of a batch, "
+            "and would mix those of this rank"
         )
     if model_type in REFUSED_MODELS:
         raise UnplannedAttention(f"{model_type} cannot run under context parallelism: {REFUSED_MODELS[model_type]}")
