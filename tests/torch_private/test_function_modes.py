@@ -79,3 +79,20 @@ def test_a_default_device_set_meanwhile_stays_at_the_bottom(modes: dict[str, Nam
     finally:
         torch.set_default_device(None)
     assert names() == "abcd"
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize(("down_to", "during"), [("a", "+"), ("b", "a+"), ("c", "ab+")])
+def test_modes_entered_meanwhile_stay_above(modes: dict[str, Named], device: str | None, down_to: str, during: str) -> None:
+    removed = without_modes(down_to=modes[down_to])
+    try:
+        removed.__enter__()
+        torch.set_default_device(device)
+        bottom = "*" if device else ""
+        with Named("+"):
+            assert names() == bottom + during
+            removed.__exit__(None, None, None)
+            assert names() == bottom + "abcd+"
+        assert names() == bottom + "abcd"
+    finally:
+        torch.set_default_device(None)

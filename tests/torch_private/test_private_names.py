@@ -29,6 +29,7 @@ USES = {
     "torch._C._get_function_stack_at": Use("function_modes", "look for a block on the stack of modes"),
     "torch._C._push_on_torch_function_stack": Use("function_modes", "local_attention: put blocks back on the stack"),
     "torch._C._pop_torch_function_stack": Use("function_modes", "local_attention: take blocks off the stack"),
+    "torch.utils._device.DeviceContext": Use("function_modes", "local_attention: leave the default device at the bottom"),
     "torch._C._len_torch_dispatch_stack": Use("dispatch_modes", "attend as an operator only under a dispatch mode"),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": Use("dispatch_modes", "recognise CommDebugMode"),
     "torch.utils._python_dispatch.TorchDispatchMode": Use("dispatch_modes", "record what a pass does"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 # Context managers: disable modes and the ``__torch_function__`` of subclasses; disable only that of subclasses; enable
 # both again.
@@ -31,9 +32,9 @@ def function_mode_stack() -> list[Any]:
 def without_modes(*, down_to: TorchFunctionMode | None = None, of: type = TorchFunctionMode) -> Iterator[None]:
     """Remove modes while the context is open: those of a class, or the innermost ones up to and with ``down_to``.
 
-    They are removed rather than disabled, since Dynamo traces into modes that are on the stack.
-    ``torch.set_default_device`` may put a mode at the bottom of the stack meanwhile. So each removed mode is put back
-    by its distance from the top.
+    They are removed rather than disabled, since Dynamo traces into modes that are on the stack. Each one is put back
+    directly above the mode that it was entered in. Modes that were entered meanwhile and are still open, as by the
+    caller of a generator that is suspended in this context, stay above it, and a default device at the bottom.
     """
     stack = function_mode_stack()
     first = 0 if down_to is None else max(n for n, mode in enumerate(stack) if mode is down_to)
@@ -42,12 +43,14 @@ def without_modes(*, down_to: TorchFunctionMode | None = None, of: type = TorchF
     try:
         yield
     finally:
-        now = function_mode_stack()
-        restored = list(now)
-        for n, mode in enumerate(stack):
-            if not is_kept[n]:
-                removed_before, kept_above = is_kept[:n].count(False), is_kept[n:].count(True)
-                restored.insert(max(0, len(now) - kept_above) + removed_before, mode)
+        restored = function_mode_stack()
+        place = int(bool(restored) and isinstance(restored[0], DeviceContext))
+        for mode, kept in zip(stack, is_kept, strict=True):
+            if not kept:
+                restored.insert(place, mode)
+                place += 1
+            else:
+                place = next((n + 1 for n in range(place, len(restored)) if restored[n] is mode), place)
         _set_stack(restored)
 
 
