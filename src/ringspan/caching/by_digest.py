@@ -43,12 +43,16 @@ class DigestCache(Generic[P, T]):
         key: Hashable = tuple([(x.digest, x.name) if hasattr(x, "digest") else x for x in given])
         if kwargs:
             key = key, tuple(kwargs)
-        found = self._results.get(key)
+        results = self._results
+        with results.lock:
+            found = results.by_key.get(key)
+            if found is not None:
+                results.by_key.move_to_end(key)
         if found is not None:
             return found[0]
         # Computed without a lock: a thread that plans ahead must not delay a lookup in another one.
         result = self._function(*args, **kwargs)
-        self._results.put(key, result, self._bytes_of(result))
+        results.put(key, result, self._bytes_of(result))
         return result
 
     def cache_clear(self) -> None:

@@ -63,16 +63,20 @@ class StreamCache:
         if dispatch_mode_depth() and not _are_real(dispatch_mode_stack()):
             return self._make_tensors(*args)  # they may be FakeTensors: do not keep them
         key = (stream, args)
-        found = self._results.get(key)
+        results = self._results
+        with results.lock:
+            found = results.by_key.get(key)
+            if found is not None:
+                results.by_key.move_to_end(key)
         if found is None:
             made = self._make_tensors(*args)
-            self._results.put(key, made, bytes_of_tensors(made))
+            results.put(key, made, bytes_of_tensors(made))
             return made
         value, size = found
         if dispatch_mode_depth():
             modes: Sequence[Any] = dispatch_mode_stack()
             for mode in modes:
-                mode.record_constants(value, partial(self._results.put, key, value, size))
+                mode.record_constants(value, partial(results.put, key, value, size))
         return value
 
     def _for_graph(self, args: tuple[Any, ...]) -> Any:
