@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.frontends import attention_block
 from ringspan.frontends import treatments as treatments_of_functions
 from ringspan.kernels.reference import dense_attention
 
@@ -244,7 +245,8 @@ def test_functions_that_cannot_be_kept_in_a_dictionary_are_recognised_too(cp: rs
 
 def test_functions_made_for_one_call_do_not_pile_up(cp: rs.ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     treatments: dict[Any, Any] = {}
-    monkeypatch.setattr(treatments_of_functions, "treatments", treatments)
+    for module in (attention_block, treatments_of_functions):
+        monkeypatch.setattr(module, "treatments", treatments)
     with cp:
         for n in range(10):
             assert torch.overrides.handle_torch_function(lambda n=n: n, ()) == n

@@ -2,11 +2,11 @@
 
 from ringspan.frontends import sdpa
 from ringspan.frontends.attention import attention
-from ringspan.frontends.attention_block import local_attention
 from ringspan.frontends.context_parallel import ContextParallel
 from ringspan.frontends.flex import flex_attention
 from ringspan.frontends.interleaving import interleave
 from ringspan.frontends.labels import shift_labels
+from ringspan.frontends.local_attention import local_attention
 from ringspan.frontends.local_world import LocalWorld
 from ringspan.frontends.parity import Parity, check_parity
 from ringspan.frontends.score_mods import alibi, alibi_slopes, relative_bias, softcap, with_sinks

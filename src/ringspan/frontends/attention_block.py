@@ -7,25 +7,19 @@ other tasks of its thread: a block belongs to the task that entered it. PyTorch 
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringspan.debugging.settings import settings
 from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
-from ringspan.frontends.graph_attention import MarkLocal
 from ringspan.frontends.multihead import multi_head_attention
 from ringspan.frontends.recompute import (
-    Entry,
     check_no_other_task,
-    check_not_suspended,
     entered_blocks,
     is_entered_here,
     keep_blocks,
@@ -36,10 +30,12 @@ from ringspan.frontends.recompute import (
 )
 from ringspan.frontends.treatments import (
     REFUSED,
+    Treatment,
+    find_treatment,
     is_attention_of_another_package,
     is_varlen_attention,
     name_of,
-    treatment_of,
+    treatments,
 )
 from ringspan.frontends.validate import unequal_heads
 from ringspan.frontends.varlen import VarlenCall
@@ -64,79 +60,12 @@ from ringspan.torch_private.function_modes import (
 from ringspan.torch_private.script_calls import ScriptWatcher, install_script_watching
 
 
-class local_attention:  # noqa: N801 (used as `with local_attention():`)
-    """Disable the ``with cp:`` blocks of this thread, for layers that are not part of the split sequence.
-
-    It removes the blocks from this thread's stack of torch function modes. Other modes, such as that of
-    ``torch.set_default_device``, stay on it. One instance may be entered again, and by several threads.
-    """
-
-    def __enter__(self) -> Self:
-        # Not is_compiling(), which is True in every thread while one of them compiles (from torch 2.13 on).
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            # The program would call attention inside the block, which intercepts it. Raising makes the compiler leave
-            # the function to eager code, or report that it cannot.
-            raise UnplannedAttention(
-                "local_attention() inside a compiled function: open it around the call of the compiled function, or compile "
-                "without this layer"
-            )
-        check_no_other_task()
-        _mark_as_used()  # that this attention is local is intended
-        has_blocks = any(isinstance(mode, AttentionCatcher) for mode in function_mode_stack())
-        entry = note_entry(self, hides_others=True)
-        removed = _without_blocks(entry if has_blocks and entry.generators else None)  # which may be suspended
-        removed.__enter__()
-        _entered.contexts.append(removed)
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        note_exit(self)
-        _entered.contexts.pop().__exit__(*raised)
-
-
-@contextmanager
-def _without_blocks(entry: Entry | None) -> Iterator[None]:
-    with (
-        without_modes(of=AttentionCatcher),
-        MarkLocal() if settings.strict else nullcontext(),
-        nullcontext() if entry is None else _RefusesCallers(entry),
-    ):
-        yield
-
-
-class _RefusesCallers(FlexInterceptor):
-    """Raises for attention of the caller of a suspended generator, which is not inside ``local_attention()``."""
-
-    def __init__(self, entry: Entry) -> None:
-        super().__init__()
-        self._entry = entry
-
-    def __exit__(self, *raised: Any) -> None:
-        remove_mode(self)  # the caller may have entered a mode since
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_dynamo_compiling() and treatment_of(func) in ("attention", "multi-head"):
-            check_not_suspended(self._entry)
-        return func(*args, **(kwargs or {}))
-
-    def intercept_flex_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_not_suspended(self._entry)
-        with without_modes(down_to=self):
-            return intercepted_flex_attention(*args, **kwargs)
-
-
-class _EnteredContexts(threading.local):
-    """The contexts that the current thread has entered for ``local_attention``, the innermost last.
-
-    Each holds the modes that it took off the stack of its own thread, and must put them back there. It is made once for
-    the module, because Dynamo cannot trace the making of a ``threading.local``.
-    """
-
-    def __init__(self) -> None:
-        self.contexts: list[AbstractContextManager[None]] = []
-
-
-_entered = _EnteredContexts()
+@dynamo_constant
+def treatment_of(func: Any) -> Treatment:
+    try:
+        return treatments[func]
+    except (KeyError, TypeError):  # a new function, or one that is not hashable
+        return find_treatment(func)
 
 
 class AttentionCatcher(FlexInterceptor, ScriptWatcher):
@@ -231,10 +160,10 @@ class AttentionCatcher(FlexInterceptor, ScriptWatcher):
         """Mark the blocks around an attention call as used, and let a checkpoint around it run again inside them."""
         # A compiled checkpoint recomputes the traced operators, not the function.
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-            _mark_as_used()
+            mark_as_used()
             return
         if not self.was_used:
-            _mark_as_used()
+            mark_as_used()
         if torch.is_grad_enabled() and innermost_hooks(True) is None:  # the common case: no checkpoint is around the call
             return
         # A mode is off the stack while it handles a call.
@@ -254,7 +183,7 @@ class AttentionCatcher(FlexInterceptor, ScriptWatcher):
     def mark_as_used(self) -> None:
         """Mark the blocks around a call of one of this object's own methods as used."""
         if not torch.compiler.is_dynamo_compiling() and not self.was_used:
-            _mark_as_used()
+            mark_as_used()
             self.was_used = True
 
     @abstractmethod
@@ -264,7 +193,7 @@ class AttentionCatcher(FlexInterceptor, ScriptWatcher):
 
 
 @dynamo_constant  # in traced code it is called once, while tracing
-def _mark_as_used() -> None:
+def mark_as_used() -> None:
     for block in entered_blocks():
         if isinstance(block, AttentionCatcher):
             block.was_used = True
@@ -274,7 +203,7 @@ def _before_compiled_call() -> None:
     """Note the call for the blocks. Compiled code calls the operator without passing through a block, and without
     modes."""
     check_no_other_task()
-    _mark_as_used()
+    mark_as_used()
     keep_entered_blocks()
 
 

@@ -55,14 +55,6 @@ on_clear_caches(treatments.clear)
 MAX_TREATMENTS = 10_000
 
 
-@dynamo_constant
-def treatment_of(func: Any) -> Treatment:
-    try:
-        return treatments[func]
-    except (KeyError, TypeError):  # a new function, or one that is not hashable
-        return find_treatment(func)
-
-
 def find_treatment(func: Any) -> Treatment:
     """Return the treatment of a function, and keep it if the function is one of PyTorch's own."""
     name, treatment = name_of(func), cast(Treatment, None)

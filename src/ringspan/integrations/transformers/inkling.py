@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ringspan.errors import UnplannedAttention
-from ringspan.frontends.attention_block import local_attention
 from ringspan.frontends.context_parallel import ContextParallel
+from ringspan.frontends.local_attention import local_attention
 from ringspan.integrations.transformers.convolutions import document_lengths, refuse_padding
 from ringspan.integrations.transformers.model_block import block_of_model
 from ringspan.integrations.transformers.refusals import named_refusals
