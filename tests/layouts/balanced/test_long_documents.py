@@ -41,7 +41,7 @@ def test_chunks_have_the_work_of_a_node_with_light_documents() -> None:
     mask = rs.documents([30000, *[1000] * 98])
     ring = _documents(mask, 128)
     tokens, work = 16000, mask.area // 8
-    held, left = long_parts(ring, tokens, work, 128, 7, may_deal=False)
+    held, left = long_parts(ring, tokens, work, 128, 7, 0)
     chunks = [chunk for (chunk,) in held]
     assert chunks
     assert chunks[0][1] == 30000
@@ -52,8 +52,8 @@ def test_chunks_have_the_work_of_a_node_with_light_documents() -> None:
         light = (tokens - (stop - start)) * 500.5
         assert work - 128 * 30000 <= pairs + light <= work  # to within a block
         assert start % 128 == 0
-    assert len(long_parts(ring, tokens, work, 128, 2).held) == 2
-    assert not long_parts(_documents(rs.causal(30000), 128), 4000, rs.causal(30000).area // 8, 128, 7).held
+    assert len(long_parts(ring, tokens, work, 128, 2, 2).held) == 2
+    assert not long_parts(_documents(rs.causal(30000), 128), 4000, rs.causal(30000).area // 8, 128, 7, 8).held
 
 
 LENGTHS = [40000, *[9000] * 12, *[300] * 900]  # the first one has the work of 10 of 16 nodes
@@ -73,10 +73,33 @@ def test_all_nodes_of_a_long_document_send_about_as_much_as_they_receive(monkeyp
     assert received.sum() <= 1.3 * received_in_chunks.sum()  # more rows cross in all
 
 
+@pytest.mark.parametrize(
+    "lengths", [[50000, *[2000] * 225], [20000, *[2000] * 50], [60000, *[250, 750, 1250] * 160]], ids=lambda x: str(x[0])
+)
+def test_a_document_that_needs_all_nodes_is_dealt_to_all_of_them(lengths: list[int]) -> None:
+    """All other documents are light, so it has all the work that a node has beyond them."""
+    mask = rs.documents(lengths)
+    layout = balanced(mask, 32, per_node=PER_NODE)
+    assert nodes_of_documents(layout, lengths, PER_NODE)[0] == 8
+    assert max(layout.counts) - min(layout.counts) <= 1
+    assert balance(mask, layout) <= 1.02
+    sent, received = rows_sent(layout, lengths[0])
+    assert sent.max() <= 1.1 * received.max()
+
+
+def test_a_document_that_needs_a_node_with_fewer_ranks_is_not_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = rs.documents([50000, *[2000] * 225])
+    layout = balanced(mask, 30, per_node=PER_NODE)
+    assert max(layout.counts) - min(layout.counts) <= 1
+    assert balance(mask, layout) <= 1.02
+    monkeypatch.setattr(long_documents, "_deal", lambda *_: [])
+    assert balanced(mask, 30, per_node=PER_NODE).digest == layout.digest
+
+
 def test_every_token_of_a_dealt_document_is_on_one_node() -> None:
     ring = _documents(rs.documents(LENGTHS), 128)
     tokens, work = sum(LENGTHS) // 16, rs.documents(LENGTHS).area // 16
-    held, left = long_parts(ring, tokens, work, 128, 15)
+    held, left = long_parts(ring, tokens, work, 128, 15, 16)
     assert list(left.values()) == [0]
     assert len(held) > 8
     spans = sorted(span for of_node in held for span in of_node)
@@ -91,5 +114,5 @@ def test_every_token_of_a_dealt_document_is_on_one_node() -> None:
 def test_windows_are_not_dealt() -> None:
     """Each chunk needs the rows of a window before it, and no node sends more than that."""
     mask = rs.documents(LENGTHS) & rs.window(2047, 0)
-    held, _ = long_parts(_documents(mask, 128), sum(LENGTHS) // 16, mask.area // 16, 128, 15)
+    held, _ = long_parts(_documents(mask, 128), sum(LENGTHS) // 16, mask.area // 16, 128, 15, 16)
     assert all(len(of_node) == 1 for of_node in held)

@@ -185,8 +185,10 @@ def _held_first(ring: PieceRings, parts: Sequence[Limits], block: int) -> Iterat
     # With more tokens than its share, a node could leave too few for the others.
     shares = [int(size.sum()) * part.ranks // sum(part.ranks for part in parts) for part in parts]
     cut: list[list[Spans]] = []
-    for may_deal in (True, False):
-        of_nodes, left = long_parts(ring, shares[0], parts[0].fair, block, len(parts) - 1, may_deal=may_deal)
+    # Only the last node may have fewer ranks. What is left of a document that is not dealt needs a node, too.
+    equal_nodes = len(parts) - (parts[-1].ranks < parts[0].ranks)
+    for most_dealt in (equal_nodes, 0):
+        of_nodes, left = long_parts(ring, shares[0], parts[0].fair, block, len(parts) - 1, most_dealt)
         if of_nodes and of_nodes not in cut:
             cut.append(of_nodes)
             stop = ring.stop.copy()

@@ -34,6 +34,10 @@ ROUNDS = 4
 # that equal parts send in addition.
 ENOUGH_TO_DEAL = 5, 4
 
+# A document may need a node less than its work does if this makes the work of its nodes at most 1/1000 larger. If all
+# other documents are light, it has all extra work, and without this it would need one node more than there are.
+ROUNDING = 1000
+
 # A beginning has up to 12/16 of the tokens of its document.
 PARTS, MOST_PARTS = 16, 12
 
@@ -87,8 +91,9 @@ class _Document(NamedTuple):
         return (seen * is_later).sum(axis=1), (seen * is_later).sum(axis=0)
 
 
-def long_parts(ring: PieceRings, tokens: int, work: int, block: int, most: int, *, may_deal: bool = True) -> LongParts:
-    """Return the parts of documents with more work than a node may have, for at most ``most`` nodes.
+def long_parts(ring: PieceRings, tokens: int, work: int, block: int, most: int, most_dealt: int) -> LongParts:
+    """Return the parts of documents with more work than a node may have, for at most ``most`` nodes, or ``most_dealt``
+    if a beginning is dealt.
 
     ``tokens`` and ``work`` are those of a node. Documents are cut at multiples of ``block``.
     """
@@ -113,8 +118,8 @@ def long_parts(ring: PieceRings, tokens: int, work: int, block: int, most: int, 
         for piece, document in zip(reversed(long.tolist()), reversed(documents), strict=True):
             free = int(light_tokens[-1]) - filled
             found = list(_from_end(document, node, most - len(held), free))
-            if may_deal and document.sends_more_than_it_receives(found):
-                found = _deal(document, node, most - len(held), free) or found
+            if most_dealt and document.sends_more_than_it_receives(found):
+                found = _deal(document, node, most_dealt - len(held), free) or found
             held += found
             filled += sum(tokens - _tokens(spans) for spans in found)
             if found:
@@ -149,14 +154,14 @@ def _deal(document: _Document, node: _NodeWork, most: int, free: int) -> list[Sp
     """Return the spans of each node of a document whose beginning is dealt, if this reduces the rows that a node sends;
     else nothing.
 
-    ``most`` and ``free`` are those of :func:`_from_end`. All nodes get equal work. The beginning is as short as it can
-    be, so that no node sends more rows than one receives.
+    It is on at most ``most`` nodes, and ``free`` is that of :func:`_from_end`. All nodes get equal work. The beginning
+    is as short as it can be, so that no node sends more rows than one receives.
     """
     rows, before = document
     light = (node.density * (rows - rows[0])).astype(np.int64)
     # The work of the rows before, beyond that of as many tokens of light documents.
     extra = np.maximum.accumulate(np.maximum(before - before[0] - light, 0))
-    spare_work = node.work - int(node.density * node.tokens)
+    spare_work = node.work + node.work // ROUNDING - int(node.density * node.tokens)
     count = -(-int(extra[-1]) // spare_work) if spare_work > 0 else most + 1
     if count < 2 or count > most or count * node.tokens - int(rows[-1] - rows[0]) > free:
         return []
