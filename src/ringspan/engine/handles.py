@@ -46,7 +46,7 @@ MAX_PREPARED = 256  # calls of one plan
 # Why the plan that a rank runs is not the one that the user has made, in the error of ranks that disagree.
 KEEPS_NO_ROWS = (
     "as it runs compiled code or a dispatch mode, which keep no rows: run compiled code, or a dispatch mode such as "
-    "FlopCounterMode, on all ranks or on none, or give the strategy keep=False"
+    "FlopCounterMode, on all ranks or on none"
 )
 
 # Whether rows may be kept, the scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device
