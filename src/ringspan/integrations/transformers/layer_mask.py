@@ -65,7 +65,8 @@ class LayerMask:
                 self._refusal = error
         is_known, of_model = call.positions
         is_split = layout_of(outer, sides[0]).counts[outer.rank] != self.tokens
-        self._no_positions = missing_positions(call.first) if is_known and of_model is None and is_split else None
+        # Its text: Dynamo of torch 2.11 cannot trace that an existing exception is raised.
+        self._no_positions = str(missing_positions(call.first)) if is_known and of_model is None and is_split else None
 
     @property
     def block(self) -> ContextParallel:
@@ -75,7 +76,7 @@ class LayerMask:
         this layer uncompiled, which checks by ``block_of`` the positions that the model has made.
         """
         if self._no_positions is not None:
-            raise self._no_positions
+            raise UnplannedAttention(self._no_positions)
         return self._usable_block()
 
     def _usable_block(self) -> ContextParallel:
