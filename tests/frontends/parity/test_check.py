@@ -114,6 +114,24 @@ def test_another_mask_than_that_of_the_model_is_named(pools: Pools) -> None:
         assert of_rank == [(None, "without cp", ""), ("other_mask", "without cp", "layers.0.attention.out")]
 
 
+def run_with_backward(rank: int) -> tuple[Any, bool]:
+    """``without_cp`` as it is copied from a training loop: it calls ``backward``. So the step's gradients, which are
+    compared afterwards, must not be those of both."""
+    torch.manual_seed(0)
+
+    def other(model: broken.Model, batch: torch.Tensor) -> torch.Tensor:
+        loss = without_cp(model, batch)
+        loss.backward()
+        return loss
+
+    parity = rs.check_parity(intact(), tokens(), context("zigzag", rs.causal(N)), step=broken.one_document, without_cp=other)
+    return parity.cause, parity.ok
+
+
+def test_the_function_without_cp_may_call_backward(pools: Pools) -> None:
+    assert pools(2).run(run_with_backward) == [(None, True)] * 2
+
+
 def per_document(model: broken.Model, batch: torch.Tensor) -> torch.Tensor:
     """The loss of documents that the model is given one by one: the mean over documents, not over tokens."""
     means = [without_cp(model, document, len(document[0])) for document in batch.split(LENGTHS, dim=1)]

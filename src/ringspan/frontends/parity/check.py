@@ -80,7 +80,8 @@ def check_parity(
     model. The loss is that of the result, if it has one (``result.loss``), else the mean square of its first tensor.
 
     With ``without_cp(model, batch)``, which computes the same loss without ringspan, the step in one process is
-    compared with that first. So a mask that is not the model's own is found, too.
+    compared with that first. So a mask that is not the model's own is found, too. It may call ``backward``; its
+    gradients are not compared.
 
     The copies compute in ``dtype`` (None: the dtypes of the model), and their dropout modules drop nothing. All runs
     start with the same seed. A model that calls ``F.dropout`` itself must be in evaluation mode: ranks cannot drop what
@@ -219,8 +220,9 @@ def _run(job: _Job, model: nn.Module, cp: ContextParallel, recorder: Recorder | 
 
 
 def _run_without_cp(job: _Job, without_cp: Callable[[Any, Any], Tensor]) -> StepRun:
+    job.whole_model.zero_grad(set_to_none=True)  # else a backward pass would add to the gradients of the step
     recorder = Recorder(job.whole_model, job.cp.mask.lengths, widen=job.widen)
-    with _seeded(job.device), recorder, torch.no_grad():
+    with _seeded(job.device), recorder:
         loss = without_cp(job.whole_model, job.batch)
         _check_loss("without_cp(model, batch)", loss)
     return StepRun(recorder.trace, loss.item(), {})
