@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import floor, log10
 from typing import NamedTuple
 
 from ringspan.frontends.parity.causes import Cause
@@ -106,8 +107,20 @@ def _gradient_row(c: GroupFindings) -> ParityRow:
 
 
 def _ratio_text(ratios: Sequence[float]) -> str:
-    texts = [f"×{ratio:.3g}" for ratio in ratios]
+    texts = [f"×{_digits(ratio)}" for ratio in ratios]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+def _digits(ratio: float) -> str:
+    """Return a ratio with three digits, or as many as show that it is not 1.
+
+    >>> [_digits(x) for x in (2.2, 0.9912, 1.00067, 1 - 3e-7, 1 + 1e-12)]
+    ['2.2', '0.991', '1.0007', '0.9999997', '1']
+    """
+    text = f"{ratio:.3g}"
+    if text != "1" or abs(ratio - 1) < 1e-8:
+        return text
+    return f"{ratio:.{1 - floor(log10(abs(ratio - 1)))}g}"
 
 
 def compare_without_cp(whole: StepRun, plain: StepRun, tolerance: float) -> tuple[ParityRow, Diagnosis | None]:
