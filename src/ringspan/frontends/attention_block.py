@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringspan.engine import before_operator
 from ringspan.errors import InputError, UnplannedAttention
+from ringspan.frontends.handwritten_attention import USE_RINGSPAN
 from ringspan.frontends.multihead import multi_head_attention
 from ringspan.frontends.recompute import (
     check_no_other_task,
@@ -251,7 +252,7 @@ class AttentionMode(AttentionCatcher):
         if is_attention_of_another_package(func):
             raise UnplannedAttention(
                 f"the operator {func} of another package would see only the keys of this rank: let the model call "
-                f'F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), or wrap it in {_WRAP}'
+                f"F.scaled_dot_product_attention ({USE_RINGSPAN}), or wrap it in {_WRAP}"
             )
         instead = REFUSED.get(name, "call F.scaled_dot_product_attention")
         obstacle = flex_interception_unsupported_reason()

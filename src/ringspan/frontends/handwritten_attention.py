@@ -23,6 +23,8 @@ PRODUCTS = frozenset(
 )
 SOFTMAX = frozenset({"softmax", "special_softmax", "softmax_", "_softmax", "softmin", "gumbel_softmax"})
 EXPONENTIALS = frozenset({"exp", "exp_", "exp2", "exp2_", "sigmoid", "sigmoid_"})
+# What to do about a model of transformers. "sdpa" would be right for some models, but not for those with sliding windows.
+USE_RINGSPAN = 'in transformers, `import ringspan.integrations.transformers` and model.set_attn_implementation("ringspan")'
 # An attribute of tensors, "scores" or "weights".
 MARK = "_ringspan_local_attention"
 
@@ -42,7 +44,7 @@ def follow_attention(
         shape = next(tuple(x.shape) for x in given if getattr(x, MARK, None) == "weights")
         raise UnplannedAttention(
             f"attention written as matmul and softmax: {name} of the softmax of a {shape} tensor would see only the keys of "
-            f'this rank: call F.scaled_dot_product_attention (in transformers, attn_implementation="sdpa"), {advice}'
+            f"this rank: call F.scaled_dot_product_attention ({USE_RINGSPAN}), {advice}"
         )
     if is_local_softmax(name, result, local_shape) or (name in EXPONENTIALS and "scores" in marks) or "weights" in marks:
         mark = "weights"

@@ -21,7 +21,7 @@ from ringspan.errors import UnplannedAttention
 from ringspan.frontends.attention_block import AttentionMode
 from ringspan.frontends.batch_rows import rows_of
 from ringspan.frontends.graph_attention import check_graph
-from ringspan.frontends.handwritten_attention import follow_attention, is_local_softmax, tensors_in
+from ringspan.frontends.handwritten_attention import USE_RINGSPAN, follow_attention, is_local_softmax, tensors_in
 from ringspan.frontends.mixing import check_call
 from ringspan.frontends.rank_comparison import TokensOfRanks, check_sharded_by, follow_layout, note_layouts
 from ringspan.frontends.recompute import entered_blocks, is_entered_here
@@ -32,8 +32,8 @@ from ringspan.transports import ProcessGroupTransport
 NO_ATTENTION = (
     "no attention was intercepted in this block, so every rank has attended to its own keys only, if at all. The block sees "
     "F.scaled_dot_product_attention, flex_attention, varlen_attn and nn.MultiheadAttention, called in its thread. It does not "
-    'see attention that is written as matmul and softmax (in transformers attn_implementation="eager": use "sdpa"), '
-    "kernels of other packages, and other threads. If the block is meant to have no attention, give "
+    'see attention that is written as matmul and softmax (as attn_implementation="eager" of transformers does), kernels of '
+    f"other packages, and other threads ({USE_RINGSPAN}). If the block is meant to have no attention, give "
     "ContextParallel expect_attention=False"
 )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ringspan.frontends.handwritten_attention import USE_RINGSPAN
+
 Cause = Literal[
     "ranks_differ",
     "inputs",
@@ -45,8 +47,7 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "mask": (
         "the mask is dropped: the model was called outside of the block, or its attention was not intercepted, so each rank "
         "attends to its own keys only",
-        "call F.scaled_dot_product_attention, flex_attention or varlen_attn inside `with cp:` (in transformers "
-        'attn_implementation="sdpa" or "ringspan", not "eager")',
+        f"call F.scaled_dot_product_attention, flex_attention or varlen_attn inside `with cp:` ({USE_RINGSPAN})",
     ),
     "refused": (
         "the model cannot run in the block: its attention, or a layer that mixes tokens, was refused",
