@@ -84,7 +84,8 @@ def test_attention_by_hand_is_found_beside_intercepted_calls(cp: rs.ContextParal
         attend(*QKV)
     with rs.strict(), cp:
         F.scaled_dot_product_attention(*QKV)
-        with pytest.raises(rs.UnplannedAttention, match="attention written as matmul and softmax"):
+        message = r'attention written as matmul and softmax.*set_attn_implementation\("ringspan"\)'
+        with pytest.raises(rs.UnplannedAttention, match=message):
             attend(*QKV)
     with rs.strict(), cp, rs.local_attention():
         attend(*QKV)
@@ -94,7 +95,7 @@ def test_special_softmax_is_found_without_strict(cp: rs.ContextParallel) -> None
     watching = rs.ContextParallel(None, rs.causal(N))
     with watching:
         F.scaled_dot_product_attention(*QKV)
-    with pytest.raises(rs.UnplannedAttention, match="no attention was intercepted"), watching:
+    with pytest.raises(rs.UnplannedAttention, match=r'no attention was intercepted.*\("ringspan"\)'), watching:
         ATTENTION_BY_HAND["special"](*QKV)
 
 
@@ -207,6 +208,9 @@ MIXING: dict[str, tuple[str, Callable[[], Any]]] = {
     "cumsum": (r"cumsum along a dim of 12", lambda: X.cumsum(-1)),
     "roll": (r"roll along a dim of 12.*cp\.roll", lambda: X.roll(1, 2)),
     "roll by keyword": (r"roll along a dim of 12", lambda: torch.roll(X, shifts=(1,), dims=(2,))),
+    "pad": (r"pad along a dim of 12.*cp\.roll", lambda: F.pad(X.mT, (0, 0, 1, 0))[:, :-1]),
+    "pad by keyword": (r"pad along a dim of 12", lambda: F.pad(X, pad=[2, 0])),
+    "ZeroPad2d": (r"pad along a dim of 12", lambda: torch.nn.ZeroPad2d((0, 0, -1, 1))(X.mT)),
     "mean": (r"mean along a dim of 12.*cp\.mean", lambda: X.mean(dim=-1, keepdim=True)),
     "pool": (r"avg_pool1d along a dim of 12", lambda: torch.nn.AvgPool1d(3)(X)),
     "max pool": (r"max_pool1d along a dim of 12", lambda: torch.nn.MaxPool1d(3)(X)),
@@ -233,6 +237,8 @@ def test_what_treats_every_token_alone_is_allowed(cp: rs.ContextParallel) -> Non
         x.mean(-1, keepdim=True) + x.roll(1, -1) + x.cumsum(2) + x.mean()
         torch.ones(2, N, dtype=torch.int64).cumsum(-1)  # transformers numbers documents like this
         F.conv1d(X, torch.randn(6, 6, 1))
+        F.pad(F.pad(x, (1, 1)), (0, 0, 0, 4))  # features, and tokens at the end
+        F.pad(x.long(), (0, 0, 1, 0))
         F.cross_entropy(torch.randn(1, 7, N), torch.randint(7, (1, N)), reduction="none")
         (x @ torch.randn(6, 5)).softmax(-1) @ torch.randn(5, 6)  # a router of a mixture of experts
         gate = torch.nn.Parameter(torch.randn(6, N))  # as many features as tokens

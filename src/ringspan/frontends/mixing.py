@@ -1,7 +1,9 @@
 """Find layers that combine the tokens of this rank where those of the whole sequence are meant, in strict mode.
 
-Found are convolutions, recurrent layers, scans and shifts along the sequence, norms, pooling and means over it, and a
-mean cross-entropy. A dim is taken for the sequence if it has as many elements as this rank has tokens.
+Found are convolutions, recurrent layers, scans and shifts (``roll``, ``pad``) along the sequence, norms, pooling and
+means over it, and a mean cross-entropy. A dim is taken for the sequence if it has as many elements as this rank has
+tokens. Shifts that are written as slices or ``cat`` are not found: many computations slice the sequence for good
+reasons.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ def check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tokens:
 
 
 def _is_along_tokens(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> bool:
+    if name == "pad":  # at the beginning: padding at the end, to a multiple of a block, moves no token
+        before = (args[1] if len(args) > 1 else kwargs["pad"])[::2]
+        return x.is_floating_point() and any(n and size == tokens for n, size in zip(before, reversed(x.shape), strict=False))
     if name in RECURRENT:
         return tokens in x.shape[:-1]
     if name in POOLS:
