@@ -18,6 +18,7 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from ringspan.engine.inputs import shape_of
 from ringspan.engine.kernel_choice import choose_config, kernel_inputs, with_values
 from ringspan.errors import InputError, TransportError
 from ringspan.kernels import Inputs, Kernel, ScoreMod, check_backend, kernel_name
+from ringspan.masks import Mask
 from ringspan.planner import Plan
 from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.transports import (
@@ -37,7 +39,7 @@ from ringspan.transports import (
     digest_as_int64,
     report_refusal,
 )
-from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
+from ringspan.transports.handshake import DTYPES, MAX_LISTED, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
 
 log = logging.getLogger("ringspan.engine")
 
@@ -219,13 +221,32 @@ class PlanHandle:
         keys = "that of the queries" if is_same else f"{plan.kv_layout.digest} ({plan.kv_layout.name})"
         parts = {
             "plan": plan.digest,
-            "mask": f"{plan.mask.digest} ({plan.mask.name})",
+            "mask": _mask_text(plan.mask),
             "layout": f"{plan.q_layout.digest} ({plan.q_layout.name})",
             "layout of the keys": keys,
             "strategy": plan.strategy + ("" if plan.digest == as_given.digest else f", {KEEPS_NO_ROWS}"),
             "dkv_dtype": plan.program.dkv_dtype,
         }
         check_agreement(self.group, signature, lengths, device, user_plan_digest=self.plan.digest, plan_parts=parts)
+
+
+def _mask_text(mask: Mask) -> str:
+    """Describe a mask for ranks whose masks differ: the names of two packed batches can be equal.
+
+    >>> from ringspan import causal, documents
+    >>> _mask_text(documents([300, 47, 184]))
+    '0ad16ea7a0c4ab68 (documents(3 over 531 tokens), lengths 300, 47, 184)'
+    >>> _mask_text(documents([5] * 20))
+    '696d2d2b2869d68f (documents(20 over 100 tokens), lengths 5, 5, 5, 5, 5, 5, 5, 5, ...)'
+    >>> _mask_text(causal(531))
+    '6c8e74a0b1ec9623 (causal(531))'
+    """
+    q_len, k_len = mask.lengths
+    lengths = np.diff(mask.documents()).tolist() if q_len == k_len else []
+    if len(lengths) < 2:
+        return f"{mask.digest} ({mask.name})"
+    first = ", ".join(map(str, lengths[:MAX_LISTED]))
+    return f"{mask.digest} ({mask.name}, lengths {first}{', ...' if len(lengths) > MAX_LISTED else ''})"
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:
