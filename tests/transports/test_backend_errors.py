@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.transports.backend_errors import error_class_of, first_line, is_backend_error
+from ringspan.transports.backend_errors import error_class_of, shortened, is_backend_error
 
 NCCL_REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, remote process exited or there was a network "
@@ -54,7 +54,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("error", "kind"), CASES, ids=lambda x: first_line(x)[-50:] if isinstance(x, Exception) else "")
+@pytest.mark.parametrize(("error", "kind"), CASES, ids=lambda x: shortened(x)[-50:] if isinstance(x, Exception) else "")
 def test_kind_of_a_backend_error(error: RuntimeError, kind: type[Exception]) -> None:
     assert is_backend_error(error)
     assert error_class_of(error) is kind
@@ -65,6 +65,13 @@ def test_other_runtime_errors_are_not_the_backends(kind: type[RuntimeError]) -> 
     assert not is_backend_error(kind("CUDA out of memory. The operation timed out"))
 
 
-def test_first_line_of_an_empty_message_is_the_type() -> None:
-    assert first_line(RuntimeError()) == "RuntimeError"
-    assert first_line(RuntimeError("one\ntwo")) == "one"
+def test_the_advice_of_gloo_is_left_out() -> None:
+    advice = "This is typically caused by a remote worker crashing. Check the logs before reporting an error. GLHF!"
+    error = RuntimeError(f"{GLOO}/pair.cc:537] Read error [10.0.0.2]:1234: Connection reset by peer. {advice}")
+    assert shortened(error) == "Read error [10.0.0.2]:1234: Connection reset by peer"
+    assert shortened(dist.DistBackendError(NCCL_REMOTE)) == NCCL_REMOTE.splitlines()[0]
+
+
+def test_the_first_line_of_an_empty_message_is_the_type() -> None:
+    assert shortened(RuntimeError()) == "RuntimeError"
+    assert shortened(RuntimeError("one\ntwo")) == "one"

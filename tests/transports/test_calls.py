@@ -346,6 +346,17 @@ def test_the_error_of_a_peer_that_closed_its_connections_is_awaited() -> None:
         assert "rank 2" in str(error)
 
 
+def test_the_last_call_of_a_lost_peer_is_described() -> None:
+    own = calls(FORWARD, FORWARD, FORWARD)
+    one_fewer, long_ago = record_of(calls(FORWARD, FORWARD)), record_of(calls(FORWARD))
+    group = GroupWithRecords(own, {1: one_fewer._replace(label=""), 2: long_ago})
+    group.store_answers = True
+    described = f"  rank 1 is in no call; its last was call 2, {FORWARD} (in its last record; this rank is in call 3)"
+    assert group.describe_lost((1, 2)) == described
+    group.store_answers = False
+    assert "the store of the process group does not answer either" in group.describe_lost((1, 2))
+
+
 def test_a_peer_that_wrote_no_record_is_not_awaited() -> None:
     start = time.monotonic()
     assert GroupWithRecords(calls(FORWARD), {}).await_failure((1,)) is None

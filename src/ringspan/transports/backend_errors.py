@@ -34,6 +34,15 @@ CONNECTION_LOST = re.compile(
 )
 
 
+# gloo adds advice to its errors, such as to look for bugs in the application.
+GLOO_MESSAGE = re.compile(r"\[\S+gloo\S+:\d+\] (.+?)(?:\. [A-Z].*)?$")
+
+PROCESS_ENDED = (
+    "that process was killed (often for lack of memory), has raised an error, or has ended after fewer calls than this rank: "
+    "look at its log"
+)
+
+
 def is_backend_error(error: RuntimeError) -> bool:
     """Return whether a backend may have raised the error.
 
@@ -65,21 +74,28 @@ def described_error(
     ``peers`` are their ranks and global ranks. ``where`` says what they do, if that is known, or why it is not.
 
     >>> print(described_error(RuntimeError("Connection closed by peer"), rank=0, label="forward step 2", peers={1: 5}))
-    rank 0: lost the connection to rank 1 (global rank 5) in forward step 2: see the error of that process first \
-(Connection closed by peer)
+    rank 0: lost the connection to rank 1 (global rank 5) in forward step 2: that process was killed (often for lack of \
+memory), has raised an error, or has ended after fewer calls than this rank: look at its log (Connection closed by peer)
     """
-    kind, cause = error_class_of(error), first_line(error)
+    kind, cause = error_class_of(error), shortened(error)
     names = " or ".join(f"rank {peer} (global rank {global_rank})" for peer, global_rank in peers.items())
     if kind is PeerTimeout:
         text = f"timed out in {label} waiting for {names}: that rank hangs or is in another call ({cause})"
         text += f"\n{where}" if where else ""
     elif kind is PeerLost:
-        text = f"lost the connection to {names} in {label}: see the error of that process first ({cause})"
+        text = f"lost the connection to {names} in {label}: {PROCESS_ENDED} ({cause})"
         text += f"\n{where}" if where else ""
     else:
         text = f"{label} failed: {cause}"
     return kind(f"rank {rank}: {text}")
 
 
-def first_line(error: RuntimeError) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def shortened(error: RuntimeError) -> str:
+    """Return the first line of an error; of gloo's only the first sentence, without the place in its source.
+
+    >>> shortened(RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. This is typically …. GLHF!"))
+    'Connection closed by peer [10.0.0.2]:1234'
+    """
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    gloo = GLOO_MESSAGE.match(line)
+    return gloo[1] if gloo else line

@@ -30,7 +30,6 @@ from ringspan.transports.call_comparison import PendingComparison, apply_compari
 from ringspan.transports.calls import Call, CallDescription, CallPair, ExchangeRecord, is_known_to_peers
 from ringspan.transports.collectives import all_gather_by_messages, all_reduce_by_messages
 from ringspan.transports.comm_debug import count_messages_in_comm_debug_mode
-from ringspan.transports.diagnosis import STORE_IS_LOST
 from ringspan.transports.flight_record import record_failure
 from ringspan.transports.group_argument import DESTROYED, group_and_ranks, is_destroyed, time_limit
 from ringspan.transports.pending import PendingExchange
@@ -282,7 +281,7 @@ class ProcessGroupTransport:
             found = state.await_failure(ranks)
         if found is None:
             named = {peer: self.global_ranks[peer] for peer in ranks}
-            where = state.describe_peers(ranks) if kind is PeerTimeout else None if state.store_answers else STORE_IS_LOST
+            where = state.describe_peers(ranks) if kind is PeerTimeout else state.describe_lost(ranks)
             found = described_error(error, rank=self.rank, label=label, peers=named, where=where)
         if kind is not TransportError:
             state.fail_group(found)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ringspan.errors import PeerMismatch, PeerTimeout, TransportError
 from ringspan.transports.bounded import BoundedCalls
 from ringspan.transports.calls import Call, Failure, GroupCalls, waiting_seconds
-from ringspan.transports.diagnosis import describe_difference, describe_ranks, diagnose
+from ringspan.transports.diagnosis import STORE_IS_LOST, describe_difference, describe_ranks, diagnose
 from ringspan.transports.records import CallRecord, RankRecord, Records, record_of
 
 NO_PROGRESS_LIMIT = 1.0  # seconds without progress before a rank writes its record
@@ -238,6 +238,22 @@ class WatchedGroup:
             elif now - self._last_records[peer][1] > NO_RECORD_LIMIT:
                 silent[peer] = now - self._last_records[peer][1]
         return describe_ranks(found, silent)
+
+    def describe_lost(self, peers: tuple[int, ...]) -> str:
+        """Describe the last calls of ranks whose connection is lost, if they have written them, one line a rank.
+
+        A rank that makes progress writes no record, so an old one says little: it may have made many calls since. A
+        rank cannot have made many more calls than this one, so a record of a call before the last is old.
+        """
+        found = self._try_read(peers)
+        if not self.store_answers:
+            return STORE_IS_LOST
+        own = self.calls.number
+        recent = {peer: record for peer, record in found.items() if record.number >= own - 1}
+        return "\n".join(
+            f"  rank {peer} {record.where()} (in its last record; this rank is in call {own})"
+            for peer, record in recent.items()
+        )
 
     def close_connections(self) -> None:
         """Close the connections of gloo to all peers, so that no rank waits for this one any longer.
