@@ -148,6 +148,34 @@ def test_a_trainer_that_exists_can_use_ringspan(tmp_path: Path) -> None:
         assert trainer.accelerator._prepare_cp.__func__ is prepare
 
 
+def test_parts_without_a_loss_print_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_utils
+
+    from ringspan.integrations.trainer import SharedLosses
+
+    printed: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", printed.append)
+    model = small_model("llama")
+    own = model.loss_function
+    losses = SharedLosses(model)
+    assert model.loss_function.loss_function is own
+    losses.restore()
+    assert model.loss_function is own
+    assert not printed
+
+
+def test_a_head_whose_loss_has_no_type_is_found_inside_another_module() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from ringspan.integrations.trainer import SharedLoss, SharedLosses
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=1))
+    assert model.loss_type is None
+    losses = SharedLosses(nn.ModuleList([model]))  # as PEFT wraps it
+    assert isinstance(model.loss_function, SharedLoss)
+    losses.restore()
+
+
 def without_num_items(rank: int, folder: str) -> list[list[float]]:
     """A model that is not told the number of labels in the batch, and ranks with different numbers of labels."""
     from transformers import Trainer

@@ -55,10 +55,13 @@ _losses: WeakKeyDictionary[nn.Module, SharedLoss] = WeakKeyDictionary()
 
 
 class SharedLosses:
-    """Replaces the loss functions of a model, and restores them."""
+    """Replaces the loss functions of a model, and restores them.
+
+    The base of a model with a head has no loss and is left alone: transformers warns when its loss is asked for.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and _has_loss(part, model)]
         self._before = [(part, part.__dict__.get("_loss_function")) for part in parts]
         self._losses = []
         for part, before in self._before:
@@ -86,6 +89,12 @@ class SharedLosses:
                 f"{type(model).__name__} does not give shift_labels to its loss function. It would shift the labels of this "
                 "rank's tokens, which takes the label of another token. Compute the loss from the logits, outside Trainer"
             )
+
+
+def _has_loss(part: PreTrainedModel, model: nn.Module) -> bool:
+    if part is model or "_loss_function" in part.__dict__ or getattr(part, "loss_type", None) is not None:
+        return True
+    return part.base_model is not part  # GPT2LMHeadModel has a loss and no loss_type
 
 
 class TrainerStep:
