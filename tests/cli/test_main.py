@@ -41,6 +41,12 @@ def test_without_rich_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: 
         ),
         (["bench"], "ringspan bench: the following arguments are required: benchmark (see ringspan bench --help)"),
         ([], "ringspan: the following arguments are required: command (see ringspan --help)"),
+        (
+            ["plan", "--mask", "causal()", "--wrld", "8"],
+            "ringspan plan: unrecognized arguments: --wrld 8; did you mean --world? (see ringspan plan --help)",
+        ),
+        (["doctor", "--foo"], "ringspan doctor: unrecognized arguments: --foo (see ringspan doctor --help)"),
+        (["bench", "pack", "more"], "ringspan bench pack: unrecognized arguments: more (see ringspan bench pack --help)"),
     ],
 )
 def test_errors_of_the_parser_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
