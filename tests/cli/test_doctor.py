@@ -122,7 +122,7 @@ def test_what_plain_attention_runs_and_could_run(
     is_installed: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fa4, "is_installed", lambda: is_installed)
-    here = doctor.examine(128, 128, ["float32"])["sdpa_flash"]
+    here = doctor.examine(128, 128, ["float32"], timeout=60)["sdpa_flash"]
     monkeypatch.setattr(doctor, "examine", lambda *_: {**ON_A_GPU, "sdpa_flash": here})
     assert main(["doctor"]) == 0
     assert line in capsys.readouterr().out.splitlines()

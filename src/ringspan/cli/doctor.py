@@ -32,16 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=[*BY_NAME], nargs="+", default=["bfloat16", "float32"], help="default: bfloat16 float32"
     )
+    parser.add_argument(
+        "--timeout",
+        type=at_least(1),
+        default=60,
+        metavar="S",
+        help="seconds for the exchange between two processes, with their start (default %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    found = examine(args.head_dim, args.v_dim or args.head_dim, args.dtype)
+    found = examine(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.timeout)
     print(json.dumps(found) if args.json else _text(found))
     return 0 if found["loopback"]["works"] else 1
 
 
-def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
+def examine(head_dim: int, v_dim: int, dtypes: list[str], timeout: float) -> dict[str, Any]:
     """Return versions, devices, and for each device and dtype the chosen kernel, why others are not, and what they are
     missing."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -66,7 +73,7 @@ def examine(head_dim: int, v_dim: int, dtypes: list[str]) -> dict[str, Any]:
         "sdpa_flash": {"current": rs.current(), "available": rs.available(), "missing": missing()},
         "devices": {d: torch.cuda.get_device_name(d) if d != "cpu" else platform.machine() for d in devices},
         "kernels": kernels,
-        "loopback": try_loopback(),
+        "loopback": try_loopback(timeout),
     }
 
 

@@ -16,7 +16,6 @@ from ringspan.testing.workers import Pool, WorkerFailed
 
 TOKENS = 64
 LARGEST_ERROR = 1e-5  # in float32
-TIME_LIMIT = 60.0  # seconds, the start of the processes included
 
 # What the error of a worker contains -> what is wrong, in words.
 CAUSES = (
@@ -32,26 +31,31 @@ CAUSES = (
     ("Address already in use", "a port was taken meanwhile: try again"),
     (
         "did not finish in time",
-        f"two processes did not exchange a message within {TIME_LIMIT:.0f} s: a firewall may block 127.0.0.1, or the machine "
-        "is overloaded",
+        "two processes did not exchange a message within {timeout:.0f} s: a firewall may block 127.0.0.1, or the machine is "
+        "overloaded: try --timeout {longer:.0f}",
     ),
-    ("PeerTimeout", "a message did not arrive within the time limit: a firewall may block 127.0.0.1"),
+    (
+        "PeerTimeout",
+        "a message did not arrive within the time limit: a firewall may block 127.0.0.1, or the machine is overloaded: try "
+        "--timeout {longer:.0f}",
+    ),
     ("PeerLost", "one of two processes ended early: see dmesg for the out-of-memory killer"),
     ("exit code -9", "one of two processes was killed: see dmesg for the out-of-memory killer"),
 )
 
 
-def try_loopback() -> dict[str, Any]:
-    """Return whether two gloo processes on this machine can attend, in words, and the seconds it took."""
+def try_loopback(timeout: float) -> dict[str, Any]:
+    """Return whether two gloo processes on this machine can attend within ``timeout`` seconds, their start included, in
+    words, and the seconds it took."""
     start = time.monotonic()
     if not dist.is_available() or not dist.is_gloo_available():
         return {"works": False, "text": "this PyTorch was built without gloo, so no processes can be tried", "seconds": 0.0}
     works = False
     try:
-        with Pool(2, timeout=TIME_LIMIT) as pool:
-            errors = pool.run(attend_and_compare)
+        with Pool(2, timeout=timeout) as pool:
+            errors = pool.run(attend_and_compare, timeout / 2)
     except (WorkerFailed, RuntimeError, OSError) as error:
-        text = explain(str(error))
+        text = explain(str(error), timeout)
     else:
         works = all(error < LARGEST_ERROR for error in errors)  # NaN is not
         worst = ", ".join(f"{error:.1e}" for error in errors)
@@ -61,11 +65,11 @@ def try_loopback() -> dict[str, Any]:
     return {"works": works, "text": text, "seconds": time.monotonic() - start}
 
 
-def attend_and_compare(rank: int) -> float:
+def attend_and_compare(rank: int, timeout: float) -> float:
     """Attend over two ranks and return the largest error of the result and of the gradients of this rank's tokens."""
     torch.manual_seed(0)
     whole = torch.randn(3, 1, 2, TOKENS, 16, dtype=torch.float64)
-    cp = rs.ContextParallel(None, rs.causal(TOKENS), strategy="ring", timeout=TIME_LIMIT / 2)
+    cp = rs.ContextParallel(None, rs.causal(TOKENS), strategy="ring", timeout=timeout)
     mine = [x.float().requires_grad_() for x in cp.shard(*whole, dim=2)]
     wanted = q, k, v = [x.requires_grad_() for x in whole.unbind()]
     out, expected = cp.attention(*mine), dense_attention(q, k, v, torch.from_numpy(cp.mask.dense())).out
@@ -77,10 +81,10 @@ def attend_and_compare(rank: int) -> float:
     return torch.stack([(x.detach() - y).abs().max() for x, y in pairs]).max().item()  # NaN if one is
 
 
-def explain(error: str) -> str:
+def explain(error: str, timeout: float) -> str:
     """Return what is wrong in words, or the last line of the error."""
     for sign, cause in CAUSES:
         if sign in error:
-            return cause.format(ifname=os.environ.get("GLOO_SOCKET_IFNAME", ""))
+            return cause.format(ifname=os.environ.get("GLOO_SOCKET_IFNAME", ""), timeout=timeout, longer=5 * timeout)
     lines = error.strip().splitlines()
     return f"two gloo processes could not attend: {lines[-1] if lines else 'without a message'}"
