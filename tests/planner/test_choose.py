@@ -18,6 +18,7 @@ from ringspan.planner import best_on, cost
 from ringspan.planner import choose as choosing
 from ringspan.planner.auto import plans_at, workload_of
 from ringspan.planner.candidates import layouts_for, strategies_for
+from ringspan.planner.samples import sampled
 from ringspan.plans.shape import EXAMPLE
 from ringspan.strategies import Strategy
 from tests.plans.machines import LAPTOP
@@ -165,7 +166,7 @@ def test_of_those_that_cost_the_same_the_simpler_one_is_taken(
 @pytest.mark.parametrize("last_bit", [-1e-12, 0.0, 1e-12])
 def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate that could take 0.98 s where the best takes 1 s is just worth planning, on every processor."""
-    taken = SimpleNamespace(is_exact=True, seconds=1 + last_bit, memory_bytes=0)
+    taken = SimpleNamespace(ranks=(0, 1), seconds=1 + last_bit, memory_bytes=0)
     monkeypatch.setattr(choosing, "cost", lambda *_: taken)
     monkeypatch.setattr(choosing, "cost_of_columns", lambda *_: taken)
     monkeypatch.setattr(Strategy, "least_seconds", lambda *_: 0.98)
@@ -173,6 +174,29 @@ def test_sums_that_differ_in_the_last_bit_choose_alike(last_bit: float, monkeypa
     workloads = [workload_of(rs.causal(64), layout, layout, HARDWARE["h200"], SHAPE, 2)]
     found = choosing.choose(workloads, ["exchange(stages=1)", "ring"], plans_at)
     assert [c.rejected for c in found.candidates] == [None, None]
+
+
+@pytest.mark.parametrize("strategy", ["exchange(stages=1)", "hierarchical(per_node=8)"])
+def test_a_choice_for_512_ranks_is_exact(strategy: str) -> None:
+    mask = rs.documents(1 + np.random.default_rng(0).lognormal(8.0, 1.5, size=200).astype(int))
+    best = best_on(mask, world=512, hardware="h200x8", shape=SHAPE, strategy=strategy, layout="contiguous").best
+    assert best.cost is not None
+    assert best.cost.ranks == tuple(range(512))
+
+
+def test_all_that_could_be_the_fastest_are_compared_by_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a world of which only a sample is costed. A smaller sample may have missed the slowest ranks of a candidate."""
+    monkeypatch.setattr(choosing, "MAX_RANKS_EXACT", 102)
+    share = np.random.default_rng(0).lognormal(size=60)
+    mask = rs.documents(np.diff(np.round(np.cumsum(share) / share.sum() * 2**19).astype(int), prepend=0))
+    mask &= rs.window(left=8192)
+    rs.clear_caches()
+    found = best_on(mask, world=128, hardware="h200x8", shape=SHAPE)
+    rs.clear_caches()
+    ranks = sampled(workload_of(mask, found.best.layout, found.best.layout, HARDWARE["h200"], SHAPE, 128), 64).ranks
+    assert found.best.cost is not None
+    assert found.best.cost.ranks == ranks
+    assert {len(c.cost.ranks) for c in found.candidates if c.cost} == {64}
 
 
 def test_the_table_lines_up() -> None:

@@ -11,7 +11,7 @@ from ringspan.costs.workload import Workload
 from ringspan.layouts import Layout, check_world
 from ringspan.masks import Mask
 from ringspan.planner.candidates import layouts_for, strategies_for
-from ringspan.planner.choose import MAX_RANKS_EXACT, SAMPLE_SIZE, Choice, OnProgress, choose
+from ringspan.planner.choose import SAMPLE_SIZE, Choice, OnProgress, choose, ranks_costed
 from ringspan.planner.plan_class import Plan, plan_rank
 from ringspan.planner.plan_request import PlanRequest
 from ringspan.planner.samples import sample
@@ -73,7 +73,7 @@ def _find(
     strategies = strategies_for(world, machine, shape) if strategy is None else [strategy]
     workloads = []
     for one in layouts:
-        is_small = world <= MAX_RANKS_EXACT and estimated_tiles(mask, one, kv_layout or one) <= MAX_TILES_OF_ALL
+        is_small = world <= ranks_costed(world) and estimated_tiles(mask, one, kv_layout or one) <= MAX_TILES_OF_ALL
         most_ranks = world if is_small else SAMPLE_SIZE
         workloads.append(workload_of(mask, one, kv_layout or one, machine, shape, most_ranks, dkv_dtype))
     return choose(workloads, strategies, plans_at, may_split_heads=may_split_heads, must_fit=must_fit, on_progress=on_progress)
@@ -120,7 +120,8 @@ def describe(choice: Choice, machine: Hardware | None, shape: Shape | None) -> t
     lines = [f"{chosen.strategy} on {chosen.layout.name}: {why} on {at.name}, nodes of {at.per_node}; {tensors.words}"]
     if chosen.cost is not None and not chosen.cost.is_exact:
         lines.append(
-            f"sampled: {len(chosen.cost.ranks)} of {chosen.cost.world:,} ranks were planned, and may not be the slowest"
+            f"sampled: {len(chosen.cost.ranks)} of {chosen.cost.world:,} ranks were planned, and may not be the slowest, so "
+            "that a rejected candidate may be faster"
         )
     assumed = {"hardware=": machine, "shape=": shape}
     name_them = " and ".join(name for name, given in assumed.items() if given is None)

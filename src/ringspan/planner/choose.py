@@ -2,7 +2,7 @@
 
 A best-first search with lower bounds over all (layout, strategy) candidates. It finds the fastest candidate that fits
 in memory, to within ``MIN_RELATIVE_SAVING`` of the modelled time. The bound from a sample of ranks is approximate, and
-above ``MAX_RANKS_EXACT`` ranks so is the final cost.
+so is the final cost in worlds of which only a sample is costed (:func:`ranks_costed`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ringspan.strategies.registry import parse_strategy
 
 # Relative saving below which a candidate is not planned: the cost model is not more accurate than this.
 MIN_RELATIVE_SAVING = 0.02
-# Up to this many ranks, a candidate is costed on all ranks before it is accepted; above, on a sample.
-MAX_RANKS_EXACT = 256
 # The number of ranks that are planned first, to estimate the cost of a candidate.
 SAMPLE_SIZE = 16
+# Up to this many ranks, a candidate is costed on all ranks before it is accepted; above, on a sample.
+MAX_RANKS_EXACT = 512
 COLUMNS = ("strategy", "layout", "ms", "exposed, ms", "buffers, GiB", "rejected")
 
 
@@ -87,6 +87,17 @@ class Choice:
         return f"<Choice of {len(self.candidates)}: {self.best}>"
 
 
+def ranks_costed(world: int) -> int:
+    """Return the number of ranks on which a candidate is costed before it is accepted: all, or a sample of a large
+    world. Where each rank has messages for all others, planning one takes a time that grows with the square of the
+    world, so the sample shrinks with it.
+
+    >>> ranks_costed(64), ranks_costed(512), ranks_costed(1024), ranks_costed(2048), ranks_costed(2**20)
+    (64, 512, 128, 32, 16)
+    """
+    return min(world, max(SAMPLE_SIZE, MAX_RANKS_EXACT**3 // world**2))
+
+
 # Called with the fraction of the candidates that are decided, and the candidate that is planned next.
 OnProgress = Callable[[float, str], None]
 
@@ -98,7 +109,7 @@ def choose(
     *,
     may_split_heads: bool = True,
     must_fit: bool = True,
-    exact_up_to: int = MAX_RANKS_EXACT,
+    most_ranks: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Choice:
     """Cost every candidate that could be faster than the best so far by more than ``MIN_RELATIVE_SAVING``.
@@ -110,8 +121,8 @@ def choose(
 
     Each iteration takes the candidate with the lowest estimate and refines it: first the compute time of the busiest
     rank, then the time of the messages alone, then the strategy's lower bound, then the plans of a sample of ranks,
-    then those of all ranks (in worlds of ``exact_up_to`` ranks or fewer). So most candidates are never planned. A
-    strategy that makes columns is costed on all ranks of the workload without plans.
+    then those of ``most_ranks``, by default :func:`ranks_costed`. So most candidates are never planned. A strategy that
+    makes columns is costed on all ranks of the workload without plans.
     """
     queue, found = _first_estimates(workloads, strategies, may_split_heads=may_split_heads)
     fastest = float("inf")
@@ -130,10 +141,12 @@ def choose(
             if on_progress is not None:
                 on_progress(len(found) / (len(found) + 1 + len(queue)), f"{strategy} on {workload.q_layout.name}")
             cost_ = _cost(workload, strategy, plans_of, estimate)
-            if not cost_.is_exact and workload.world <= exact_up_to:
+            most = ranks_costed(workload.world) if most_ranks is None else min(most_ranks, workload.world)
+            if len(cost_.ranks) < most:
                 # The time of a sample is used as a lower bound. It is approximate: a peer outside the sample takes the
                 # timeline of a sampled rank.
-                heappush(queue, _Open(max(least_s, rounded(cost_.seconds)), order, Estimate.SAMPLE, workload.whole, strategy))
+                larger = workload.whole if most == workload.world else sampled(workload, most)
+                heappush(queue, _Open(max(least_s, rounded(cost_.seconds)), order, Estimate.SAMPLE, larger, strategy))
                 continue
             too_large = _too_large(cost_, workload)
             fastest = fastest if too_large else min(fastest, rounded(cost_.seconds))

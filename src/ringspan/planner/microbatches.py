@@ -159,7 +159,7 @@ def _plan_over_nodes(mask: Mask, world: int, machine: Hardware, shape: Shape | N
     workload = workload_of(mask, layout, layout, machine, shape or EXAMPLE, SAMPLE_SIZE, dkv_dtype)
     pieces = FEW_PIECES if world < NODES_FOR_PIECES * machine.per_node else MORE_PIECES
     strategies = [Exchange(stages=1), *(Hierarchical(per_node=machine.per_node, pieces=n) for n in pieces)]
-    choice = choose([workload], [spec(strategy) for strategy in strategies], plans_at, exact_up_to=0)
+    choice = choose([workload], [spec(strategy) for strategy in strategies], plans_at, most_ranks=SAMPLE_SIZE)
     notes = (note, *describe(choice, machine, shape))
     return plan_rank(mask, layout, layout, choice.best.strategy, 0, notes, dkv_dtype)
 

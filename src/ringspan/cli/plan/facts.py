@@ -101,6 +101,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "exposed_s": cost and cost.exposed_s,
         "peak_bytes": cost and cost.peak_bytes,
         "exact": cost and cost.is_exact,
+        "simulated_ranks": cost and len(cost.ranks),
         "rejected": candidate.rejected,
     }
 

@@ -14,14 +14,12 @@ from ringspan.layouts import check_world
 from ringspan.planner import Candidate, Choice, Plan, best_on, cost, plan_rank
 from ringspan.planner.auto import workload_of
 from ringspan.planner.candidates import MAX_RANKS_BALANCED
-from ringspan.planner.choose import SAMPLE_SIZE
+from ringspan.planner.choose import ranks_costed
 from ringspan.plans import Shape
 from ringspan.strategies import parse_strategy
 
-# Each rank may have a message for every other rank. This bounds the messages of the simulated ranks.
-MAX_MESSAGES = 2**16
-# A choice is compared with at most so many numbers of ranks. They take about as long as the choice itself, except where a
-# sample was enough for it: then only with few ranks, all of which are simulated.
+# A choice is compared with at most so many numbers of ranks. They take about as long as the choice itself; a choice for
+# more than MAX_RANKS_SIMULATED ranks, which takes long enough, is compared with few ranks only.
 MAX_COMPARED, MAX_RANKS_SIMULATED, FEW_RANKS = 6, 256, 16
 # Units of the progress bar, for choosing and again for simulating the choice.
 WHOLE = 1000
@@ -50,8 +48,8 @@ class Question:
 
     @property
     def costed(self) -> int:
-        """How many ranks of the choice to simulate."""
-        return min(self.world, self.most_ranks or max(SAMPLE_SIZE, MAX_MESSAGES // self.world))
+        """How many ranks of the choice to simulate: those by which it was chosen, unless a number was given."""
+        return min(self.world, self.most_ranks or ranks_costed(self.world))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from ringspan.cli.console import table
 from ringspan.cli.units import seconds, size
-from ringspan.planner.choose import SAMPLE_SIZE
 
 FIRST_STEPS, LAST_STEPS = 8, 2
 
@@ -82,14 +81,14 @@ def _speedup(chosen: dict[str, Any]) -> str:
 
 def basis(found: dict[str, Any]) -> str:
     """Say how the figures were obtained: from all ranks or from a sample."""
-    compared = (
-        "" if all(c["exact"] in (True, None) for c in found["candidates"]) else f"; candidates compared by {SAMPLE_SIZE} ranks"
-    )
+    by = found["candidates"][0]["simulated_ranks"]
+    compared = "" if by == len(found["costed_ranks"]) else f"; candidates compared by {by:,} ranks"
     if found["exact"]:
         return f"exact: all {found['world']:,} ranks were planned and simulated{compared}; the machine is a model"
     return (
         f"sampled: {len(found['costed_ranks'])} of {found['world']:,} ranks were planned and simulated, among them the "
-        f"busiest{compared}; the others are assumed to be as fast as their neighbours"
+        f"busiest{compared}; the others are assumed to be as fast as their neighbours, so that a rejected candidate may be "
+        "faster"
     )
 
 
