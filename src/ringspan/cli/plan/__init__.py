@@ -61,7 +61,7 @@ It needs no GPU, no tensors and no other processes: the machine is a model, and 
         "--cost-ranks",
         type=int,
         metavar="N",
-        help="simulate this many ranks of the choice (default: all up to 256 ranks, a sample of more)",
+        help="simulate this many ranks of the choice (default: all up to 512 ranks, a sample of more)",
     )
     show = parser.add_argument_group("output")
     show.add_argument("--rank", type=int, default=0, metavar="R", help="the rank whose steps to print (default 0)")
@@ -112,12 +112,12 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.heads % args.kv_heads:
         raise InputError(f"--heads {args.heads} cannot share --kv-heads {args.kv_heads}: give a multiple of the key heads")
-    meant = mask_at(args.mask, args.seq_len)
-    if not meant.mask.area:
+    mask = mask_at(args.mask, args.seq_len)
+    if not mask.area:
         raise InputError(f"{args.mask!r} hides every key from every query: there is nothing to plan")
     shape = Shape(heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim, batch=args.batch, dtype=args.dtype)
     question = Question(
-        mask=meant.mask,
+        mask=mask,
         world=args.world,
         machine=_machine(args.hardware),
         shape=shape,
@@ -127,7 +127,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, tuple[str, ...]]:
         every_candidate=args.all,
         compare_fewer=True,
     )
-    return question, (*notes, *meant.notes)
+    return question, tuple(notes)
 
 
 def _machine(name: str) -> Hardware:

@@ -36,9 +36,15 @@ def drawings(study: Study) -> dict[str, Any]:
 
 def slowest_of_groups(study: Study) -> list[int]:
     """Return the simulated ranks to draw: all, or from each group of neighbours the one that finishes last."""
-    done = study.cost.forward.end[:, -1] + study.cost.backward.end[:, -1]
-    groups = np.array_split(np.arange(len(done)), min(MAX_RANKS, len(done)))
-    return [int(group[np.argmax(done[group])]) for group in groups]
+    seconds = done(study)
+    groups = np.array_split(np.arange(len(seconds)), min(MAX_RANKS, len(seconds)))
+    return [int(group[np.argmax(seconds[group])]) for group in groups]
+
+
+def done(study: Study) -> NDArray[np.float64]:
+    """Return the time at which each simulated rank finishes forward and backward."""
+    seconds: NDArray[np.float64] = study.cost.forward.end[:, -1] + study.cost.backward.end[:, -1]
+    return seconds
 
 
 def traffic(study: Study) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringspan.cli.pictures import DPI, GRID, INK, PAPER, cells, rank_colours, why_not
-from ringspan.cli.plan.drawings import slowest_of_groups
+from ringspan.cli.plan.drawings import done, slowest_of_groups
 from ringspan.cli.plan.picture import picture
 from ringspan.cli.plan.study import Study
 from ringspan.cli.units import seconds, time_unit
@@ -21,6 +21,8 @@ MAX_STEPS_WITH_EDGES = 60
 FORWARD, BACKWARD, EXPOSED, IDLE = "#444444", "#8C8C8C", "#FF9900", "#E3E6EC"
 # The legend names as many ranks at most, evenly spaced.
 MAX_NAMED_RANKS = 8
+# The timeline names as many rows at most, evenly spaced, and the one of the slowest rank.
+MAX_NAMED_ROWS = 16
 
 
 def check_drawable(path: Path) -> None:
@@ -85,12 +87,15 @@ def _timeline(axes: Any, study: Study) -> None:
                     linewidth=0.4,
                 )
         start += line.seconds
-    few = _evenly_spaced(len(rows), 16)
-    axes.set_yticks(few, [f"rank {study.plans[rows[n]].rank}" for n in few])
+    slowest = rows.index(int(done(study).argmax()))
+    apart = len(rows) / MAX_NAMED_ROWS
+    named = {n: "" for n in _evenly_spaced(len(rows), MAX_NAMED_ROWS) if abs(n - slowest) >= apart} | {slowest: "slowest: "}
+    axes.set_yticks([*named], [f"{words}rank {study.plans[rows[n]].rank}" for n, words in named.items()])
     axes.set_xlim(0, start / size or None)
     axes.invert_yaxis()
     axes.set_xlabel(unit, color=INK)
-    axes.set_title("Timeline of the ranks", color=INK, fontsize=10)
+    some = f"{len(rows)} of {len(study.plans)} ranks, each the slowest among its neighbours"
+    axes.set_title(f"Timeline of {'the ranks' if len(rows) == len(study.plans) else some}", color=INK, fontsize=10)
     words = ("computing, forward", "computing, backward", "exposed: messages and copies", "waits for the slowest rank")
     _legend(axes, dict(zip(words, (FORWARD, BACKWARD, EXPOSED, IDLE), strict=True)))
 
