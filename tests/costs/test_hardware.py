@@ -59,11 +59,12 @@ def test_an_impossible_number_in_a_file_is_refused_by_name(field: str, value: An
         Hardware.from_json(json.dumps(given))
 
 
-def test_on_cpus_heads_are_split_where_keys_would_be_more_bytes() -> None:
-    shape = rs.Shape(heads=8, kv_heads=8, head_dim=64, dtype="float32")
-    chosen = [rs.plan(rs.causal(8192), world=world, hardware="cpu", shape=shape).strategy for world in (2, 4)]
-    assert chosen[0] == "ring", chosen
-    assert chosen[1].startswith("ulysses"), chosen
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kv_heads", "expected"), [(8, "ulysses"), (1, "exchange")])
+def test_on_cpus_heads_are_split_where_keys_would_be_more_bytes(world: int, kv_heads: int, expected: str) -> None:
+    shape = rs.Shape(heads=8, kv_heads=kv_heads, head_dim=64, dtype="float32")
+    strategy = rs.plan(rs.causal(8192), world=world, hardware="cpu", shape=shape).strategy
+    assert strategy.startswith(expected), strategy
 
 
 @pytest.mark.parametrize("field", ["within", "forward"])
