@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.transports.backend_errors import error_class_of, shortened, is_backend_error
+from ringspan.transports.backend_errors import error_class_of, is_backend_error, shortened
 
 NCCL_REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, remote process exited or there was a network "

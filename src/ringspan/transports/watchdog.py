@@ -249,11 +249,8 @@ class WatchedGroup:
         if not self.store_answers:
             return STORE_IS_LOST
         own = self.calls.number
-        recent = {peer: record for peer, record in found.items() if record.number >= own - 1}
-        return "\n".join(
-            f"  rank {peer} {record.where()} (in its last record; this rank is in call {own})"
-            for peer, record in recent.items()
-        )
+        when = f"in its last record; this rank is in call {own}"
+        return "\n".join(f"  rank {peer} {x.where()} ({when})" for peer, x in found.items() if x.number >= own - 1)
 
     def close_connections(self) -> None:
         """Close the connections of gloo to all peers, so that no rank waits for this one any longer.
