@@ -233,6 +233,30 @@ def test_a_large_picture_has_every_row_that_its_query_has() -> None:
     assert np.array_equal(drawn.seen(), in_cells)
 
 
+@pytest.mark.parametrize("part", [(0, 300), (990, 1190), (1300, 1301)])
+def test_a_part_of_a_mask_is_drawn_as_the_dense_mask(part: tuple[int, int]) -> None:
+    mask = rs.documents([1000, 3, 297, 100]) & rs.window(left=40)
+    layout, _ = named_layout("zigzag", mask, 8)
+    drawn = picture(mask, layout, layout, part=part)
+    assert np.array_equal(drawn.seen(), mask.dense()[slice(*part), slice(*part)])
+    assert drawn.query.tolist() == drawn.key.tolist() == [*range(*part)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "part"),
+    [
+        (rs.causal(100_000) & rs.window(left=99), (49_604, 50_396)),
+        (rs.causal(100_000), None),
+        (rs.full(100_000) & rs.window(left=90_000) - rs.window(left=89_990), None),
+        (rs.full(10_000, 100_000) & rs.window(left=99), None),
+    ],
+    ids=["a line", "a triangle", "far from the diagonal", "keys of another length"],
+)
+def test_a_mask_that_is_drawn_as_a_line_is_magnified(mask: rs.Mask, part: tuple[int, int] | None) -> None:
+    layout, kv_layout = named_layout("contiguous", mask, 4)[0], named_layout("contiguous", mask.transposed, 4)[0]
+    assert png.magnified(mask, picture(mask, layout, kv_layout).seen()) == part
+
+
 @pytest.mark.parametrize(("world", "most"), [(5, None), (96, None), (96, 7)])
 def test_traffic_is_what_the_plans_send(world: int, most: int | None) -> None:
     found = study(question(rs.causal(2048), world, layout="zigzag", strategy="exchange(stages=1)", most_ranks=most))

@@ -45,21 +45,28 @@ class Picture(NamedTuple):
         return cells
 
 
-def picture(mask: rs.Mask, q_layout: Layout, kv_layout: Layout, most: int = MAX_CELLS_PER_SIDE) -> Picture:
-    """Draw a mask. A run narrower than a cell still gets one cell: a narrow window is drawn as a line.
+def picture(
+    mask: rs.Mask,
+    q_layout: Layout,
+    kv_layout: Layout,
+    most: int = MAX_CELLS_PER_SIDE,
+    part: tuple[int, int] | None = None,
+) -> Picture:
+    """Draw a mask, or only the queries and keys of ``part``, from the first to before the second. A run narrower than a
+    cell still gets one cell: a narrow window is drawn as a line.
 
     >>> layout = rs.Layout([[(0, 2)], [(2, 4)]])
     >>> picture(rs.causal(4), layout, layout).seen().astype(int).tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
-    q_len, k_len = mask.lengths
-    query, key = _middles(q_len, most), _middles(k_len, most)
+    (q0, q1), (k0, k1) = ((0, n) if part is None else part for n in mask.lengths)
+    query, key = q0 + _middles(q1 - q0, most), k0 + _middles(k1 - k0, most)
     row, band = tables.overlapping(query, query + 1, mask.table[:, Q0], mask.table[:, Q1])
-    _, _, k0, k1, lo, hi = mask.table[band][:, [Q0, Q1, K0, K1, LO, HI]].T
-    first, last = np.maximum(k0, query[row] + lo), np.minimum(k1 - 1, query[row] + hi)
-    columns = max(1, len(key))
-    start = first * columns // max(1, k_len)
-    stop = np.maximum(-(-(last + 1) * columns // max(1, k_len)), start + 1)
+    of_band, lo, hi = mask.table[band][:, [K0, K1]].clip(k0, k1), mask.table[band][:, LO], mask.table[band][:, HI]
+    first, last = np.maximum(of_band[:, 0], query[row] + lo), np.minimum(of_band[:, 1] - 1, query[row] + hi)
+    columns, k_len = max(1, len(key)), max(1, k1 - k0)
+    start = (first - k0) * columns // k_len
+    stop = np.maximum(-(-(last + 1 - k0) * columns // k_len), start + 1)
     seen = last >= first
     found = np.unique(np.stack([row, start, stop, band], axis=1)[seen], axis=0)
     # Many tiny documents make runs that cover the same cells: one of them is enough.

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+import ringspan as rs
 from ringspan.cli.pictures import DPI, GRID, INK, PAPER, cells, rank_colours, why_not
 from ringspan.cli.plan.drawings import done, slowest_of_groups
 from ringspan.cli.plan.picture import picture
@@ -23,6 +25,8 @@ FORWARD, BACKWARD, EXPOSED, IDLE = "#444444", "#8C8C8C", "#FF9900", "#E3E6EC"
 MAX_NAMED_RANKS = 8
 # The timeline names as many rows at most, evenly spaced, and the one of the slowest rank.
 MAX_NAMED_ROWS = 16
+# A mask of which a query sees a smaller share of the keys is drawn as a line.
+NARROW = 1 / 50
 
 
 def check_drawable(path: Path) -> None:
@@ -66,6 +70,31 @@ def _mask(axes: Any, study: Study) -> None:
     axes.tick_params(axis="x", labelrotation=20)
     named = _evenly_spaced(plan.world, MAX_NAMED_RANKS)
     _legend(axes, {f"rank {rank}": colours[rank].tolist() for rank in named} | {"hidden by the mask": PAPER})
+    if part := magnified(study.question.mask, drawn.seen()):
+        start, stop = part
+        drawn = picture(study.question.mask, plan.q_layout, plan.kv_layout, part=part)
+        inset = axes.inset_axes((0.56, 0.53, 0.41, 0.41), xticks=[], yticks=[])
+        inset.imshow(
+            cells(drawn.seen(), drawn.q_owner, drawn.k_owner, colours),
+            extent=(start, stop, stop, start),
+            aspect="auto",
+            interpolation="nearest",
+        )
+        inset.set_title(f"tokens {start:,} to {stop - 1:,}", color=INK, fontsize=9)
+
+
+def magnified(mask: rs.Mask, seen: NDArray[np.bool_]) -> tuple[int, int] | None:
+    """Return the tokens to draw once more, closer, if the mask is a diagonal so narrow that it is drawn as a line and
+    the corner on the upper right is empty."""
+    q_len, k_len = mask.lengths
+    keys = mask.area // max(1, q_len)  # of a query, on average
+    half = len(seen) // 2
+    is_line = q_len == k_len and keys <= NARROW * k_len and seen.diagonal().all()
+    if not is_line or seen[:half, half:].any():
+        return None
+    size = min(q_len, max(16, 8 * keys))
+    start = (q_len - size) // 2
+    return start, start + size
 
 
 def _timeline(axes: Any, study: Study) -> None:
