@@ -27,8 +27,8 @@ import ringspan
 ROOT = Path(ringspan.__file__).parent
 PACKAGES = ("torch", "flash_attn")
 
-# Underscored names of the standard library.
-STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_exit", "_Hash"}
+# Underscored names of the standard library. ``_actions`` are the options of a parser of argparse.
+STANDARD_LIBRARY = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_exit", "_Hash", "_actions"}
 
 # Of accelerate and transformers. The tests of the integrations check that they exist.
 OTHER_PACKAGES = {"_cp_context", "_models", "_attn_implementation", "_loss_function"}

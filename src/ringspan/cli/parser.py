@@ -30,8 +30,9 @@ class OneLineErrors(argparse.ArgumentParser):
             for action in required:
                 action.required = True
         if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            near = [found for option in options for found in get_close_matches(option, self._option_string_actions, n=1)]
+            near = [found for option in options for found in get_close_matches(option, known, n=1)]
             guess = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
         return super().parse_known_args(args, namespace)

@@ -39,7 +39,7 @@ from ringspan.transports import (
     digest_as_int64,
     report_refusal,
 )
-from ringspan.transports.handshake import DTYPES, MAX_LISTED, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
+from ringspan.transports.handshake import DTYPES, NO_SCORE_MOD, SHARD_ADVICE, VERSION, Agreements, agreements
 
 log = logging.getLogger("ringspan.engine")
 
@@ -50,6 +50,8 @@ KEEPS_NO_ROWS = (
     "as it runs compiled code or a dispatch mode, which keep no rows: run compiled code, or a dispatch mode such as "
     "FlopCounterMode, on all ranks or on none"
 )
+
+LENGTHS_LISTED = 8  # of documents, in the error of ranks that disagree on the mask
 
 # Whether rows may be kept, the scale, the back end, whether passes become CUDA graphs, and the shape, dtype and device
 # of q, k and v: all that the preparation of a call depends on.
@@ -245,8 +247,8 @@ def _mask_text(mask: Mask) -> str:
     lengths = np.diff(mask.documents()).tolist() if q_len == k_len else []
     if len(lengths) < 2:
         return f"{mask.digest} ({mask.name})"
-    first = ", ".join(map(str, lengths[:MAX_LISTED]))
-    return f"{mask.digest} ({mask.name}, lengths {first}{', ...' if len(lengths) > MAX_LISTED else ''})"
+    first = ", ".join(map(str, lengths[:LENGTHS_LISTED]))
+    return f"{mask.digest} ({mask.name}, lengths {first}{', ...' if len(lengths) > LENGTHS_LISTED else ''})"
 
 
 def _prepared_calls(plan: Plan) -> dict[CallKey, PreparedCall]:
