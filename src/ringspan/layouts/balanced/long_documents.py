@@ -34,8 +34,9 @@ ROUNDS = 4
 # that equal parts send in addition.
 ENOUGH_TO_DEAL = 5, 4
 
-# A document may need a node less than its work does if this makes the work of its nodes at most 1/1000 larger. If all
-# other documents are light, it has all extra work, and without this it would need one node more than there are.
+# A document is put on one node fewer if each of its nodes then exceeds its share of the work by at most 1/1000. If all
+# other documents are light, this document has all the extra work, and rounding errors would ask for one node more than
+# there are.
 ROUNDING = 1000
 
 # A beginning has up to 12/16 of the tokens of its document.
