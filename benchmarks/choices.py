@@ -25,6 +25,7 @@ import torch
 
 import ringspan as rs
 from ringspan.bench.graphs import captured
+from ringspan.bench.random_rows import RandomRows
 from ringspan.bench.timing import seconds_in_turn
 from ringspan.costs import Hardware, Link, named_hardware
 from ringspan.engine import attend_ranks, config_for
@@ -70,30 +71,31 @@ def slowest_rank(plan: Plan, machine: Hardware) -> int:
 
 def clock_seconds(plans: Sequence[Plan]) -> list[float]:
     """Return the seconds of forward and backward of each plan's rank, timed in turn."""
-    return seconds_in_turn([replayed_step(plan) for plan in plans], rounds=ROUNDS, on_gpu=True)
+    steps = [step for plan in plans for step in replayed_steps(plan)]
+    seconds = seconds_in_turn(steps, rounds=ROUNDS, on_gpu=True)
+    return [both - copies for both, copies in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
-def replayed_step(plan: Plan) -> Callable[[], object]:
-    """Return forward and backward of a rank as the replay of a CUDA graph. Received rows are random numbers."""
+def replayed_steps(plan: Plan) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return forward and backward of a rank as the replay of a CUDA graph. Received rows are random numbers; the second
+    function takes the time of the copies that write them."""
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     heads = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
     qkv = tuple(torch.randn(1, h, plan.q_rows, SHAPE.head_dim, **made) for h in heads)
     config = config_for(plan, qkv[0], qkv[2], SHAPE.head_dim**-0.5, "auto")
     grad = torch.randn_like(qkv[0])
-    received: list[torch.Tensor] = []
+    fill = RandomRows()
 
     def step() -> None:
-        out = attend_ranks([plan], [qkv], config, NullTransport(received=received).run)[0].out
+        out = attend_ranks([plan], [qkv], config, NullTransport(fill=fill).run)[0].out
         torch.autograd.grad(out, qkv, grad)
 
-    step()  # compiles
-    received.clear()
-    replay = captured(step)
-    for x in received:
-        x.normal_()
-    if replay is None:
+    copies = fill.alone(step)  # and compiles
+    replay, replay_copies = captured(step), captured(copies)
+    if replay is None or replay_copies is None:
         raise SystemExit(f"{plan.strategy} cannot be captured in a CUDA graph with the kernel {config.kernel.__name__}")
-    return lambda: (replay(), qkv, grad)  # the graph reads these tensors, but does not keep them
+    # The graphs read these tensors, but do not keep them.
+    return lambda: (replay(), qkv, grad, fill), lambda: (replay_copies(), copies)
 
 
 def wire_seconds(plan: Plan, machine: Hardware) -> float:

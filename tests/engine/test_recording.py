@@ -104,7 +104,7 @@ def test_sums_by_the_kernel_for_gpus_are_recorded(
     rs.clear_caches()
     replays.clear()
     monkeypatch.setattr(slots, "ADDED_TOGETHER", {"cpu"})
-    monkeypatch.setattr(gradient_accumulator, "_triton_sums_for", lambda gradient: fused_sums)
+    monkeypatch.setattr(gradient_accumulator, "sums_kernel_for", lambda gradient: fused_sums)
     monkeypatch.setattr(fused_sums, "_write_sum", BypassesDispatcher(fused_sums._write_sum))
     found = [attend(MASKS["causal"], strategy, seed, dtype=torch.float32) for seed in range(4)]
     assert len(replays) == 2 * 2 * 4

@@ -23,6 +23,8 @@ OUT_ROW = 3 * 8 * (12 + 1) * 4
 SAVED_ROW = 3 * 8 * ((16 + 12 + 12) * 2 + (1 + 1) * 4 + 8)
 DOUT_ROW = 3 * 8 * (12 * 2 + 1 * 4 + 4)
 DQ_ROW = 3 * 8 * 16 * 4
+# Of complete results.
+WHOLE_OUT_ROW, WHOLE_DQ_ROW, WHOLE_DKV_ROW = DOUT_ROW, 3 * 8 * 16 * 2, KV_ROW
 
 
 def received(plans: list[Plan], phase: Phase = "forward") -> int:
@@ -152,12 +154,13 @@ def test_pass_q_is_for_few_queries() -> None:
 def test_ulysses_is_every_token_once_but_for_the_share_that_stays(world: int, key_heads: int) -> None:
     """Every head of every token goes to one rank, and 1/world of them are there already. A key head goes to as many
     ranks as work on its queries: 2 key heads on 4 ranks are 4 that are sent; 8 query heads on 3 ranks are 3 3 2, and
-    split both groups."""
+    split both groups. The gradients of such key heads are sums of several ranks. All other results are complete."""
     plans, again = (all_plans(rs.causal(48), world, f"ulysses(keep={keep})", "zigzag") for keep in (True, False))
     moved = 48 * (world - 1) / world
-    assert received(plans) == received(again) == moved * (Q_ROW + OUT_ROW + key_heads / 2 * KV_ROW)
-    assert received(plans, "backward") == moved * (DOUT_ROW + DQ_ROW + key_heads / 2 * DKV_ROW)
-    assert received(again, "backward") == moved * (SAVED_ROW + DQ_ROW + key_heads / 2 * (KV_ROW + DKV_ROW))
+    dkv = WHOLE_DKV_ROW if key_heads == 2 else DKV_ROW
+    assert received(plans) == received(again) == moved * (Q_ROW + WHOLE_OUT_ROW + key_heads / 2 * KV_ROW)
+    assert received(plans, "backward") == moved * (DOUT_ROW + WHOLE_DQ_ROW + key_heads / 2 * dkv)
+    assert received(again, "backward") == moved * (SAVED_ROW + WHOLE_DQ_ROW + key_heads / 2 * (KV_ROW + dkv))
 
 
 def rows_between_nodes(plans: list[Plan], per_node: int, what: str, phase: Phase = "forward") -> int:
@@ -190,10 +193,11 @@ def test_hybrid_is_ulysses_in_a_node_and_the_other_between(
     within, crossing = 64 * (per_node - 1) / per_node, share * 64 * (world // per_node - 1)
     keys = key_heads / 2
     between_nodes = crossing * keys * KV_ROW
-    assert received(plans) == received(again) == within * (Q_ROW + OUT_ROW + keys * KV_ROW) + between_nodes
+    dkv = WHOLE_DKV_ROW if key_heads == 2 else DKV_ROW
+    assert received(plans) == received(again) == within * (Q_ROW + WHOLE_OUT_ROW + keys * KV_ROW) + between_nodes
     between_nodes += crossing * keys * DKV_ROW
-    assert received(plans, "backward") == within * (DOUT_ROW + DQ_ROW + keys * DKV_ROW) + between_nodes
-    assert received(again, "backward") == within * (SAVED_ROW + DQ_ROW + keys * (KV_ROW + DKV_ROW)) + between_nodes
+    assert received(plans, "backward") == within * (DOUT_ROW + WHOLE_DQ_ROW + keys * dkv) + between_nodes
+    assert received(again, "backward") == within * (SAVED_ROW + WHOLE_DQ_ROW + keys * (KV_ROW + dkv)) + between_nodes
 
 
 @pytest.mark.parametrize("seed", range(3))

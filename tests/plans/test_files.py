@@ -97,7 +97,7 @@ MALFORMED: list[tuple[Callable[[Any], None], str]] = [
     # another version, or a wrong digest
     (
         at("ringspan_plan", 99),
-        "plan.ringspan_plan: this ringspan reads version 4, the file has version 99: make the plan again",
+        "plan.ringspan_plan: this ringspan reads version 5, the file has version 99: make the plan again",
     ),
     (at("digest", "0" * 16), "plan.digest: is 0000000000000000, but the plan in the file has digest"),
     (at("strategy", "gather(stages=2)"), "plan.digest: is"),

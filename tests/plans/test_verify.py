@@ -303,7 +303,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
     "results of other heads": (
         some_heads,
         edit(F, 1, 2, recvs=to(heads=(1, 3))),
-        "forward: the out of local row 0 on rank 1 is incomplete or counted twice",
+        "forward step 2 on rank 1: adds out to rows 0 to 4 of slot 0, which have arrived complete",
     ),
     "a run is not computed": (some_heads, edit(F, 0, 1, tasks=drop), "72 visible (query, key) pairs are not computed"),
     "a run is computed twice": (some_heads, edit(F, 0, 1, tasks=twice), "query 0 × key 0 of head 0 is computed twice"),

@@ -1,6 +1,7 @@
 """The time of one rank's share of attention against the whole sequence in one call on the same device.
 
-Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. *Rank cost* is
+Communication is left out (:class:`~ringspan.transports.null.NullTransport`), so one device is enough. On a GPU the rows
+that a rank would receive are random numbers, and the time of the copies that write them is subtracted. *Rank cost* is
 the time of the slowest rank × the number of ranks ÷ the time of the whole: 1.0 means that splitting costs nothing but
 communication. A rank and the whole are timed in turn, because the clock of a device changes while it works. The slowest
 rank is the one whose time is the largest fraction of that of the whole, measured in turn with it.
@@ -20,6 +21,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.bench import torch_baseline
 from ringspan.bench.gpu_memory import held_bytes, scratch_bytes
+from ringspan.bench.random_rows import RandomRows
 from ringspan.bench.rows import OnProgress, Row, ignore_progress
 from ringspan.bench.timing import device_profile, host_seconds, replay_seconds, seconds_in_turn
 from ringspan.engine import attend_ranks, config_for
@@ -123,7 +125,7 @@ def _share_of(first: rs.Plan, whole: Callable[[], object], backend: str, options
         plan = first.at(rank)
         share, qkv = _share(plan, backend, cuda_graphs=options.cuda_graphs), _tensors(plan.q_rows, options)
         kernel: Any = config_for(plan, qkv[0], qkv[2], 1.0, backend).kernel
-        times[rank] = seconds_in_turn([_step(share, *qkv), whole], rounds=options.rounds, on_gpu=options.on_gpu)
+        times[rank] = _seconds(plan, whole, backend, options, *qkv)
         host = max(host, host_seconds(share, *qkv))
         if options.on_gpu:
             replay = max(replay, replay_seconds(share, *qkv))
@@ -132,7 +134,8 @@ def _share_of(first: rs.Plan, whole: Callable[[], object], backend: str, options
             }
     if options.profile:
         plan = first.at(_slowest(times))
-        memory["device_us"] = device_profile(_step(_share(plan, backend), *_tensors(plan.q_rows, options)))
+        step = _step(_share(plan, backend, fill=RandomRows()), *_tensors(plan.q_rows, options))
+        memory["device_us"] = device_profile(step)
     return {
         "backend": kernel.__name__.rpartition(".")[2],
         "strategy": first.strategy,
@@ -144,6 +147,17 @@ def _share_of(first: rs.Plan, whole: Callable[[], object], backend: str, options
         "steps": len(first.program.forward),
         **memory,
     }
+
+
+def _seconds(plan: rs.Plan, whole: Callable[[], object], backend: str, options: RankOptions, *qkv: Tensor) -> list[float]:
+    """Return the seconds of a rank and of the whole, timed in turn."""
+    if not options.on_gpu:
+        return seconds_in_turn([_step(_share(plan, backend), *qkv), whole], rounds=options.rounds, on_gpu=False)
+    fill = RandomRows()
+    step = _step(_share(plan, backend, cuda_graphs=options.cuda_graphs, fill=fill), *qkv)
+    steps = [step, whole, fill.alone(step)]
+    share, of_whole, copies = seconds_in_turn(steps, rounds=options.rounds, on_gpu=True)
+    return [share - copies, of_whole]
 
 
 def _times(times: dict[int, list[float]], world: int) -> Row:
@@ -209,10 +223,12 @@ def _whole(mask: rs.Mask, options: RankOptions) -> Callable[[], object]:
     return step
 
 
-def _share(plan: rs.Plan, backend: str, *, cuda_graphs: bool = False) -> Callable[..., Tensor]:
+def _share(
+    plan: rs.Plan, backend: str, *, cuda_graphs: bool = False, fill: Callable[[Tensor], None] | None = None
+) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = config_for(plan, q, v, check_scale(None, q.shape[-1]), backend, cuda_graphs=cuda_graphs)
-        (result,) = attend_ranks([plan], [(q, k, v)], config, NullTransport().run)
+        (result,) = attend_ranks([plan], [(q, k, v)], config, NullTransport(fill=fill).run)
         return result.out
 
     return attention

@@ -125,9 +125,14 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
     like = torch.empty(0, dtype=accumulation_dtype(q_SBHD.dtype), device=q_SBHD.device)
     queries, keys = [], []
     outputs: list[OutputAccumulator] = []
-    for x_SBHD in q_rows:
+    # Results that are sent complete are rounded in any case, so that they may stay in a tensor of the kernel. Own results
+    # that other ranks complete are written in the dtype of the tensors.
+    for n, x_SBHD in enumerate(q_rows):
         queries.append(x_SBHD.movedim(0, 2))
-        outputs.append(OutputAccumulator((*x_SBHD.shape[:3], value_dim), like=like, reuse_kernel_output=not outputs))
+        reuse = n == 0 or ("out", n) in program.sent_complete
+        dtype = q_SBHD.dtype if n == 0 and "out" in program.own_results_complete else None
+        shape = (*x_SBHD.shape[:3], value_dim)
+        outputs.append(OutputAccumulator(shape, like=like, reuse_kernel_output=reuse, buffer_dtype=dtype))
     for x_TBGF in kv_rows:
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
@@ -149,7 +154,7 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
             outputs[task.q_slot].add(start, stop, out.movedim(2, 0), lse.movedim(2, 0), adopt=True)
             del out, lse  # else they would be held while the next are computed
 
-    slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs)
+    slots = Slots({"q": q_rows, "kv": kv_rows}, outputs=outputs, dtype=q_SBHD.dtype)
 
     def finish() -> tuple[Tensor, ...]:
         kept = kept_tensors(program, q_rows, outputs, kv_rows) if keep else ()
@@ -206,15 +211,21 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig
     like = torch.empty(0, dtype=accumulation_dtype(kv_TBGF.dtype), device=device)
     queries: list[Saved] = []
     dq: list[GradientAccumulator] = []
-    for saved in of_slots:
-        dq.append(GradientAccumulator(saved.lse_SBH.shape, (head_dim,), like=like, reuse_kernel_output=not dq))
+    for n, saved in enumerate(of_slots):
+        reuse = n == 0 or ("dq", n) in program.sent_complete
+        dtype = kv_TBGF.dtype if n == 0 and "dq" in program.own_results_complete else None
+        shape = saved.lse_SBH.shape
+        dq.append(GradientAccumulator(shape, (head_dim,), like=like, reuse_kernel_output=reuse, buffer_dtype=dtype))
         queries.append(_heads_first(*saved))
     keys: list[tuple[Tensor, Tensor]] = []
     dkv: list[GradientAccumulator] = []
-    for x_TBGF in rows["kv"]:
+    for n, x_TBGF in enumerate(rows["kv"]):
         kv_BGTF = x_TBGF.movedim(0, 2)
         keys.append((kv_BGTF[..., :head_dim], kv_BGTF[..., head_dim:]))
-        dkv.append(GradientAccumulator(x_TBGF.shape[:3], (head_dim, value_dim), like=like, reuse_kernel_output=not dkv))
+        reuse = n == 0 or ("dkv", n) in program.sent_complete
+        dtype = kv_TBGF.dtype if n == 0 and "dkv" in program.own_results_complete else None
+        shape, widths = x_TBGF.shape[:3], (head_dim, value_dim)
+        dkv.append(GradientAccumulator(shape, widths, like=like, reuse_kernel_output=reuse, buffer_dtype=dtype))
     dlearned = [] if mods is None else [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in mods.learned]
     options: dict[str, Any] = {"scale": config.scale}
 
@@ -240,7 +251,8 @@ def _prepare_backward(plan: Plan, given: BackwardInputs, config: AttentionConfig
     def finish() -> tuple[Tensor, ...]:
         return *dq[0].finish(), *dkv[0].finish(), *dlearned
 
-    slots = Slots(rows, gradients={"dq": dq, "dkv": dkv}, dkv_dtype=DKV_MESSAGE_DTYPES[program.dkv_dtype])
+    dkv_dtype = DKV_MESSAGE_DTYPES[program.dkv_dtype]
+    slots = Slots(rows, gradients={"dq": dq, "dkv": dkv}, dtype=kv_TBGF.dtype, dkv_dtype=dkv_dtype)
     return Pass(slots, compute, finish)
 
 

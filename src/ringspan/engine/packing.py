@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels import accumulation_dtype
+from ringspan.kernels.rows import copy_rows_
 from ringspan.plans.shape import saved_bytes, upstream_bytes
 
 # Inputs usually have the tokens of a head contiguous, not the heads of a token, so that packing copies short pieces.
@@ -78,7 +79,7 @@ def pack_upstream(dout_SBHE: Tensor, dlse_SBH: Tensor | None) -> Tensor:
     rows = dout_SBHE.new_empty((*dout_SBHE.shape[:-1], upstream_bytes(e, dout_SBHE.element_size()) // dout_SBHE.element_size()))
     rows[..., e:].zero_()
     dout, dlse = unpack_upstream(rows, e)
-    dout.copy_(dout_SBHE)
+    copy_rows_(dout, dout_SBHE)
     if dlse_SBH is not None:
         dlse.copy_(dlse_SBH)
     return rows

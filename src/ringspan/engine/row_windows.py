@@ -111,7 +111,7 @@ def _forward(plan: Plan, x_SF: Tensor, window: RowWindow) -> RankGenerator[tuple
             rows = torch.cat([own, *received, fill]).flatten(1)
             return (rows.index_select(0, index_SW.flatten()).unflatten(0, index_SW.shape),)
 
-        return Pass(Slots({"q": [], "kv": [own, *received]}), _computes_nothing, finish)
+        return Pass(Slots({"q": [], "kv": [own, *received]}, dtype=own.dtype), _computes_nothing, finish)
 
     return run_steps(plan, "forward", prepare)
 
@@ -133,7 +133,9 @@ def _backward(plan: Plan, dwindows_SWF: Tensor, window: RowWindow) -> RankGenera
         def finish() -> tuple[Tensor, ...]:
             return (gradients[0].finish()[0].flatten(1) if sizes[0] else total[:0],)
 
-        return Pass(Slots({"q": [], "kv": []}, gradients={"dkv": gradients}), _computes_nothing, finish)
+        return Pass(
+            Slots({"q": [], "kv": []}, gradients={"dkv": gradients}, dtype=dwindows_SWF.dtype), _computes_nothing, finish
+        )
 
     return run_steps(plan, "backward", prepare, only="dkv")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,17 @@ from torch import Tensor
 
 from ringspan.caching.by_stream import cache_by_stream, copy_to_device
 from ringspan.engine.messages import StepMessages
+from ringspan.engine.packing import unpack_upstream
 from ringspan.kernels import GradientAccumulator, OutputAccumulator, ReceivedRows
+from ringspan.kernels.accumulators import RowAccumulator, Tensors
+from ringspan.kernels.rows import copy_rows_
 from ringspan.plans import Transfer
 from ringspan.plans.problem import Rows
+from ringspan.plans.shape import upstream_bytes
 from ringspan.transports import PostExchange
+
+# A transfer that ends on this rank, and its message. Rows that were received in place have none.
+Arrived = tuple[Transfer, Tensor | None]
 
 # The types of devices on which the gradients of a step are added in one pass over memory.
 ADDED_TOGETHER = {"cuda"}
@@ -33,36 +41,42 @@ class Slots:
 
     What arrives overwrites ``rows`` ("q", "dout", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into
     ``outputs``. When other rows overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
-    ``dkv_dtype`` is the dtype of "dkv" in messages to and from other ranks (None: that of the accumulators).
+    ``dtype`` is that of the tensors, in which complete results are sent, and ``dkv_dtype`` that of "dkv" in messages to
+    and from other ranks (None: that of the accumulators, or of the tensors).
     """
 
     def __init__(
         self,
         rows: dict[str, list[Tensor]],
         *,
+        dtype: torch.dtype,
         outputs: list[OutputAccumulator] | None = None,
         gradients: dict[str, list[GradientAccumulator]] | None = None,
         dkv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._dkv_dtype = dkv_dtype
+        self._dtype, self._dkv_dtype = dtype, dkv_dtype
         self.rows, self.outputs, self.gradients = rows, outputs or [], gradients or {}
         self._row_accumulators: dict[str, Sequence[Any]] = {
             "q": self.outputs or self.gradients.get("dq", []),
             "dout": self.gradients.get("dq", []),
             "kv": self.gradients.get("dkv", []),
         }
-        self._in_flight: deque[list[tuple[Transfer, Tensor | None]]] = deque()  # the arrivals of each exchange
+        self._in_flight: deque[list[Arrived]] = deque()
 
     def begin(self, messages: StepMessages, label: str) -> PostExchange:
         """Return the exchange of a step: payloads to send, buffers to receive into.
 
         Record its arrivals for `apply_arrivals`.
         """
-        arriving: list[tuple[Transfer, Tensor | None]] = []
+        arriving: list[Arrived] = []
         self._in_flight.append(arriving)
         payloads: list[Tensor] = []
+        complete: dict[tuple[str, int], Tensor] = {}
         for t, packed in messages.payloads:
-            payloads.append(self._pack(t) if packed else _heads(self._rows_of(t), t))
+            if t.complete:
+                payloads.append(self._pack_complete(t, complete))
+            else:
+                payloads.append(self._pack(t) if packed else _heads(self._rows_of(t), t))
         recv_buffers: dict[int, Tensor] = {}
         for run in messages.receive_runs:
             rows = self.rows[run.what][run.slot][run.start : run.stop]
@@ -101,16 +115,13 @@ class Slots:
             if t.what in self.rows:
                 self._overwrite(t, message)
             elif message is not None:
-                self._merge(t, message) if t.what == "out" else self._add(t, message)
+                self._merge(t, message) if t.what == "out" or t.complete else self._add(t, message)
         self._add_together(to_add, is_last=is_last)
 
     def _pack(self, t: Transfer) -> Tensor:
         """Gather the rows (and heads) of the transfer into one contiguous tensor. An output is sent as [out | lse]."""
         if t.what != "out":
-            rows = _heads(self._rows_of(t), t)
-            if len(t.rows) == 1:  # some of the heads of one range: a plain copy is faster
-                return rows.clone(memory_format=torch.contiguous_format)
-            return rows.index_select(0, _index(t.rows, rows.device))
+            return _gather(self._rows_of(t), t)
         payload = self._new_buffer(t)
         at = 0
         for start, stop in t.rows:
@@ -125,21 +136,56 @@ class Slots:
         if t.what in self.rows:
             like, (_, batch, heads, width) = self.rows[t.what][t.slot], self.rows[t.what][t.slot].shape
         else:
-            accumulator = self.outputs[t.slot] if t.what == "out" else self.gradients[t.what][t.slot]
-            like, (_, batch, heads, width) = accumulator.like, accumulator.shape
+            like, (_, batch, heads, width) = self._accumulator(t).like, self._accumulator(t).shape
         heads = heads if t.heads is None else t.heads[1] - t.heads[0]
         dtype = self._dkv_dtype if t.what == "dkv" else None
-        return like.new_empty((t.count, batch, heads, width + (t.what == "out")), dtype=dtype)
+        if not t.complete:
+            return like.new_empty((t.count, batch, heads, width + (t.what == "out")), dtype=dtype)
+        if t.what == "out":
+            width = upstream_bytes(width, self._dtype.itemsize) // self._dtype.itemsize
+        return like.new_empty((t.count, batch, heads, width), dtype=dtype or self._dtype)
+
+    def _pack_complete(self, t: Transfer, slots: dict[tuple[str, int], Tensor]) -> Tensor:
+        """Return complete results in the dtype of the tensors, as one contiguous tensor: a view of all rows of their slot,
+        which are packed once for all messages of a step (``slots``), if the message has all heads of one range."""
+        of_slot = slots.get((t.what, t.slot))
+        if of_slot is None:
+            of_slot = slots[t.what, t.slot] = self._rounded(t)
+        rows = of_slot[slice(*_extent(t.rows))]
+        return rows if len(t.rows) == 1 and t.heads is None else _gather(rows, t)
+
+    def _rounded(self, t: Transfer) -> Tensor:
+        """Return the results of all rows of a slot in the dtype of messages. An output is packed with its lse, as dout with
+        dlse are."""
+        accumulator, count = self._accumulator(t), self._accumulator(t).shape[0]
+        buffer = self._new_buffer(replace(t, rows=((0, count),), heads=None))
+        rows = accumulator.complete_rows(0, count)
+        if len(rows) == 1 and rows[0].dtype == buffer.dtype and rows[0].is_contiguous():
+            return rows[0]
+        if t.what == "out":
+            buffer[..., accumulator.shape[-1] :].zero_()
+        accumulator.copy_complete(self._parts(t, buffer))
+        return buffer
+
+    def _parts(self, t: Transfer, message: Tensor) -> Tensors:
+        """Return the tensors of a message of results: out and lse, or a gradient."""
+        if t.what != "out":
+            return (message,)
+        return unpack_upstream(message, self._accumulator(t).shape[-1]) if t.complete else (message[..., :-1], message[..., -1])
+
+    def _accumulator(self, t: Transfer) -> RowAccumulator:
+        return self.outputs[t.slot] if t.what == "out" else self.gradients[t.what][t.slot]
 
     def _merge(self, t: Transfer, message: Tensor) -> None:
-        at = 0
+        """Merge outputs with those of their rows so far, or write complete results, which are the first of their rows."""
+        accumulator, parts, at = self._accumulator(t), self._parts(t, message), 0
+        heads = (0, accumulator.shape[2]) if t.complete and t.heads is None else t.heads
         for start, stop in t.rows:
-            rows = message[at : at + stop - start]
-            out, lse = rows[..., :-1], rows[..., -1]
-            if t.heads is None:
-                self.outputs[t.slot].add(start, stop, out, lse)
+            rows = [x[at : at + stop - start] for x in parts]
+            if heads is None:
+                accumulator.add(start, stop, *rows)
             else:
-                self.outputs[t.slot].add_to_heads(start, stop, t.heads, out, lse)
+                accumulator.add_to_heads(start, stop, heads, *rows)
             at += stop - start
 
     def _add(self, t: Transfer, message: Tensor) -> None:
@@ -166,7 +212,7 @@ class Slots:
     def _overwrite(self, t: Transfer, message: Tensor | None) -> None:
         if message is not None:
             rows = _heads(self._rows_of(t), t)
-            rows.copy_(message) if len(t.rows) == 1 else rows.index_copy_(0, _index(t.rows, message.device), message)
+            copy_rows_(rows, message) if len(t.rows) == 1 else rows.index_copy_(0, _index(t.rows, message.device), message)
         for accumulator in self._row_accumulators[t.what][t.slot : t.slot + 1]:
             for start, stop in t.rows:
                 accumulator.clear(start, stop)
@@ -182,12 +228,22 @@ class Slots:
 
 def _is_added_together(t: Transfer, message: Tensor) -> bool:
     """Return whether the message has gradients that are added with those of other messages, in one pass over memory."""
-    is_gradient = t.what in ("dq", "dkv") and t.heads is None and len(t.rows) <= MAX_RANGES
+    is_gradient = t.what in ("dq", "dkv") and t.heads is None and not t.complete and len(t.rows) <= MAX_RANGES
     return is_gradient and message.device.type in ADDED_TOGETHER
 
 
 def _heads(x: Tensor, t: Transfer) -> Tensor:
     return x if t.heads is None else x[:, :, slice(*t.heads)]
+
+
+def _gather(rows: Tensor, t: Transfer) -> Tensor:
+    """Copy the rows and heads of a transfer into a contiguous tensor. ``rows`` are those of the range that covers them."""
+    rows = _heads(rows, t)
+    if len(t.rows) > 1:
+        return rows.index_select(0, _index(t.rows, rows.device))
+    message = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)  # a plain copy is faster
+    copy_rows_(message, rows)
+    return message
 
 
 def _extent(rows: Rows) -> tuple[int, int]:

@@ -16,13 +16,14 @@ one partial result or two, so these cases must be cheap. Each row is in one of f
     PENDING      two partial results: one borrowed, the second not yet combined with it
     ACCUMULATED  the combination so far, in a buffer of the accumulation dtype (at least float32)
 
-Four operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
+Five operations are not in the drawing. ``clear`` makes rows EMPTY again, from any state. ``accumulated`` makes rows
 ACCUMULATED, from any state. They exist because partial results move between ranks: ``accumulated`` gives the rows of a
 message, in the accumulation dtype; ``clear`` frees a slot for the rows of another rank. ``add_to_heads`` receives the
 result of some heads from the rank that computed them. The first result of some heads of EMPTY rows is copied into the
 buffer, and these rows stay EMPTY; the accumulator notes which heads they have. When such rows become ACCUMULATED, only
-the other heads are filled. So rows whose heads come from several ranks cost one copy. ``add_together`` is described at
-the end.
+the other heads are filled. So rows whose heads come from several ranks cost one copy. ``complete_rows`` gives rows to
+which nothing is added later, as ``finish`` does for all rows, but borrowed rows stay where they are. ``add_together`` is
+described at the end.
 
 A kernel that computes in bfloat16 returns bfloat16, which has lower precision than the accumulation dtype. Only an
 accumulator with ``reuse_kernel_output=True`` has the states BORROWED and PENDING. ``finish`` combines each pending
@@ -53,6 +54,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.partial import EMPTY_LSE, Partial, merge_
+from ringspan.kernels.rows import copy_rows_
 
 Tensors = tuple[Tensor, ...]
 
@@ -175,10 +177,19 @@ class RowAccumulator(ABC):
 
     A partial result, the borrowed tensors and the buffers are tuples of tensors, rows first. ``like`` gives the
     accumulation dtype and the device of the buffers. ``shape`` (S, B, H, width) is the shape of the first buffer.
+    ``buffer_dtype`` is another dtype of its elements, for complete results, of which nothing is accumulated.
     """
 
-    def __init__(self, shape: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        like: Tensor,
+        reuse_kernel_output: bool = False,
+        buffer_dtype: torch.dtype | None = None,
+    ) -> None:
         self.shape, self.like, self._reuse_kernel_output = tuple(shape), like, reuse_kernel_output
+        self._buffer_dtype = buffer_dtype
         self._states, self._pending = RowStates(self.shape[0]), PendingPartials()
         self._borrowed: Tensors | None = None
         self._buffers: Tensors | None = None
@@ -251,6 +262,17 @@ class RowAccumulator(ABC):
         self._drop_head_parts(start, stop)
         self._set_state(start, stop, RowState.ACCUMULATED)
         return accumulated
+
+    def complete_rows(self, start: int, stop: int) -> Tensors:
+        """Return the rows ``start:stop``, to which nothing is added later: views of the borrowed tensors if all are
+        there, else of the buffers, in the accumulation dtype."""
+        if all(state == RowState.BORROWED for *_, state in self._states.between(start, stop)):
+            return self._borrowed_rows(start, stop)
+        return self.accumulated(start, stop)
+
+    def copy_complete(self, into: Tensors) -> None:
+        """Copy all rows, to which nothing is added later, rounded to the dtype of ``into``."""
+        self._copy_(into, self.complete_rows(0, self.shape[0]))
 
     def finish(self) -> Tensors:
         """Return all rows: in the borrowed tensors if any row is still in them, else in the buffers."""
@@ -347,7 +369,7 @@ class OutputAccumulator(RowAccumulator):
         if self._buffers is None:
             dtype = torch.float64 if self.like.device.type == "cpu" else self.like.dtype
             lse = self.like.new_empty(self.shape[:3], dtype=dtype) if self._borrowed is None else self._borrowed[1]
-            self._buffers = self.like.new_empty(self.shape), lse
+            self._buffers = self.like.new_empty(self.shape, dtype=self._buffer_dtype), lse
         return self._buffers if stop - start == self.shape[0] else slice_rows(self._buffers, start, stop)
 
     def _fill_neutral_(self, into: Tensors) -> None:
@@ -356,8 +378,9 @@ class OutputAccumulator(RowAccumulator):
         lse.fill_(EMPTY_LSE)
 
     def _copy_(self, into: Tensors, partial: Tensors) -> None:
-        for destination, source in zip(into, partial, strict=True):
-            destination.copy_(source)  # returns at once if both are the same memory, as is the case for a borrowed lse
+        (out, lse), (new_out, new_lse) = into, partial
+        copy_rows_(out, new_out) if out.is_cuda else out.copy_(new_out)
+        lse.copy_(new_lse)  # returns at once if both are the same memory, as is the case for a borrowed lse
 
     def _combine_(self, into: Tensors, partial: Tensors, *, old: Tensors) -> None:
         # merge_ reads the old lse from into: the lse of the buffers is that of the borrowed partial result.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from ringspan.kernels.accumulators import RowAccumulator, RowState, Tensors, slice_rows
 from ringspan.kernels.partial import triton_module
+from ringspan.kernels.rows import copy_rows_, sums_kernel_for
 
 
 class ReceivedRows(NamedTuple):
@@ -40,9 +40,16 @@ class GradientAccumulator(RowAccumulator):
     """
 
     def __init__(
-        self, shape_SBH: Sequence[int], widths: Sequence[int], *, like: Tensor, reuse_kernel_output: bool = False
+        self,
+        shape_SBH: Sequence[int],
+        widths: Sequence[int],
+        *,
+        like: Tensor,
+        reuse_kernel_output: bool = False,
+        buffer_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__((*shape_SBH, sum(widths)), like=like, reuse_kernel_output=reuse_kernel_output)
+        shape = (*shape_SBH, sum(widths))
+        super().__init__(shape, like=like, reuse_kernel_output=reuse_kernel_output, buffer_dtype=buffer_dtype)
         self._widths = list(widths)
 
     def add_together(self, messages: Sequence[ReceivedRows], *, is_last: bool = False) -> None:
@@ -85,7 +92,7 @@ class GradientAccumulator(RowAccumulator):
 
     def _buffer_rows(self, start: int, stop: int) -> Tensors:
         if self._buffers is None:
-            self._buffers = (self.like.new_empty(self.shape),)
+            self._buffers = (self.like.new_empty(self.shape, dtype=self._buffer_dtype),)
         return self._buffers if stop - start == self.shape[0] else slice_rows(self._buffers, start, stop)
 
     def _fill_neutral_(self, into: Tensors) -> None:
@@ -94,7 +101,7 @@ class GradientAccumulator(RowAccumulator):
     def _copy_(self, into: Tensors, partial: Tensors) -> None:
         if not _try_write_fused(into, partial, add=False):
             for destination, source in zip(*_as_many(into, partial), strict=True):
-                destination.copy_(source)
+                copy_rows_(destination, source) if destination.is_cuda else destination.copy_(source)
 
     def _combine_(self, into: Tensors, partial: Tensors, *, old: Tensors) -> None:
         if old is not into or not _try_write_fused(into, partial, add=True):
@@ -108,7 +115,7 @@ def write_sum_(into: Tensors, terms: Sequence[Tensors], dtype: torch.dtype) -> N
     """
     in_place = terms[0] is into
     for gradient, *parts in zip(*_as_many(into, *terms), strict=True):
-        if (fused := _triton_sums_for(gradient)) is not None:
+        if (fused := sums_kernel_for(gradient)) is not None:
             fused.write_sum_(gradient, parts, dtype)
             continue
         total = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
@@ -126,14 +133,6 @@ def _try_write_fused(into: Tensors, partial: Tensors, *, add: bool) -> bool:
     if fused is not None:
         fused.write_side_by_side_(*into, *partial, add=add)
     return fused is not None
-
-
-def _triton_sums_for(gradient: Tensor) -> ModuleType | None:
-    """Return the fused kernels if they can write sums to this tensor."""
-    if not gradient.is_cuda or gradient.ndim != 4 or gradient.stride(-1) != 1:
-        return None
-    fused = triton_module("fused_sums")
-    return fused if fused is not None and gradient.shape[-1] <= fused.MAX_WIDTH else None
 
 
 def _as_many(*groups: Tensors) -> list[Tensors]:

@@ -23,6 +23,10 @@ these terms: those that move keys, move queries, move some heads of either, or f
 In the backward pass ``q`` are the queries with all that their gradients need: out, lse and the upstream gradients, dout
 and dlse. A slot may be *kept*: the backward pass begins with what the forward pass left in it, queries with their out
 and lse, or keys. Nothing overwrites these, and only ``dout`` is sent to such queries. All other slots begin empty.
+
+A result can be sent *complete*: the sender has the whole output or gradient of these rows and heads. The owner would
+round it to the dtype of the tensors, so it is rounded before it is sent, and copied on arrival. The sum is the same to
+the last bit, and half as large as in the dtype of the accumulators.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from ringspan.torch_private.dynamo import dynamo_constant
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 4
+VERSION = 5
 MAX_BANDS_NOT_RAGGED = 4
 DERIVED_CACHE_SIZE = 256
 
@@ -80,13 +84,17 @@ def side(what: str) -> Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One message: these rows (and heads, all if None) of a slot, to or from a peer."""
+    """One message: these rows (and heads, all if None) of a slot, to or from a peer.
+
+    ``complete``: it is a result, and nothing is added to it at its owner. It is sent in the dtype of the tensors.
+    """
 
     what: PayloadKind
     peer: int
     slot: int
     rows: tuple[tuple[int, int], ...]
     heads: tuple[int, int] | None = None
+    complete: bool = False
 
     @property
     def count(self) -> int:
@@ -97,9 +105,9 @@ class Transfer:
         """Whether the message is packed into a buffer.
 
         One contiguous range of rows with all heads is sent from its slot. An output is always packed: out and lse are
-        two tensors in a slot and one message.
+        two tensors in a slot and one message. So is a complete result, which may be in the dtype of the accumulators.
         """
-        return len(self.rows) != 1 or self.heads is not None or self.what == "out"
+        return len(self.rows) != 1 or self.heads is not None or self.what == "out" or self.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +208,24 @@ class Program:
         """The kinds of own rows of which any are sent from where they are. They must be contiguous then."""
         sends = ((t, p) for p in PHASES for step in self.steps(p) for t in step.sends)
         return {(t.what, p) for t, p in sends if t.slot == 0 and not t.is_packed}
+
+    @cached_property
+    def sent_complete(self) -> set[tuple[PayloadKind, int]]:
+        """The results, by kind and slot, of which any rows are sent complete."""
+        return {(t.what, t.slot) for p in PHASES for step in self.steps(p) for t in step.sends if t.complete}
+
+    @cached_property
+    def own_results_complete(self) -> set[PayloadKind]:
+        """The kinds of the rank's own results that other ranks complete: no task computes a part of them here."""
+        steps = (*self.forward, *self.backward)
+        arriving = {(t.what, t.complete) for step in steps for t in step.recvs if t.slot == 0}
+        found: set[PayloadKind] = {what for what, complete in arriving if complete and (what, False) not in arriving}
+        tasks = [task for step in steps for task in step.tasks]
+        if any(task.q_slot == 0 for task in tasks):
+            found -= {"out", "dq"}
+        if any(task.kv_slot == 0 for task in tasks):
+            found -= {"dkv"}
+        return found
 
     @cached_property
     def keeps_rows(self) -> bool:

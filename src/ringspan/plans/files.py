@@ -245,7 +245,8 @@ def _tokens(field: _Field) -> SlotTokens:
 
 def _step_out(step: Step) -> dict[str, Any]:
     def transfer(t: Transfer) -> dict[str, Any]:
-        return {"what": t.what, "peer": t.peer, "slot": t.slot, "rows": t.rows, "heads": t.heads}
+        made = {"what": t.what, "peer": t.peer, "slot": t.slot, "rows": t.rows, "heads": t.heads}
+        return {**made, **({"complete": True} if t.complete else {})}
 
     def task(t: Task) -> dict[str, Any]:
         tokens = {"q_tokens": _tokens_out(t.q_tokens), "kv_tokens": _tokens_out(t.kv_tokens)}
@@ -269,6 +270,7 @@ def _step(field: _Field) -> Step:
             slot=t.get("slot").whole(0),
             rows=t.get("rows").items(_pair),
             heads=t.get("heads").optional(_pair),
+            complete="complete" in t.value and t.get("complete").one_of((True, False)),
         )
 
     def task(t: _Field) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -9,9 +10,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ringspan.plans.data import AS_ACCUMULATED, PayloadKind, Phase, Program, RankPlan, Slot, Step, Task
+from ringspan.plans.data import AS_ACCUMULATED, PayloadKind, Phase, Program, RankPlan, Side, Slot, Step, Task, side
 from ringspan.plans.shape import Shape, check_heads_fit
 
+NO_SLOT = Slot(rows=0)
 Count = TypeVar("Count", int, NDArray[np.int64])  # of one rank, or of each rank
 
 
@@ -32,12 +34,16 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
     held = sum(shape.slot_bytes(slot, what, phase) for what, slot in _row_buffers(program, phase))
     results: tuple[PayloadKind, ...] = ("out",) if phase == "forward" else ("dq", "dkv")
     for what in results:
-        held += sum(shape.slot_bytes(slot, what, phase) for slot in (program.kv_slots if what == "dkv" else program.q_slots))
+        own, *others = program.kv_slots if what == "dkv" else program.q_slots
+        held += own.rows * shape.message_row_bytes(what, phase, complete=what in program.own_results_complete)
+        held += sum(shape.slot_bytes(slot, what, phase) for slot in others)
 
     def messages(step: Step) -> int:
         packed = [t for t in step.sends if t.is_packed]
         received = [t for t in step.recvs if t.peer != plan.rank and (t.is_packed or t.what in ("dq", "dkv"))]
         total = shape.total_bytes(packed, phase, unrounded) + shape.total_bytes(received, phase, program)
+        # All rows of a slot are rounded at once, and ranges of them copied from there.
+        total += shape.total_bytes((t for t in packed if t.complete and len(t.rows) > 1), phase, program)
         if program.rounds_dkv:  # in copies, made when messages are posted. Packed messages are converted back one by one
             rounded = [t for t in step.sends if t.what == "dkv" and t.peer != plan.rank]
             widened = [shape.transfer_bytes(t, phase, unrounded) for t in received if t.what == "dkv" and t.is_packed]
@@ -90,27 +96,30 @@ def memory_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> int:
 
 
 def _waiting_bytes(program: Program, shape: Shape, phase: Phase) -> int:
-    tasks = [task for step in program.steps(phase) for task in step.tasks]
-    bands_of_queries = sum(len(task.bands) for task in tasks if task.q_slot == 0)
-    bands_of_keys = sum(len(task.bands) for task in tasks if task.kv_slot == 0)
-    queries, keys = program.q_slots[0], program.kv_slots[0]
-    return waiting_bytes(
-        queries.rows * (bands_of_queries > 1),
-        keys.rows * (bands_of_keys > 1),
-        shape,
-        phase,
-        heads=queries.heads,
-        kv_heads=keys.heads,
-    )
+    bands_of: dict[Side, Counter[int]] = {"q": Counter(), "kv": Counter()}
+    for task in (task for step in program.steps(phase) for task in step.tasks):
+        bands_of["q"][task.q_slot] += len(task.bands)
+        bands_of["kv"][task.kv_slot] += len(task.bands)
+    complete = {(side(what), n) for what, n in program.sent_complete}
+    slots_of: tuple[tuple[Side, tuple[Slot, ...]], ...] = (("q", program.q_slots), ("kv", program.kv_slots))
+    total = 0
+    for n in range(max(len(program.q_slots), len(program.kv_slots))):
+        queries, keys = (
+            slots[n] if n < len(slots) and bands_of[of][n] > 1 and (n == 0 or (of, n) in complete) else NO_SLOT
+            for of, slots in slots_of
+        )
+        total += waiting_bytes(queries.rows, keys.rows, shape, phase, heads=queries.heads, kv_heads=keys.heads)
+    return total
 
 
 def waiting_bytes(
     queries: Count, keys: Count, shape: Shape, phase: Phase, *, heads: int | None = None, kv_heads: int | None = None
 ) -> Count:
-    """Return the bytes of partial results of the rank's own rows that wait for a second one, at most one for each row.
+    """Return the bytes of partial results that wait for a second one, at most one for each row.
 
-    They exist only in half precision. ``queries`` and ``keys`` are the rows that may get several. A plan does not know
-    how many bands a kernel computes in one launch, so every band counts as one partial result.
+    They exist only in half precision, for own rows and those of slots whose results are sent complete. ``queries`` and
+    ``keys`` are the rows that may get several. A plan does not know how many bands a kernel computes in one launch, so
+    every band counts as one partial result.
     """
     if shape.item == shape.accumulator_item:
         return 0 * queries

@@ -78,13 +78,21 @@ class Shape:
         return self.batch * heads * (d if what == "dq" else dv + 1) * self.accumulator_item
 
     def message_row_bytes(
-        self, what: PayloadKind, phase: Phase, heads: int | None = None, *, dkv_dtype: DkvDtype = AS_ACCUMULATED
+        self,
+        what: PayloadKind,
+        phase: Phase,
+        heads: int | None = None,
+        *,
+        dkv_dtype: DkvDtype = AS_ACCUMULATED,
+        complete: bool = False,
     ) -> int:
         """Return the bytes of one row in a message."""
+        if what == "out" and complete:  # with lse, as dout with dlse
+            return self.row_bytes("dout", phase, heads)
         stored = self.row_bytes(what, phase, heads)
-        if what != "dkv" or dkv_dtype == AS_ACCUMULATED:
-            return stored
-        return stored // self.accumulator_item * ITEM_BYTES[dkv_dtype]
+        if what == "dkv" and dkv_dtype != AS_ACCUMULATED:
+            return stored // self.accumulator_item * ITEM_BYTES[dkv_dtype]
+        return stored // self.accumulator_item * self.item if complete else stored
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Return the bytes of a message: of the heads it names, or of all heads of its slot."""
@@ -93,15 +101,15 @@ class Shape:
     def total_bytes(self, transfers: Iterable[Transfer], phase: Phase, program: Program) -> int:
         """Return the bytes of many messages. Rows of one kind are summed first, since a rank may have thousands of
         messages."""
-        rows: dict[tuple[PayloadKind, int, tuple[int, int] | None], int] = {}
+        rows: dict[tuple[PayloadKind, int, tuple[int, int] | None, bool], int] = {}
         for t in transfers:
-            kind = t.what, t.slot, t.heads
+            kind = t.what, t.slot, t.heads, t.complete
             rows[kind] = rows.get(kind, 0) + t.count
         total = 0
-        for (what, slot, named), count in rows.items():
+        for (what, slot, named, complete), count in rows.items():
             slots = program.kv_slots if side(what) == "kv" else program.q_slots
             heads = slots[slot].heads if named is None else named[1] - named[0]
-            total += count * self.message_row_bytes(what, phase, heads, dkv_dtype=program.dkv_dtype)
+            total += count * self.message_row_bytes(what, phase, heads, dkv_dtype=program.dkv_dtype, complete=complete)
         return total
 
     def slot_bytes(self, slot: Slot, what: PayloadKind, phase: Phase) -> int:

@@ -103,6 +103,8 @@ class SymbolicSlots:
         self.weights = {
             what: [np.zeros(ids.shape, dtype=np.uint64) for ids in self.ids[side(what)]] for what in ("out", "dq", "dkv")
         }
+        # The own results that have arrived complete.
+        self._complete = {what: np.zeros(slots[0].shape, dtype=bool) for what, slots in self.weights.items()}
 
     @staticmethod
     def _empty(slot: Slot, heads: int, unit: int) -> Ints:
@@ -128,6 +130,8 @@ class SymbolicSlots:
             raise PlanError(f"{where}: {t.what} heads {t.heads} do not lie in slot {t.slot}")
         if t.what not in KINDS_OF_PHASE[self.phase]:
             raise PlanError(f"{where}: moves {t.what}, which the {self.phase} pass does not have")
+        if t.complete and t.what not in self.weights:
+            raise PlanError(f"{where}: moves {t.what} as complete, but only results can be: {', '.join(self.weights)}")
 
     def check_kept(self, step: Step, where: str) -> None:
         """Raise if a step of the backward pass moves other rows than the upstream gradient to or from the queries of a
@@ -149,8 +153,10 @@ class SymbolicSlots:
             raise PlanError(f"{where}: sends {t.what} rows of slot {t.slot} that hold nothing yet")
         return message_HS
 
-    def write(self, t: Transfer, message_HS: NDArray[np.generic]) -> None:
+    def write(self, t: Transfer, message_HS: NDArray[np.generic], where: str) -> None:
         array_HS = self._array(t)[slice(*self.span(t))]
+        if t.what in self.weights:
+            self._check_added(t, array_HS, where)
         at = 0
         for a, b in t.rows:
             part_HS = message_HS[:, at : at + b - a]
@@ -163,6 +169,23 @@ class SymbolicSlots:
                     self.weights[result][t.slot][:, a:b] = 0
             else:
                 array_HS[:, a:b] += part_HS  # type: ignore[misc]
+
+    def _check_added(self, t: Transfer, sums_HS: NDArray[np.generic], where: str) -> None:
+        """Raise if a result is added to a complete one, or a complete result is not the first of its rows."""
+        if t.complete and t.slot != 0:
+            raise PlanError(f"{where}: receives complete {t.what} into slot {t.slot}, but their owner has them in slot 0")
+        heads = slice(*self.span(t))
+        for a, b in t.rows:
+            self.check_not_complete(t.what, t.slot, heads, a, b, where)
+            if t.complete:
+                if sums_HS[:, a:b].any():
+                    raise PlanError(f"{where}: receives complete {t.what} for rows {a} to {b}, which have a part already")
+                self._complete[t.what][heads, a:b] = True
+
+    def check_not_complete(self, what: str, slot: int, heads: slice, a: int, b: int, where: str) -> None:
+        """Raise if rows of own results have arrived complete."""
+        if slot == 0 and self._complete[what][heads, a:b].any():
+            raise PlanError(f"{where}: adds {what} to rows {a} to {b} of slot 0, which have arrived complete")
 
     def _array(self, t: Transfer) -> NDArray[np.generic]:
         group = self.ids if t.what in self.ids else self.weights

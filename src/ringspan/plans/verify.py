@@ -21,6 +21,9 @@ or a receive adds to it.
 
 *Tokens*: the tokens and heads that a task records for its slots are those that the transfers deliver.
 
+A result that is sent complete is copied to the rows of its owner: nothing else may be added to these rows, before or
+after.
+
 The backward pass begins with the contents of the slots that are kept. Their queries must have complete outputs, nothing
 may overwrite them, and a task may read only rows whose upstream gradient has arrived.
 
@@ -40,7 +43,19 @@ from ringspan.errors import PlanError
 from ringspan.layouts import cut
 from ringspan.masks import table as tables
 from ringspan.masks.table import HI, K0, K1, LO, Q0, Q1, Table
-from ringspan.plans.data import OVERWRITES, PHASES, Phase, RankPlan, Side, Slot, Step, Task, completed_exchanges, side
+from ringspan.plans.data import (
+    OVERWRITES,
+    PHASES,
+    Phase,
+    RankPlan,
+    Side,
+    Slot,
+    Step,
+    Task,
+    Transfer,
+    completed_exchanges,
+    side,
+)
 from ringspan.plans.problem import Rows, union
 from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
 
@@ -119,7 +134,7 @@ class _ExpectedWeights:
 
 
 Message = NDArray[np.generic]
-MessagesByPair = dict[tuple[int, int], list[tuple[str, Message]]]
+MessagesByPair = dict[tuple[int, int], list[tuple[Transfer, Message]]]
 
 
 class _Simulation:
@@ -177,7 +192,7 @@ class _Simulation:
                     r.check_kept(step, where)
             _check_races(r, window, where)
             for t in (t for step in window[:1] for t in step.sends):
-                in_flight.setdefault((r.plan.rank, t.peer), []).append((t.what, r.read(t, where).copy()))
+                in_flight.setdefault((r.plan.rank, t.peer), []).append((t, r.read(t, where).copy()))
         return in_flight
 
     def _compute(self, n: int, steps: Sequence[Sequence[Step]]) -> None:
@@ -185,7 +200,7 @@ class _Simulation:
             where = self._where(n, r)
             for task in (task for step in window[:1] for task in step.tasks):
                 self.computed += _bands_at_owners(r, task, where)
-                _add_weights(r, task, self._results, self._expected, self._rng)
+                _add_weights(r, task, self._results, self._expected, self._rng, where)
                 self.wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, self._first_heads)]
 
     def _receive(self, n: int, steps: Sequence[Sequence[Step]], in_flight: MessagesByPair) -> None:
@@ -197,17 +212,23 @@ class _Simulation:
                     raise PlanError(
                         f"{where}: receives {t.what} from rank {t.peer}, which has no further send to it in this step"
                     )
-                what, message = queue.pop(0)
+                sent, message = queue.pop(0)
+                what = sent.what
                 if (what, message.shape) != (t.what, r.shape(t)):
                     expected, came = _size(r.shape(t), self.heads), _size(message.shape, self.heads)
                     raise PlanError(
                         f"{where}: expects {expected} of {t.what} next from rank {t.peer}, which sends {came} of {what}"
                     )
-                r.write(t, message)
+                if sent.complete != t.complete:
+                    raise PlanError(
+                        f"{where}: {what} from rank {t.peer} is sent with complete={sent.complete}, but received with "
+                        f"complete={t.complete}"
+                    )
+                r.write(t, message, where)
         for (source, target), queue in in_flight.items():
             if queue:
                 raise PlanError(
-                    f"{self.phase} step {n}: rank {source} sends {queue[0][0]} to rank {target}, which does not receive it"
+                    f"{self.phase} step {n}: rank {source} sends {queue[0][0].what} to rank {target}, which does not receive it"
                 )
 
     def _check_results(self) -> None:
@@ -335,6 +356,7 @@ def _add_weights(
     results: Sequence[str],
     expected: dict[str, _ExpectedWeights],
     rng: np.random.Generator,
+    where: str,
 ) -> None:
     """Add a random weight to all rows of each band, per head, times the factor of the row, and the same to the owner's
     expected sum."""
@@ -344,6 +366,7 @@ def _add_weights(
         ids_HS = r.ids[of][slot]
         for band in task.bands:
             a, b = (band.k0, band.k1) if of == "kv" else (band.q0, band.q1)
+            r.check_not_complete(result, slot, slice(None), a, b, where)
             for head, ids in enumerate(ids_HS[:, a:b]):
                 weight = rng.integers(1, 2**62, dtype=np.uint64)
                 r.weights[result][slot][head, a:b] += expected[of].add(ids, weight)

@@ -4,10 +4,12 @@
 
     step 0          q and kv: each rank sends to each rank of its node the heads that this rank computes
     steps 1 … n     a program between nodes, run by the ranks that have the same heads
-    step n + 1      out (backward: dq and dkv) is sent to the tokens' owners
+    step n + 1      out (backward: dq and dkv) is sent to the tokens' owners, complete
 
 Backward, a rank still has the queries and keys of the node, with out and lse, and step 0 sends dout only. They take the
 place of its own rows, which are not saved. What the program between nodes has fetched is not kept: it is fetched again.
+
+A gradient of a key head that several ranks compute with is not complete: its owner adds their parts.
 
 With one node the program in the middle is one task. Each run of a rank's heads (see ``heads.py``) has its own slots. A
 rank copies its own heads of its own tokens by a transfer to itself.
@@ -27,7 +29,7 @@ from ringspan.costs.workload import Workload
 from ringspan.errors import PlanError
 from ringspan.layouts import Layout, Pieces
 from ringspan.masks import Mask
-from ringspan.plans.data import PHASES, PayloadKind, Phase, Program, Side, Slot, Step, Transfer, side
+from ringspan.plans.data import OVERWRITES, PHASES, PayloadKind, Phase, Program, Side, Slot, Step, Transfer, side
 from ringspan.plans.problem import Problem, Rows
 from ringspan.plans.slot_tokens import SlotTokens, own_tokens
 from ringspan.strategies.heads import Run, share_heads
@@ -57,7 +59,9 @@ def split_heads(
         """Return the transfers of the rank's own tokens: to each rank of the node the heads that it computes."""
         messages = _messages(here[side(what)]).get(problem.rank, ())
         return [
-            Transfer(what=what, peer=peer, slot=0, rows=rows, heads=run.q if side(what) == "q" else run.kv)
+            Transfer(
+                what=what, peer=peer, slot=0, rows=rows, heads=run.of(side(what)), complete=_is_complete(what, run, shares)
+            )
             for peer, theirs in zip(members, shares, strict=True)
             for run in theirs
             for rows in messages
@@ -67,9 +71,15 @@ def split_heads(
         """Return the transfers of all tokens of the node: the heads that this rank computes."""
         messages = _messages(there[side(what)])
         return [
-            Transfer(what=what, peer=peer, slot=_slot(middle, side(what), run, 0), rows=rows)
+            Transfer(
+                what=what,
+                peer=peer,
+                slot=_slot(middle, side(what), n, 0),
+                rows=rows,
+                complete=_is_complete(what, run, shares),
+            )
             for peer in members
-            for run in range(len(runs))
+            for n, run in enumerate(runs)
             for rows in messages.get(peer, ())
         ]
 
@@ -91,6 +101,14 @@ def split_heads(
         kv_slots=(Slot(rows=problem.kv_rows), *(slot for run in runs for slot in _for_heads(middle.kv_slots, run.kv, keep))),
         heads=(heads, kv_heads),
     )
+
+
+def _is_complete(what: PayloadKind, run: Run, shares: tuple[tuple[Run, ...], ...]) -> bool:
+    """Return whether a run of heads has the whole result. Gradients of keys are added over all runs of a key head."""
+    if what in OVERWRITES:
+        return False
+    others = (other.kv for runs in shares for other in runs if other != run)
+    return what != "dkv" or all(stop <= run.kv[0] or run.kv[1] <= start for start, stop in others)
 
 
 def _inputs(phase: Phase, keep: bool) -> tuple[PayloadKind, ...]:
@@ -171,10 +189,12 @@ def head_split_loads(workload: Workload, per_node: int, whole: dict[Phase, float
     away = -(-(far or shape.heads - heads_here) // heads_here) if heads_here and rows else 0
     found: dict[Phase, Loads] = {}
     for phase in PHASES:
-        sent = _inputs(phase, keep)[0], RESULTS[phase][0]
-        leaving = [rows * shape.row_bytes(what, phase, far or shape.heads - heads_here) for what in sent]
+        heads_away = far or shape.heads - heads_here
         moved = np.zeros((2, 1, 3))
-        moved[1 if far else 0, 0, [0, 2]] = leaving
+        moved[1 if far else 0, 0, [0, 2]] = (
+            rows * shape.row_bytes(_inputs(phase, keep)[0], phase, heads_away),
+            rows * shape.message_row_bytes(RESULTS[phase][0], phase, heads_away, complete=True),
+        )
         copies = away * np.array([[1, 0, tensors_of(RESULTS[phase][0])]])
         found[phase] = without_messages(np.array([[0.0, whole[phase] * share, 0.0]]))._replace(
             communication=communication_seconds(moved, moved, machine),

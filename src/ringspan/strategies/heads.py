@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ringspan.caching.by_digest import cache_by_digest
 from ringspan.errors import PlanError
+from ringspan.plans.data import Side
 
 MAX_HEADS = 2**16
 
@@ -29,6 +30,9 @@ class Run(NamedTuple):
 
     q: tuple[int, int]
     kv: tuple[int, int]
+
+    def of(self, side: Side) -> tuple[int, int]:
+        return self.q if side == "q" else self.kv
 
 
 @cache_by_digest(64, plain=True)

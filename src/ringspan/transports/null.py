@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -16,14 +16,13 @@ T = TypeVar("T")
 class NullTransport:
     """Completes every exchange at once, so results have no meaning.
 
-    Receive buffers stay uninitialised on GPUs. On CPUs they become zeros: kernels there take longer for NaN and for
-    denormal numbers. They are added to the list ``received``, if one is given: a CUDA graph can then be timed with
-    other numbers than the zeros that its memory often has, with which a GPU computes faster.
+    Receive buffers are passed to ``fill``, if it is given (:class:`ringspan.bench.random_rows.RandomRows`). Otherwise they
+    stay uninitialised on GPUs. On CPUs they become zeros: kernels there take longer for NaN and for denormal numbers.
     """
 
-    def __init__(self, *, received: list[Tensor] | None = None) -> None:
+    def __init__(self, *, fill: Callable[[Tensor], None] | None = None) -> None:
         self.traffic = Traffic()
-        self._received = received
+        self._fill = fill
 
     def run(self, generators: Sequence[RankGenerator[T]], description: CallDescription | None = None) -> list[T]:
         """Run each generator to its end and return their results."""
@@ -33,10 +32,10 @@ class NullTransport:
                 while True:
                     request = generator.send(None)
                     for _, buffer in request.recvs if isinstance(request, PostExchange) else ():
-                        if buffer.device.type == "cpu":
+                        if self._fill is not None:
+                            self._fill(buffer)
+                        elif buffer.device.type == "cpu":
                             buffer.zero_()
-                        if self._received is not None:
-                            self._received.append(buffer)
             except StopIteration as end:
                 results.append(end.value)
         return results
