@@ -61,6 +61,10 @@ def twice_dkv(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
     return [*of, *(t for t in of if t.what == "dkv")]
 
 
+def marked(of: tuple[Transfer, ...]) -> Sequence[Transfer]:
+    return [replace(t, complete=t.what in ("out", "dq", "dkv")) for t in of]
+
+
 def to(**fields: Any) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
     """The first of them with other fields."""
     return lambda of: (replace(of[0], **fields), *of[1:])
@@ -304,6 +308,35 @@ CHANGES: dict[str, tuple[Callable[[], list[Plan]], Change, str]] = {
         some_heads,
         edit(F, 1, 2, recvs=to(heads=(1, 3))),
         "forward step 2 on rank 1: adds out to rows 0 to 4 of slot 0, which have arrived complete",
+    ),
+    # complete results
+    "complete at one end only": (
+        some_heads,
+        edit(F, 1, 2, sends=to(complete=False)),
+        "out from rank 1 is sent with complete=False, but received with complete=True",
+    ),
+    "a part as a complete result": (
+        some_queries,
+        both(*(edit(F, rank, 2, sends=marked, recvs=marked) for rank in range(3))),
+        "receives complete out for rows 0 to 4, which have a part already",
+    ),
+    "a part is added to a complete result": (
+        some_heads,
+        both(
+            edit(B, 1, 2, sends=lambda of: [*of, replace(of[0], complete=False)]),
+            edit(B, 0, 2, recvs=lambda of: [*of, replace(next(t for t in of if t.peer == 1), complete=False)]),
+        ),
+        "backward step 2 on rank 0: adds dq to rows 0 to 4 of slot 0, which have arrived complete",
+    ),
+    "keys as complete results": (
+        an_exchange,
+        edit(F, 0, 0, sends=to(complete=True)),
+        "moves kv as complete, but only results can be: out, dq, dkv",
+    ),
+    "complete results of other ranks": (
+        a_full_ring,
+        both(*(edit(B, rank, n, sends=marked, recvs=marked) for rank in range(3) for n in (1, 2))),
+        "receives complete dkv into slot",
     ),
     "a run is not computed": (some_heads, edit(F, 0, 1, tasks=drop), "72 visible (query, key) pairs are not computed"),
     "a run is computed twice": (some_heads, edit(F, 0, 1, tasks=twice), "query 0 × key 0 of head 0 is computed twice"),
