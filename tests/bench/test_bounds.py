@@ -78,10 +78,10 @@ def test_messages_count_where_a_document_exceeds_a_node() -> None:
 
 
 def test_merging_counts_where_a_document_exceeds_a_rank() -> None:
-    """Rank 0 has the first 1024 rows alone. The others have a result of 64 features and lse to merge, and a
-    gradient to add, in float32."""
+    """Rank 0 has the first 1024 rows alone. Of the others at least a result of 64 features with lse (padded to 144
+    bytes) and a gradient are copied, in bfloat16."""
     free, merged = (least_seconds([2048], 2, 1024, slow_link(1e9, copy_bytes_per_s=rate), SHAPE) for rate in (1e18, 1e9))
-    assert merged - free == pytest.approx(1024 * 4 * (65 + 64) * 4 / 2 / 1e9, rel=1e-3)
+    assert merged - free == pytest.approx(1024 * 4 * (144 + 64 * 2) / 2 / 1e9, rel=1e-3)
 
 
 def test_gradients_in_bfloat16_need_fewer_bytes() -> None:

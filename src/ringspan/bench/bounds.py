@@ -46,7 +46,8 @@ def least_seconds(
     speeds = {"forward": machine.forward.best, "backward": machine.backward.best}
     pair_s = sum(shape.heads * flops_per_pair(shape, phase) / speeds[phase] for phase in PHASES)
     products, attention = tokens * token_s / world, pairs * pair_s / world
-    merged_bytes = shape.row_bytes("out", "forward") + shape.row_bytes("dq", "backward")
+    merged_bytes = shape.message_row_bytes("out", "forward", complete=True)
+    merged_bytes += shape.message_row_bytes("dq", "backward", complete=True)
 
     def needed(seconds: float) -> float:
         most_pairs = machine.per_node * seconds / pair_s
@@ -70,8 +71,8 @@ def merged_rows(lengths: Sequence[int], most_tokens: int, most_pairs: float) -> 
 
     The results of a row need no merging only if one rank has the row and all keys before it. These rows are the
     beginning of the document on the rank that has its first key. If queries are sent to the keys, the results of the
-    other rows come in messages; if heads are exchanged for tokens, those of all rows do. Unpacking these messages takes
-    at least as long as merging.
+    other rows come in messages; if heads are exchanged for tokens, those of all rows do. Merging and unpacking take at
+    least a copy of the results in the dtype of the tensors.
 
     >>> merged_rows([8, 3], 5, 1e9)
     3
@@ -96,7 +97,8 @@ def crossing_bytes(
     6.0
     """
     key = shape.message_row_bytes("kv", "forward") + shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype)
-    head_split = key + shape.message_row_bytes("q", "forward") + shape.message_row_bytes("dout", "backward")
+    head_split = shape.message_row_bytes("kv", "forward") + shape.message_row_bytes("dkv", "backward", complete=True)
+    head_split += shape.message_row_bytes("q", "forward") + shape.message_row_bytes("dout", "backward")
     total = 0.0
     counts = Counter(lengths)
     for n in counts:

@@ -39,7 +39,7 @@ COLUMNS = {
 
 DESCRIPTION = """\
 The time of one rank's share of attention, forward and backward, on one device. Communication is left out, so that
-one device is enough; received tensors hold uninitialised memory.
+one device is enough; on a GPU received tensors hold random numbers, and the time that writes them is subtracted.
 
   whole         the kernel alone over the whole sequence
   slowest rank  the time of the slowest of the timed ranks for its share
