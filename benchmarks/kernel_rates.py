@@ -4,7 +4,8 @@
 
 32 query and 8 key heads of 128, bfloat16. The shapes are timed in turn, since a GPU lowers its clocks after some
 seconds of work. *Both* is forward and backward. The least *rank cost* is the time of the whole mask at the speed of a
-shape, over the time of the whole mask: no rank whose work has this shape can cost less, even if nothing else took time.
+shape, over the time of the whole mask: no rank that computes this shape, for all heads, can cost less, even if nothing
+else took time.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_a_large_gap_between_documents(backend: str) -> None:
         assert result.error <= 2 * result.yardstick
 
 
-KERNEL_NAMES = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "flash_fwd_kernel", "efficient": "fmha_cutlass"}
+KERNEL_NAMES = {"fa4": "flash_attncute", "cudnn": "cudnn", "flash": "pytorch_flash", "efficient": "fmha_cutlass"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
