@@ -102,6 +102,31 @@ def test_gradients_of_a_key_head_on_several_ranks_are_not_complete() -> None:
     assert plan.program.own_results_complete == {"out", "dq"}
 
 
+def test_own_results_of_which_tasks_compute_a_part_are_accumulated() -> None:
+    """Two halves of a batch: the results of one are complete, those of the other are merged on their owner."""
+    parts = [
+        rs.plan(rs.causal(16), world=2, strategy="ulysses(heads=4, kv_heads=2)", layout="contiguous"),
+        rs.plan(rs.causal(16), world=2, strategy="exchange(stages=1)", layout="contiguous"),
+    ]
+    program = rs.interleave(*parts).program
+    assert program.sent_complete
+    assert program.own_results_complete == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradients_that_stay_on_their_rank_are_not_rounded_to_dkv_dtype(dtype: torch.dtype) -> None:
+    """4 heads on 4 ranks: rank r computes head r. Messages of float16 would not become smaller in bfloat16."""
+    given, found, sent = tensors(rs.causal(32), 4, 4, dtype), [], []
+    for dkv_dtype in ("float32", "bfloat16"):
+        first = rs.plan(rs.causal(32), world=4, strategy="ulysses", layout="contiguous", dkv_dtype=dkv_dtype)
+        plans = [first.for_heads(4, 4).at(rank) for rank in range(4)]
+        values, count = results(plans, given, half=False)
+        found.append([values[8 + 3 * rank + n][:, rank] for rank in range(4) for n in (1, 2)])
+        sent.append(count)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert (sent[1] < sent[0]) == (dtype == torch.float32)
+
+
 def test_own_results_are_written_in_the_dtype_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer of the accumulation dtype would be twice as large, and converted at the end."""
     dtypes = []

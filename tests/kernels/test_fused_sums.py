@@ -91,3 +91,20 @@ def test_no_rows() -> None:
     none = torch.zeros(0, 1, 1, 8, device=DEVICE)
     fused_sums.write_sum_(rows[1:1], [none, none], torch.float32)
     assert rows.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_copy_keeps_all_bits(dtype: torch.dtype) -> None:
+    """Elements of packed rows may be halves of a float32, and look like any number or NaN."""
+    patterns = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(64, 2, 4, 128).transpose(1, 2)
+    into = torch.zeros(64, 4, 2, 136, dtype=dtype, device=DEVICE)
+    fused_sums.copy_rows_(into[..., :128], patterns.view(dtype))
+    assert torch.equal(into[..., :128].view(torch.int16), patterns)
+    assert not into[..., 128:].any()
+
+
+def test_a_copy_converts() -> None:
+    source = torch.linspace(-3, 3, 48, device=DEVICE).view(2, 2, 3, 4)
+    into = torch.zeros(2, 2, 3, 4, dtype=torch.float64, device=DEVICE)
+    fused_sums.copy_rows_(into, source)
+    assert torch.equal(into, source.double())

@@ -97,7 +97,8 @@ def crossing_bytes(
     6.0
     """
     key = shape.message_row_bytes("kv", "forward") + shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype)
-    head_split = shape.message_row_bytes("kv", "forward") + shape.message_row_bytes("dkv", "backward", complete=True)
+    head_split = shape.message_row_bytes("kv", "forward")
+    head_split += shape.message_row_bytes("dkv", "backward", dkv_dtype=dkv_dtype, complete=True)
     head_split += shape.message_row_bytes("q", "forward") + shape.message_row_bytes("dout", "backward")
     total = 0.0
     counts = Counter(lengths)

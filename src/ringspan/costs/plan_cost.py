@@ -101,7 +101,7 @@ def copying_seconds(size: Seconds | NDArray[np.int64], number: Seconds | NDArray
 def _copies(plan: RankPlan, step: Step, shape: Shape, phase: Phase) -> Copies:
     """Return the copies of messages that are packed, and of gradients that are added to a slot. Rows that are sent to
     several peers are packed once."""
-    sent = {(t.what, t.slot, t.rows, t.heads): t for t in step.sends if t.is_packed}
+    sent = {(t.what, t.slot, t.rows, t.heads, t.complete): t for t in step.sends if t.is_packed}
     received = [t for t in step.recvs if t.is_packed or t.what in ("dq", "dkv")]
     copied = [*sent.values(), *received]
     return Copies(shape.total_bytes(copied, phase, plan.program), sum(tensors_of(t.what) for t in copied if t.count))

@@ -87,7 +87,7 @@ def _of_kind(step: Step, only: PayloadKind | None) -> Step:
 
 def _messages(step: Step, rank: int) -> StepMessages:
     numbers: dict[tuple[object, ...], int] = {}
-    sent = [(t, numbers.setdefault((t.what, t.slot, t.rows, t.heads), len(numbers))) for t in step.sends]
+    sent = [(t, numbers.setdefault((t.what, t.slot, t.rows, t.heads, t.complete), len(numbers))) for t in step.sends]
     of_number = {number: t for t, number in sent}
     sends = tuple((t.peer, number) for t, number in sent if t.peer != rank)
     recvs = tuple(t for t in step.recvs if t.peer != rank)

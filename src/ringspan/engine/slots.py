@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ class Slots:
     """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
     What arrives overwrites ``rows`` ("q", "dout", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into
-    ``outputs``. When other rows overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
+    ``outputs``. Complete results are copied there. When other rows overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
     ``dtype`` is that of the tensors, in which complete results are sent, and ``dkv_dtype`` that of "dkv" in messages to
     and from other ranks (None: that of the accumulators, or of the tensors).
     """
@@ -90,8 +89,9 @@ class Slots:
             elif self._row_accumulators[t.what]:
                 arriving.append((t, None))  # received in place: only accumulators are cleared
         if self._dkv_dtype is not None:  # not for messages of this rank to itself, which are in `arriving` already
-            for n in {n for _, n in messages.sends if messages.payloads[n].transfer.what == "dkv"}:
-                payloads[n] = payloads[n].to(self._dkv_dtype)
+            for n in {n for _, n in messages.sends}:
+                if (dtype := self._rounded_dtype(messages.payloads[n].transfer)) is not None:
+                    payloads[n] = payloads[n].to(dtype)
         sends, recvs = [], []
         for peer, payload in messages.sends:
             sends.append((peer, payloads[payload]))
@@ -114,8 +114,10 @@ class Slots:
             to_add = []
             if t.what in self.rows:
                 self._overwrite(t, message)
+            elif message is not None and (t.complete or t.what == "out"):
+                self._merge(t, message)
             elif message is not None:
-                self._merge(t, message) if t.what == "out" or t.complete else self._add(t, message)
+                self._add(t, message)
         self._add_together(to_add, is_last=is_last)
 
     def _pack(self, t: Transfer) -> Tensor:
@@ -138,34 +140,47 @@ class Slots:
         else:
             like, (_, batch, heads, width) = self._accumulator(t).like, self._accumulator(t).shape
         heads = heads if t.heads is None else t.heads[1] - t.heads[0]
-        dtype = self._dkv_dtype if t.what == "dkv" else None
+        dtype = self._rounded_dtype(t)
         if not t.complete:
             return like.new_empty((t.count, batch, heads, width + (t.what == "out")), dtype=dtype)
         if t.what == "out":
             width = upstream_bytes(width, self._dtype.itemsize) // self._dtype.itemsize
         return like.new_empty((t.count, batch, heads, width), dtype=dtype or self._dtype)
 
+    def _rounded_dtype(self, t: Transfer) -> torch.dtype | None:
+        """Return the dtype to which a message to another rank is rounded, None if it is not. Complete results are not
+        rounded to a dtype that takes as many bytes as theirs."""
+        if t.what != "dkv" or self._dkv_dtype is None:
+            return None
+        return None if t.complete and self._dkv_dtype.itemsize >= self._dtype.itemsize else self._dkv_dtype
+
     def _pack_complete(self, t: Transfer, slots: dict[tuple[str, int], Tensor]) -> Tensor:
-        """Return complete results in the dtype of the tensors, as one contiguous tensor: a view of all rows of their slot,
-        which are packed once for all messages of a step (``slots``), if the message has all heads of one range."""
+        """Return complete results in the dtype of the tensors, as one contiguous tensor.
+
+        All rows of a slot are packed once for all messages of a step (``slots``). A message of all heads of one range
+        is a view of them.
+        """
         of_slot = slots.get((t.what, t.slot))
         if of_slot is None:
-            of_slot = slots[t.what, t.slot] = self._rounded(t)
+            of_slot = slots[t.what, t.slot] = self._complete_slot(t)
         rows = of_slot[slice(*_extent(t.rows))]
         return rows if len(t.rows) == 1 and t.heads is None else _gather(rows, t)
 
-    def _rounded(self, t: Transfer) -> Tensor:
-        """Return the results of all rows of a slot in the dtype of messages. An output is packed with its lse, as dout with
-        dlse are."""
-        accumulator, count = self._accumulator(t), self._accumulator(t).shape[0]
-        buffer = self._new_buffer(replace(t, rows=((0, count),), heads=None))
+    def _complete_slot(self, t: Transfer) -> Tensor:
+        """Return the results of all rows of a slot in the dtype of the tensors. An output is packed with its lse, as dout
+        with dlse are."""
+        accumulator = self._accumulator(t)
+        count, *_, width = accumulator.shape
         rows = accumulator.complete_rows(0, count)
-        if len(rows) == 1 and rows[0].dtype == buffer.dtype and rows[0].is_contiguous():
+        if len(rows) == 1 and rows[0].dtype == self._dtype and rows[0].is_contiguous():
             return rows[0]
         if t.what == "out":
-            buffer[..., accumulator.shape[-1] :].zero_()
-        accumulator.copy_complete(self._parts(t, buffer))
-        return buffer
+            width = upstream_bytes(width, self._dtype.itemsize) // self._dtype.itemsize
+        packed = accumulator.like.new_empty((*accumulator.shape[:3], width), dtype=self._dtype)
+        if t.what == "out":
+            packed[..., accumulator.shape[-1] :].zero_()
+        accumulator.copy_complete(self._parts(t, packed))
+        return packed
 
     def _parts(self, t: Transfer, message: Tensor) -> Tensors:
         """Return the tensors of a message of results: out and lse, or a gradient."""
@@ -177,7 +192,7 @@ class Slots:
         return self.outputs[t.slot] if t.what == "out" else self.gradients[t.what][t.slot]
 
     def _merge(self, t: Transfer, message: Tensor) -> None:
-        """Merge outputs with those of their rows so far, or write complete results, which are the first of their rows."""
+        """Merge outputs with those of their rows so far, or write complete results, the first of their rows."""
         accumulator, parts, at = self._accumulator(t), self._parts(t, message), 0
         heads = (0, accumulator.shape[2]) if t.complete and t.heads is None else t.heads
         for start, stop in t.rows:
@@ -237,7 +252,7 @@ def _heads(x: Tensor, t: Transfer) -> Tensor:
 
 
 def _gather(rows: Tensor, t: Transfer) -> Tensor:
-    """Copy the rows and heads of a transfer into a contiguous tensor. ``rows`` are those of the range that covers them."""
+    """Copy the rows and heads of a transfer into a contiguous tensor. ``rows`` are those of the range around them."""
     rows = _heads(rows, t)
     if len(t.rows) > 1:
         return rows.index_select(0, _index(t.rows, rows.device))

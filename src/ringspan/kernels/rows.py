@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from ringspan.kernels.partial import triton_module
@@ -18,11 +17,10 @@ from ringspan.kernels.partial import triton_module
 def copy_rows_(into_SBHD: Tensor, source_SBHD: Tensor) -> None:
     """Copy rows, converted to the dtype of ``into``."""
     fused = sums_kernel_for(into_SBHD)
-    if fused is None:
+    if fused is None or not (into_SBHD.dtype.is_floating_point and source_SBHD.dtype.is_floating_point):
         into_SBHD.copy_(source_SBHD)
-    else:  # a sum of one term
-        dtype = torch.float64 if torch.float64 in (into_SBHD.dtype, source_SBHD.dtype) else torch.float32
-        fused.write_sum_(into_SBHD, (source_SBHD,), dtype)
+    else:
+        fused.copy_rows_(into_SBHD, source_SBHD)
 
 
 def sums_kernel_for(into_SBHD: Tensor) -> ModuleType | None:

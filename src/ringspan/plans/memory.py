@@ -43,7 +43,8 @@ def buffer_bytes(plan: RankPlan, shape: Shape, phase: Phase) -> list[int]:
         received = [t for t in step.recvs if t.peer != plan.rank and (t.is_packed or t.what in ("dq", "dkv"))]
         total = shape.total_bytes(packed, phase, unrounded) + shape.total_bytes(received, phase, program)
         # All rows of a slot are rounded at once, and ranges of them copied from there.
-        total += shape.total_bytes((t for t in packed if t.complete and len(t.rows) > 1), phase, program)
+        gathered = (t for t in packed if t.complete and (len(t.rows) > 1 or t.heads is not None))
+        total += shape.total_bytes(gathered, phase, unrounded)
         if program.rounds_dkv:  # in copies, made when messages are posted. Packed messages are converted back one by one
             rounded = [t for t in step.sends if t.what == "dkv" and t.peer != plan.rank]
             widened = [shape.transfer_bytes(t, phase, unrounded) for t in received if t.what == "dkv" and t.is_packed]

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringspan.errors import InputError, PlanError
-from ringspan.plans.data import AS_ACCUMULATED, DkvDtype, PayloadKind, Phase, Program, RankPlan, Slot, Transfer, side
+from ringspan.plans.data import (
+    AS_ACCUMULATED,
+    OVERWRITES,
+    DkvDtype,
+    PayloadKind,
+    Phase,
+    Program,
+    RankPlan,
+    Slot,
+    Transfer,
+    side,
+)
 
 # The alignment in bytes that kernels require of rows they read in place.
 ROW_ALIGNMENT = 16
@@ -90,9 +101,10 @@ class Shape:
         if what == "out" and complete:  # with lse, as dout with dlse
             return self.row_bytes("dout", phase, heads)
         stored = self.row_bytes(what, phase, heads)
+        item = self.item if complete else self.accumulator_item
         if what == "dkv" and dkv_dtype != AS_ACCUMULATED:
-            return stored // self.accumulator_item * ITEM_BYTES[dkv_dtype]
-        return stored // self.accumulator_item * self.item if complete else stored
+            item = min(item, ITEM_BYTES[dkv_dtype]) if complete else ITEM_BYTES[dkv_dtype]
+        return stored if what in OVERWRITES else stored // self.accumulator_item * item
 
     def transfer_bytes(self, transfer: Transfer, phase: Phase, program: Program) -> int:
         """Return the bytes of a message: of the heads it names, or of all heads of its slot."""
