@@ -13,8 +13,10 @@ from torch import Tensor
 
 
 class RandomRows:
-    """Fills receive buffers, as ``NullTransport(fill=…)``. ``alone`` makes a function that takes as long as the copies of
-    a step, so that their time can be subtracted."""
+    """Fills receive buffers, as ``NullTransport(fill=…)``.
+
+    ``alone`` makes a function that takes as long as the copies of a step, so that their time can be subtracted.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[tuple[torch.device, torch.dtype], Tensor] = {}

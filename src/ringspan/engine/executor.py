@@ -86,7 +86,8 @@ def forward(
     """Return the generator of a rank's forward pass.
 
     Its result is out (S, B, H, E) and lse (S, B, H). Out has the kernel's dtype if the accumulator still borrows a
-    tensor of the kernel (:mod:`ringspan.kernels.accumulators`), else the accumulation dtype. With ``config.max_logits``
+    tensor of the kernel (:mod:`ringspan.kernels.accumulators`) or was completed by other ranks, else the accumulation
+    dtype. With ``config.max_logits``
     the largest logit of each head (H,) is added to them. The last tensors are those that are kept for the backward pass
     (:mod:`ringspan.engine.kept_rows`), unless ``keep`` is False because there will be none.
     """
@@ -125,8 +126,8 @@ def _prepare_forward(plan: Plan, q_SBHD: Tensor, kv_TBGF: Tensor, config: Attent
     like = torch.empty(0, dtype=accumulation_dtype(q_SBHD.dtype), device=q_SBHD.device)
     queries, keys = [], []
     outputs: list[OutputAccumulator] = []
-    # Results that are sent complete are rounded in any case, so that they may stay in a tensor of the kernel. Own results
-    # that other ranks complete are written in the dtype of the tensors.
+    # Results that are sent complete are rounded in any case, so they may stay in a tensor of the kernel. Own results that
+    # other ranks complete are written in the dtype of the tensors.
     for n, x_SBHD in enumerate(q_rows):
         queries.append(x_SBHD.movedim(0, 2))
         reuse = n == 0 or ("out", n) in program.sent_complete

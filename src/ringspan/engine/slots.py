@@ -167,8 +167,10 @@ class Slots:
         return rows if len(t.rows) == 1 and t.heads is None else _gather(rows, t)
 
     def _complete_slot(self, t: Transfer) -> Tensor:
-        """Return the results of all rows of a slot in the dtype of the tensors. An output is packed with its lse, as dout
-        with dlse are."""
+        """Return the results of all rows of a slot in the dtype of the tensors.
+
+        An output is packed with its lse, as dout with dlse are.
+        """
         accumulator = self._accumulator(t)
         count, *_, width = accumulator.shape
         rows = accumulator.complete_rows(0, count)

@@ -72,7 +72,7 @@ class ContextParallel(WatchedBlock, Neighbours, Routing, Losses):
     choose for your machine and model, as in :func:`ringspan.plan`.
 
     ``dkv_dtype="bfloat16"`` sends gradients of keys and values in bfloat16, which halves their bytes and rounds each
-    message (docs/numerics.md). By default they are sent as they are accumulated, in float32.
+    message (docs/numerics.md). By default sums of several ranks are sent as they are accumulated, in float32.
 
     ``timeout`` is the number of seconds to wait for a message of another rank (None: the time limit of the group).
 

@@ -24,9 +24,9 @@ In the backward pass ``q`` are the queries with all that their gradients need: o
 and dlse. A slot may be *kept*: the backward pass begins with what the forward pass left in it, queries with their out
 and lse, or keys. Nothing overwrites these, and only ``dout`` is sent to such queries. All other slots begin empty.
 
-A result can be sent *complete*: the sender has the whole output or gradient of these rows and heads. The owner would
-round it to the dtype of the tensors, so it is rounded before it is sent, and copied on arrival. The sum is the same to
-the last bit, and half as large as in the dtype of the accumulators.
+A result can be sent *complete*: the sender has the whole output or gradient of these rows and heads. Then it is copied
+on arrival instead. The owner would round it to the dtype of the tensors, so it is rounded before it is sent. The result
+is the same to the last bit. In half precision its message is about half as large.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ T = TypeVar("T")
 class NullTransport:
     """Completes every exchange at once, so results have no meaning.
 
-    Receive buffers are passed to ``fill``, if it is given (:class:`ringspan.bench.random_rows.RandomRows`). Otherwise they
-    stay uninitialised on GPUs. On CPUs they become zeros: kernels there take longer for NaN and for denormal numbers.
+    Receive buffers are passed to ``fill``, if it is given. Otherwise they stay uninitialised on GPUs. On CPUs they become
+    zeros: kernels there take longer for NaN and for denormal numbers.
     """
 
     def __init__(self, *, fill: Callable[[Tensor], None] | None = None) -> None:
