@@ -39,8 +39,10 @@ class Slots:
     """Buffers and accumulators by what they hold, each a list with one entry for each slot.
 
     What arrives overwrites ``rows`` ("q", "dout", "kv"), is added to ``gradients`` ("dq", "dkv") or merged into
-    ``outputs``. Complete results are copied there. When other rows overwrite a row, the accumulators of that row (``_row_accumulators``) clear it.
-    ``dtype`` is that of the tensors, in which complete results are sent, and ``dkv_dtype`` that of "dkv" in messages to
+    ``outputs``. Complete results are copied there. When other rows overwrite a row, the accumulators of that row
+    (``_row_accumulators``) clear it.
+
+    ``dtype`` is that of the tensors, in which complete results are sent. ``dkv_dtype`` is that of "dkv" in messages to
     and from other ranks (None: that of the accumulators, or of the tensors).
     """
 
