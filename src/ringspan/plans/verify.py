@@ -56,6 +56,7 @@ from ringspan.plans.data import (
     completed_exchanges,
     side,
 )
+from ringspan.plans.expected_weights import ExpectedWeights, add_weights
 from ringspan.plans.problem import Rows, union
 from ringspan.plans.symbolic_slots import NOTHING, ROW_BITS, Heads, Ints, SymbolicSlots, first_head_ids, heads_of
 
@@ -101,38 +102,6 @@ def _check_slot_0(plan: RankPlan) -> None:
             raise PlanError(f"rank {plan.rank}: {of} slot 0 must hold the rank's own {rows} rows, all heads, and is never kept")
 
 
-class _ExpectedWeights:
-    """The sum of the weights added to each head of each row, by owner: what the owner must have in the end.
-
-    A weight is multiplied by a factor of the row and head: rows of one band have the same weight, but other factors.
-    """
-
-    def __init__(self, rows: Sequence[int], heads: int, rng: np.random.Generator) -> None:
-        self.heads = heads
-        self.start = np.concatenate([[0], np.cumsum(np.repeat(rows, heads))])
-        self.total = np.zeros(self.start[-1], dtype=np.uint64)
-        self._factor = rng.integers(1, 2**64, self.start[-1], dtype=np.uint64)
-
-    def add(self, ids: Ints, weight: np.uint64) -> NDArray[np.uint64]:
-        """Add a weight to some rows. Returns what was added to each of them."""
-        indices = self._indices(ids)
-        added: NDArray[np.uint64] = self._factor[indices] * weight  # modulo 2⁶⁴
-        self.total[indices] += added
-        return added
-
-    def at(self, ids: Ints) -> NDArray[np.uint64]:
-        found: NDArray[np.uint64] = self.total[self._indices(ids)]
-        return found
-
-    def _indices(self, ids: Ints) -> Ints:
-        indices: Ints = self.start[ids >> ROW_BITS] + (ids & ((1 << ROW_BITS) - 1))
-        return indices
-
-    def of(self, rank: int) -> NDArray[np.uint64]:
-        first, last = self.start[rank * self.heads], self.start[(rank + 1) * self.heads]
-        return self.total[first:last].reshape(self.heads, -1)
-
-
 Message = NDArray[np.generic]
 MessagesByPair = dict[tuple[int, int], list[tuple[Transfer, Message]]]
 
@@ -156,8 +125,8 @@ class _Simulation:
         self._rng = np.random.default_rng(0)
         self._results = ("out",) if phase == "forward" else ("dq", "dkv")
         self._expected = {
-            "q": _ExpectedWeights([p.q_rows for p in plans], heads.q, self._rng),
-            "kv": _ExpectedWeights([p.kv_rows for p in plans], heads.kv, self._rng),
+            "q": ExpectedWeights([p.q_rows for p in plans], heads.q, self._rng),
+            "kv": ExpectedWeights([p.kv_rows for p in plans], heads.kv, self._rng),
         }
 
     def run(self) -> None:
@@ -200,7 +169,7 @@ class _Simulation:
             where = self._where(n, r)
             for task in (task for step in window[:1] for task in step.tasks):
                 self.computed += _bands_at_owners(r, task, where)
-                _add_weights(r, task, self._results, self._expected, self._rng, where)
+                add_weights(r, task, self._results, self._expected, self._rng, where)
                 self.wrong_tokens += [f"{where}: {wrong}" for wrong in r.wrong_tokens(task, self._first_heads)]
 
     def _receive(self, n: int, steps: Sequence[Sequence[Step]], in_flight: MessagesByPair) -> None:
@@ -348,28 +317,6 @@ def _runs(ids: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     first_ids = ids[first]
     owner_head = np.where(first_ids == NOTHING, NOTHING, first_ids >> ROW_BITS)
     return first, np.append(first[1:], len(ids)), owner_head, first_ids & ((1 << ROW_BITS) - 1)
-
-
-def _add_weights(
-    r: SymbolicSlots,
-    task: Task,
-    results: Sequence[str],
-    expected: dict[str, _ExpectedWeights],
-    rng: np.random.Generator,
-    where: str,
-) -> None:
-    """Add a random weight to all rows of each band, per head, times the factor of the row, and the same to the owner's
-    expected sum."""
-    for result in results:
-        of = side(result)
-        slot = task.kv_slot if of == "kv" else task.q_slot
-        ids_HS = r.ids[of][slot]
-        for band in task.bands:
-            a, b = (band.k0, band.k1) if of == "kv" else (band.q0, band.q1)
-            r.check_not_complete(result, slot, slice(None), a, b, where)
-            for head, ids in enumerate(ids_HS[:, a:b]):
-                weight = rng.integers(1, 2**62, dtype=np.uint64)
-                r.weights[result][slot][head, a:b] += expected[of].add(ids, weight)
 
 
 def _check_computed(plan: RankPlan, heads: Heads, computed: list[ComputedBands], phase: Phase) -> None:

@@ -32,7 +32,7 @@ from ringspan.masks import Mask
 from ringspan.plans.data import OVERWRITES, PHASES, PayloadKind, Phase, Program, Side, Slot, Step, Transfer, side
 from ringspan.plans.problem import Problem, Rows
 from ringspan.plans.slot_tokens import SlotTokens, own_tokens
-from ringspan.strategies.heads import Run, share_heads
+from ringspan.strategies.heads import Run, share_heads, split_key_heads
 from ringspan.strategies.incoming_rows import ranges_by_peer
 from ringspan.strategies.nodes import Nodes, by_node, sorted_pieces
 
@@ -49,35 +49,29 @@ def split_heads(
     node = nodes.of(problem.rank)
     members = nodes.ranks(node)
     place = problem.rank - members.start
-    shares = share_heads(heads, kv_heads, nodes.per_node)
+    shares, split = share_heads(heads, kv_heads, nodes.per_node), split_key_heads(heads, kv_heads, nodes.per_node)
     runs = shares[place]
     middle, node_tokens = _middle(problem.mask, problem.q_layout, problem.kv_layout, nodes, node, between)
     here = {"q": problem.q_layout.pieces.of(problem.rank), "kv": problem.kv_layout.pieces.of(problem.rank)}
     there = {"q": sorted_pieces(problem.q_layout, members), "kv": sorted_pieces(problem.kv_layout, members)}
 
+    def transfer(what: PayloadKind, peer: int, slot: int, rows: Rows, run: Run) -> Transfer:
+        complete = what not in OVERWRITES and (what != "dkv" or split.isdisjoint(range(*run.kv)))
+        return Transfer(
+            what=what, peer=peer, slot=slot, rows=rows, heads=None if slot else run.of(side(what)), complete=complete
+        )
+
     def own(what: PayloadKind) -> list[Transfer]:
         """Return the transfers of the rank's own tokens: to each rank of the node the heads that it computes."""
         messages = _messages(here[side(what)]).get(problem.rank, ())
-        return [
-            Transfer(
-                what=what, peer=peer, slot=0, rows=rows, heads=run.of(side(what)), complete=_is_complete(what, run, shares)
-            )
-            for peer, theirs in zip(members, shares, strict=True)
-            for run in theirs
-            for rows in messages
-        ]
+        of_ranks = zip(members, shares, strict=True)
+        return [transfer(what, peer, 0, rows, run) for peer, theirs in of_ranks for run in theirs for rows in messages]
 
     def of_node(what: PayloadKind) -> list[Transfer]:
         """Return the transfers of all tokens of the node: the heads that this rank computes."""
         messages = _messages(there[side(what)])
         return [
-            Transfer(
-                what=what,
-                peer=peer,
-                slot=_slot(middle, side(what), n, 0),
-                rows=rows,
-                complete=_is_complete(what, run, shares),
-            )
+            transfer(what, peer, _slot(middle, side(what), n, 0), rows, run)
             for peer in members
             for n, run in enumerate(runs)
             for rows in messages.get(peer, ())
@@ -101,14 +95,6 @@ def split_heads(
         kv_slots=(Slot(rows=problem.kv_rows), *(slot for run in runs for slot in _for_heads(middle.kv_slots, run.kv, keep))),
         heads=(heads, kv_heads),
     )
-
-
-def _is_complete(what: PayloadKind, run: Run, shares: tuple[tuple[Run, ...], ...]) -> bool:
-    """Return whether a run of heads has the whole result. Gradients of keys are added over all runs of a key head."""
-    if what in OVERWRITES:
-        return False
-    others = (other.kv for runs in shares for other in runs if other != run)
-    return what != "dkv" or all(stop <= run.kv[0] or run.kv[1] <= start for start, stop in others)
 
 
 def _inputs(phase: Phase, keep: bool) -> tuple[PayloadKind, ...]:

@@ -14,6 +14,7 @@ so each split sends its keys once more.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,6 +46,17 @@ def share_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[Run, ...],
     group = heads // kv_heads
     busy = min(heads, ranks)
     return (*(_runs(a, b, group) for a, b in pairwise(_cuts(heads, group, busy))), *[()] * (ranks - busy))
+
+
+@cache_by_digest(64, plain=True)
+def split_key_heads(heads: int, kv_heads: int, ranks: int) -> frozenset[int]:
+    """Return the key heads that several runs share. Their gradients are sums over these runs.
+
+    >>> split_key_heads(6, 3, 2), split_key_heads(8, 2, 2)
+    (frozenset({1}), frozenset())
+    """
+    runs = Counter(head for of_rank in share_heads(heads, kv_heads, ranks) for run in of_rank for head in range(*run.kv))
+    return frozenset(head for head, count in runs.items() if count > 1)
 
 
 def _cuts(heads: int, group: int, ranks: int) -> tuple[int, ...]:
