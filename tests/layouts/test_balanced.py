@@ -28,12 +28,10 @@ def spread(layout: Layout) -> int:
 
 
 @given(masks(60, leaves=3), worlds, st.integers(1, 20))
-def test_even_tokens_in_rising_order(drawn: Drawn, world: int, block: int) -> None:
+def test_even_tokens(drawn: Drawn, world: int, block: int) -> None:
     layout = balanced(drawn.mask, world, block=block)
     assert (layout.world, layout.length, layout.name) == (world, drawn.mask.lengths[0], "balanced")
     assert spread(layout) <= 1
-    for rank in range(world):
-        assert (np.diff(layout.positions(rank)) > 0).all()
 
 
 @example(Drawn(rs.causal(10), dense_masks.causal(10, 10)), 3)  # here intervals alone would give 22 pairs where zigzag has 20

@@ -51,7 +51,7 @@ PICTURES = [
     ("balanced", rs.causal(8), 2, "[0,2) [6,8) / [2,6)"),
     ("balanced", rs.full(10), 4, "[0,2) / [2,4) / [4,7) / [7,10)"),
     ("balanced", rs.full(2), 3, " / [0,1) / [1,2)"),
-    ("balanced", rs.documents([4, 2, 4, 2]), 2, "[0,4) [10,12) / [4,10)"),
+    ("balanced", rs.documents([4, 2, 4, 2]), 2, "[0,4) [10,12) / [6,10) [4,6)"),
 ]
 
 

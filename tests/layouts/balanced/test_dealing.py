@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.layouts import balance, balanced
-from ringspan.layouts.balanced.dealing import FEWEST_DEALT, deal, shared_first
+from ringspan.layouts.balanced.dealing import FEWEST_DEALT, deal
 from ringspan.strategies.crossing_pieces import _crossing_rows
 from ringspan.strategies.nodes import Nodes
 
@@ -26,7 +26,7 @@ def test_every_token_once_and_even_counts(lengths: list[int], cuts: list[int], r
     edges = sorted({0, total, *(c for c in cuts if c < total)})
     pieces = [*pairwise(edges)][::2]  # every other one is on another node
     start, stop = (np.array(x, dtype=np.int64) for x in zip(*pieces, strict=True))
-    held, left_start, left_stop, _ = deal(documents, start, stop, ranks)
+    held, left_start, left_stop = deal(documents, start, stop, ranks)
     left = zip(left_start.tolist(), left_stop.tolist(), strict=True)
     spans = [*(span for of_rank in held for span in of_rank), *left]
     tokens = [t for span in spans for t in range(*span)]
@@ -36,16 +36,6 @@ def test_every_token_once_and_even_counts(lengths: list[int], cuts: list[int], r
     whole = {d for d, (a, b) in enumerate(pairwise(documents.tolist())) if any(p[0] <= a and b <= p[1] for p in pieces)}
     for of_rank in held:  # documents that no other node has are left
         assert not whole & {int(documents.searchsorted(a, side="right")) - 1 for a, b in of_rank if a < b}
-
-
-@given(st.lists(st.integers(0, 40), max_size=12), st.integers(0, 40), st.integers(0, 40))
-def test_shared_parts_of_a_span_come_first(ends: list[int], first: int, size: int) -> None:
-    cuts = sorted({*ends})
-    shared = list(zip(cuts[::2], cuts[1::2], strict=False))
-    spans = [(first, first + size)]
-    ordered = [token for low, high in shared_first(spans, shared) for token in range(low, high)]
-    inside = {token for low, high in shared for token in range(low, high)}
-    assert ordered == sorted(range(first, first + size), key=lambda token: (token not in inside, token))
 
 
 def test_ranks_of_a_node_send_equally_many_keys_to_other_nodes() -> None:

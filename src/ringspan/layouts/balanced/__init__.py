@@ -23,6 +23,7 @@ separates keys that stay in the node, so few keys cross nodes::
 
 Before that, nodes get whole documents (``whole_documents.py``), or parts of long ones (``long_documents.py``), and the
 ring has the rest. The ranks of a node get equal parts of the documents that other nodes have, too (``dealing.py``).
+On a rank, documents are in the order in which kernels compute them fastest (``order.py``).
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ import numpy as np
 
 from ringspan.errors import LayoutError
 from ringspan.layouts.balanced.cuts import Goal, Resolution, RingInterval, best_intervals, nearest_interval
-from ringspan.layouts.balanced.dealing import Spans, deal, shared_first
+from ringspan.layouts.balanced.dealing import deal
 from ringspan.layouts.balanced.long_documents import long_parts
+from ringspan.layouts.balanced.order import Spans, in_launch_order
 from ringspan.layouts.balanced.renumber import renumber_ranks
 from ringspan.layouts.balanced.ring import PieceRings
 from ringspan.layouts.balanced.whole_documents import assign_whole
@@ -46,6 +48,7 @@ from ringspan.layouts.layout import Ints, Layout, check_world
 from ringspan.layouts.work import WorkProfile, work_profile
 from ringspan.layouts.zigzag import zigzag
 from ringspan.masks import Mask
+from ringspan.masks.table import HI
 
 # The work of a rank may exceed the mean by 1/80, to have a choice of cuts that cost little.
 TOLERANCE = 80
@@ -80,7 +83,7 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
 
     >>> from ringspan import documents
     >>> print(balanced(documents([6, 3, 3]), 2).ascii())
-    rank 0: [0,4) [10,12)
+    rank 0: [10,12) [0,4)
     rank 1: [4,10)
     """
     world = check_world(world)
@@ -92,8 +95,8 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
         return _over_nodes(mask, world, per_node, limits, block, slack)
     resolution = _resolution(n // world, block)
     shares = _share_among(_documents(mask, resolution.block), [[limits] * world], resolution)[0]
-    of_ranks = (_joined([*zip(start.tolist(), stop.tolist(), strict=True)]) for start, stop in shares)
-    solved = Layout(sorted(of_ranks), name="balanced")
+    of_ranks = sorted(_joined([*zip(start.tolist(), stop.tolist(), strict=True)]) for start, stop in shares)
+    solved = Layout(_ordered(mask, of_ranks, world), name="balanced")
     best = solved if slack else _best(mask, solved)
     has_documents = mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2
     return renumber_ranks(mask, best) if has_documents else best
@@ -130,7 +133,7 @@ def _over_nodes(mask: Mask, world: int, per_node: int, limits: Limits, block: in
     # First with documents that are dealt among the ranks of a node, then without.
     for dealt, most_work in ((cuts, limits.fair + limits.fair // DEALT_TOLERANCE), (cuts[:0], in_node.most_work)):
         spans = _within_nodes(ring.profile, dealt, pieces, [in_node.times(ranks) for ranks in nodes], resolution)
-        solved = Layout(spans, length=n, name=f"balanced(per_node={per_node})")
+        solved = Layout(_ordered(mask, spans, per_node), length=n, name=f"balanced(per_node={per_node})")
         if int(areas(mask, solved).max(initial=0)) <= most_work:
             return solved
     return solved if slack else _best(mask, solved)
@@ -282,8 +285,7 @@ def _within_nodes(
     limits: Sequence[Limits],
     resolution: Resolution,
 ) -> list[Spans]:
-    """Return the spans of each rank of nodes that have these pieces. On each rank, its part of the documents that other
-    nodes have, too, comes first.
+    """Return the spans of each rank of nodes that have these pieces.
 
     ``cuts`` are the bounds of the documents; without them, no document is dealt among the ranks of a node. ``limits``
     are those of each node.
@@ -303,9 +305,14 @@ def _within_nodes(
     spans = []
     for of_node, rest in zip(dealt, others, strict=True):
         both = zip(of_node.held, rest, strict=True)
-        of_ranks = sorted(_joined([*held, *zip(low.tolist(), high.tolist(), strict=True)]) for held, (low, high) in both)
-        spans += [shared_first(of_rank, of_node.shared) for of_rank in of_ranks]
+        spans += sorted(_joined([*held, *zip(low.tolist(), high.tolist(), strict=True)]) for held, (low, high) in both)
     return spans
+
+
+def _ordered(mask: Mask, of_ranks: Sequence[Spans], per_node: int) -> list[Spans]:
+    """Return the spans of each rank in the order in which kernels compute them."""
+    is_causal = bool((mask.table[:, HI] <= 0).all())
+    return in_launch_order(of_ranks, _cuts(mask), per_node=per_node, is_causal=is_causal)
 
 
 def _sums(group: Ints, values: Ints, groups: int) -> list[int]:

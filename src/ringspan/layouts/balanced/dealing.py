@@ -2,8 +2,7 @@
 
 The keys of such a document cross between nodes. Each rank sends its own keys over its own port, so all ranks of a node
 should have an equal part of them. Each contiguous part of a document is cut into two chunks for each rank, which are
-dealt as in zigzag: ranks get equal tokens, and equal work if the work grows evenly from row to row. On its rank they
-come before all other tokens, so that results with keys of other nodes are merged into few rows::
+dealt as in zigzag: ranks get equal tokens, and equal work if the work grows evenly from row to row::
 
     a document on two nodes of two ranks     |            node 0             |            node 1             |
                                              | rank 0 | rank 1 rank 1 | rank 0 | rank 2 | rank 3 rank 3 | rank 2 |
@@ -16,24 +15,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringspan.layouts.balanced.order import Spans
 from ringspan.layouts.layout import Ints
-
-Spans = list[tuple[int, int]]
 
 # Parts of documents with fewer tokens per rank than this are not dealt: their keys are few.
 FEWEST_DEALT = 128
 
 
 class Dealt(NamedTuple):
-    """The spans that each rank of a node gets, and the pieces of the node that are left.
-
-    ``shared`` are the documents of which only a part is on the node.
-    """
+    """The spans that each rank of a node gets, and the pieces of the node that are left."""
 
     held: list[Spans]
     start: Ints
     stop: Ints
-    shared: Spans
 
 
 def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
@@ -63,25 +57,7 @@ def deal(cuts: Ints, start: Ints, stop: Ints, ranks: int) -> Dealt:
         if low < last:
             left.append((low, last))
     ends = np.array(left, dtype=np.int64).reshape(-1, 2)
-    return Dealt(held, ends[:, 0], ends[:, 1], shared)
-
-
-def shared_first(spans: Spans, shared: Spans) -> Spans:
-    """Return the spans of a rank with the parts of shared documents first, each in the order of the sequence.
-
-    >>> shared_first([(0, 40), (60, 80)], [(20, 70)])
-    [(20, 40), (60, 70), (0, 20), (70, 80)]
-    """
-    inside: Spans = []
-    outside: Spans = []
-    for first, last in spans:
-        low = first
-        for part in _overlaps(first, last, shared):
-            outside.append((low, part[0]))
-            inside.append(part)
-            low = part[1]
-        outside.append((low, last))
-    return [*inside, *((a, b) for a, b in outside if a < b)]
+    return Dealt(held, ends[:, 0], ends[:, 1])
 
 
 def _overlaps(first: int, last: int, spans: Spans) -> Spans:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.layouts.balanced.dealing import Spans
+from ringspan.layouts.balanced.order import Spans
 from ringspan.layouts.balanced.ring import PieceRings
 from ringspan.layouts.layout import Ints
 
