@@ -653,17 +653,26 @@ def attention_without_mask(rank: int) -> dict[str, str]:
 
     ends = torch.tensor([0, 11, N])
 
-    def message(mask: rs.Mask, **given: Any) -> str:
-        cp = rs.ContextParallel(None, mask, layout="contiguous")
-        q, k, v = (torch.ones(1, 4, cp.plan.q_layout.counts[rank], 8) for _ in range(3))
+    class MllamaTextCrossAttention(nn.Identity):
+        """The class of a layer whose keys are image tokens."""
+
+    flagged = nn.Identity()
+    flagged.is_cross_attention = True  # type: ignore[assignment]  # as layers of Idefics say
+
+    def message(mask: rs.Mask, layer: nn.Module | None = None, **given: Any) -> str:
+        cp = rs.ContextParallel(None, mask, layout="contiguous", kv_layout="contiguous")
+        q, k, v = (torch.ones(1, 4, of.counts[rank], 8) for of in (cp.plan.q_layout, cp.plan.kv_layout, cp.plan.kv_layout))
         try:
             with cp:
-                ringspan_attention(nn.Identity(), q, k, v, None, **given)
+                ringspan_attention(layer or nn.Identity(), q, k, v, None, **given)
         except rs.UnplannedAttention as error:
             return str(error)
         return ""
 
     return {
+        "keys of an image": message(rs.causal(N), MllamaTextCrossAttention()),
+        "keys of another sequence": message(rs.causal(N), flagged),
+        "both sequences in the block": message(rs.full(N, 120), flagged, is_causal=False),
         "window": message(rs.causal(N), sliding_window=5),
         "documents": message(rs.causal(N), cu_seq_lens_q=ends),
         "window of the block": message(rs.causal(N) & rs.window(left=4), sliding_window=5),
@@ -672,6 +681,9 @@ def attention_without_mask(rank: int) -> dict[str, str]:
 
 
 WITHOUT_MASK = {
+    "keys of an image": "MllamaTextCrossAttention is cross-attention, whose keys are not those of the split sequence",
+    "keys of another sequence": "Identity is cross-attention, whose keys are not those of the split sequence",
+    "both sequences in the block": "",
     "window": "has a sliding window of 5 tokens, but no mask of the model",
     "documents": "has packed documents (cu_seq_lens_q of 2), but no mask of the model",
     "window of the block": "",

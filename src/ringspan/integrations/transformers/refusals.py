@@ -217,6 +217,12 @@ def _refuse_temperature(module: nn.Module, tokens: int) -> None:
         )
 
 
+def is_cross_attention(module: nn.Module) -> bool:
+    """Return whether the keys of a layer come from another sequence than its queries, by its class or by what it says
+    of itself."""
+    return "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False) is True
+
+
 @contextmanager
 def named_refusals(module: nn.Module, refuse: Callable[[Exception], None]) -> Iterator[None]:
     """Add the name of a layer to an error of ringspan in it, and tell the other ranks by ``refuse(error)``."""
