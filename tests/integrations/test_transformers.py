@@ -672,7 +672,8 @@ def attention_without_mask(rank: int) -> dict[str, str]:
     return {
         "keys of an image": message(rs.causal(N), MllamaTextCrossAttention()),
         "keys of another sequence": message(rs.causal(N), flagged),
-        "both sequences in the block": message(rs.full(N, 120), flagged, is_causal=False),
+        "two sequences": message(rs.full(N, 120), flagged, is_causal=False),
+        "two sequences of one length": message(rs.full(N), flagged, is_causal=False),
         "window": message(rs.causal(N), sliding_window=5),
         "documents": message(rs.causal(N), cu_seq_lens_q=ends),
         "window of the block": message(rs.causal(N) & rs.window(left=4), sliding_window=5),
@@ -681,9 +682,10 @@ def attention_without_mask(rank: int) -> dict[str, str]:
 
 
 WITHOUT_MASK = {
-    "keys of an image": "MllamaTextCrossAttention is cross-attention, whose keys are not those of the split sequence",
-    "keys of another sequence": "Identity is cross-attention, whose keys are not those of the split sequence",
-    "both sequences in the block": "",
+    "keys of an image": "MllamaTextCrossAttention sees all keys of another sequence",
+    "keys of another sequence": "Identity sees all keys of another sequence",
+    "two sequences": "",
+    "two sequences of one length": "",
     "window": "has a sliding window of 5 tokens, but no mask of the model",
     "documents": "has packed documents (cu_seq_lens_q of 2), but no mask of the model",
     "window of the block": "",

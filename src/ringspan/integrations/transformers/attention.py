@@ -117,8 +117,8 @@ def _without_mask(
         problem = f"has a mask of shape {tuple(attention_mask.shape)} that is not part of the plan: give it to ContextParallel"
     elif _has_extras(kwargs) or kwargs.get("position_bias") is not None:
         problem = "has a softcap, sinks or a bias of its scores, but no mask of the model"
-    elif is_cross_attention(module) and block.plan.q_layout == block.plan.kv_layout:
-        problem = "is cross-attention, whose keys are not those of the split sequence, and has no mask of the model"
+    elif is_cross_attention(module) and block.mask.is_causal:
+        problem = f"sees all keys of another sequence, and the block's mask {block.mask.name} is that of one sequence"
     elif bool(causal) != block.mask.is_causal:
         problem = f"is {'' if causal else 'not '}causal, but the block's mask {block.mask.name} is{' not' if causal else ''}"
     elif limit := limit_of_call(block.mask, kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")):
