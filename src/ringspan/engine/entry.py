@@ -22,10 +22,9 @@ from ringspan.engine.autograd import Attend, positive_scale, refuse_transforms
 from ringspan.engine.flop_formulas import count_attention_in_flop_counters
 from ringspan.engine.handles import PlanHandle
 from ringspan.engine.kernel_choice import with_max_logits
-from ringspan.engine.operator import attend_by_id, attend_by_id_with_max_logits
+from ringspan.engine.operator import attend_by_id, attend_by_id_with_max_logits, is_exporting
 from ringspan.kernels import Partial, ScoreMod
 from ringspan.torch_private.dispatch_modes import dispatch_mode_depth, dispatch_mode_stack
-from ringspan.torch_private.dynamo import dynamo_constant
 from ringspan.torch_private.function_modes import disable_torch_function
 from ringspan.transports import CallPair
 
@@ -108,10 +107,3 @@ def is_traced() -> bool:
         return False
     count_attention_in_flop_counters()
     return any(type(mode).__name__ != "CommDebugMode" for mode in dispatch_mode_stack())
-
-
-@dynamo_constant
-def is_exporting() -> bool:
-    # Evaluated outside of the trace. Inside it, torch 2.11 returns True for every compiler, and a compiled program
-    # would keep its first id.
-    return torch.compiler.is_exporting()

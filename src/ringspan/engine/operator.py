@@ -26,13 +26,22 @@ from ringspan.engine.packing import pack_kv
 from ringspan.errors import KernelError
 from ringspan.kernels import Partial, accumulation_dtype
 from ringspan.torch_private.dispatch_keys import default_dispatch_keys
+from ringspan.torch_private.dynamo import dynamo_constant, dynamo_disable
 from ringspan.torch_private.function_modes import disable_torch_function
+
+
+@dynamo_constant
+def is_exporting() -> bool:
+    # Evaluated outside of the trace. Inside it, torch 2.11 returns True for every compiler, and a compiled program
+    # would keep its first id.
+    return torch.compiler.is_exporting()
 
 
 def attend_by_id(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, plan_id: Tensor, scale: float) -> Partial:
     """Compute attention by the custom operator, under the plan that is registered under this id."""
     q_BHSD, scale = _with_positive_scale(q_BHSD, scale)
-    return heads_first(*torch.ops.ringspan.attend(q_BHSD, k_BGTD, v_BGTE, plan_id, scale))
+    call = _call_outside_graph if _would_be_removed(q_BHSD) else _call
+    return heads_first(*call(torch.ops.ringspan.attend, q_BHSD, k_BGTD, v_BGTE, plan_id, scale))
 
 
 def attend_by_id_with_max_logits(
@@ -40,8 +49,25 @@ def attend_by_id_with_max_logits(
 ) -> tuple[Partial, Tensor]:
     """Compute attention as :func:`attend_by_id` does, and the largest logit of each head (H,)."""
     q_BHSD, scale = _with_positive_scale(q_BHSD, scale)
-    out, lse, largest_H = torch.ops.ringspan.attend_with_max_logits(q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
+    call = _call_outside_graph if _would_be_removed(q_BHSD) else _call
+    out, lse, largest_H = call(torch.ops.ringspan.attend_with_max_logits, q_BHSD, k_BGTD, v_BGTE, plan_id, scale)
     return heads_first(out, lse), largest_H
+
+
+def _would_be_removed(q_BHSD: Tensor) -> bool:
+    """Return whether a compiler would remove the operator of this rank, whose messages other ranks wait for.
+
+    Inductor replaces tensors without elements by constants. A rank without queries has no other results.
+    """
+    return q_BHSD.shape[2] == 0 and torch.compiler.is_dynamo_compiling() and not is_exporting()
+
+
+def _call(operator: Any, *args: Any) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = operator(*args)
+    return result
+
+
+_call_outside_graph = dynamo_disable(_call)
 
 
 def _with_positive_scale(q_BHSD: Tensor, scale: float) -> tuple[Tensor, float]:
