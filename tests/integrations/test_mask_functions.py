@@ -180,3 +180,13 @@ def test_positions_are_those_of_the_tokens(name: str) -> None:
     else:
         with pytest.raises(rs.UnplannedAttention, match="the position ids of this rank are"):
             check_positions(*arguments)
+
+
+@pytest.mark.parametrize("tokens", [[16, 17, 18, 0, 1], [3, 4, 0, 1, 2], [5, 6, 7, 8, 9]])
+def test_three_kinds_of_positions_that_count_the_tokens_of_a_rank_are_refused(tokens: list[int]) -> None:
+    """As M-RoPE has them. The last token of a rank need not be its largest."""
+    counted = torch.arange(5).expand(3, 1, 5)
+    with pytest.raises(rs.UnplannedAttention, match="position_ids"):
+        check_positions(counted, np.array(tokens), None, None)
+    check_positions(counted, np.arange(5), None, None)
+    check_positions(torch.tensor(tokens).expand(3, 1, 5), np.array(tokens), None, None)

@@ -126,7 +126,7 @@ class LayerMask:
         if _has_gaps(valid_BN.bool()) or _has_gaps(of_keys):
             raise UnplannedAttention(
                 "this layer has ALiBi biases, which do not count padding, and the batch has padding between the tokens of a "
-                "row: pad the rows at their ends"
+                "row, or between those of this rank: pad the rows at their ends, and use layout='contiguous' or 'zigzag'"
             )
         return of_keys
 

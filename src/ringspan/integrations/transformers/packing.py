@@ -148,8 +148,9 @@ def check_positions(
     if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
         # Several kinds of positions for each token, as in M-RoPE. Their meaning depends on the model, but positions
         # that all count from 0 on this rank are wrong.
-        counted = torch.arange(len(tokens_S), device=position_ids.device)
-        if position_ids.shape[-1] == len(tokens_S) and tokens_S[-1] >= len(tokens_S) and bool((position_ids == counted).all()):
+        counted = np.arange(len(tokens_S))
+        may_be_counted = position_ids.shape[-1] == len(counted) and (tokens_S != counted).any()
+        if may_be_counted and (position_ids.cpu().numpy() == counted).all():
             raise missing_positions(first)
         return
     given_BS = position_ids.cpu().numpy() - first

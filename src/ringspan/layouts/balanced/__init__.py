@@ -96,7 +96,7 @@ def balanced(mask: Mask, world: int, *, block: int = 128, slack: int = 0, per_no
     resolution = _resolution(n // world, block)
     shares = _share_among(_documents(mask, resolution.block), [[limits] * world], resolution)[0]
     of_ranks = sorted(_joined([*zip(start.tolist(), stop.tolist(), strict=True)]) for start, stop in shares)
-    solved = Layout(_ordered(mask, of_ranks, world), name="balanced")
+    solved = Layout(of_ranks if world == 1 else _ordered(mask, of_ranks, world), name="balanced")
     best = solved if slack else _best(mask, solved)
     has_documents = mask.lengths[0] == mask.lengths[1] and len(mask.documents()) > 2
     return renumber_ranks(mask, best) if has_documents else best

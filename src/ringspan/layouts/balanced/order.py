@@ -28,7 +28,8 @@ LONG_PART = 8
 
 
 def in_launch_order(of_ranks: Sequence[Spans], cuts: Ints, *, per_node: int, is_causal: bool) -> list[Spans]:
-    """Return the spans of each rank in the order described above. ``cuts`` are the bounds of the documents.
+    """Return the spans of each rank in the order described above. They are given in the order of the sequence, adjacent
+    ones joined. ``cuts`` are the bounds of the documents.
 
     >>> cuts = np.array([0, 4, 10, 16, 17, 22])
     >>> in_launch_order([[(4, 8), (17, 22)], [(0, 4), (8, 17)]], cuts, per_node=2, is_causal=True)
