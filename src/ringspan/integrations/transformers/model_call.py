@@ -74,7 +74,7 @@ def refuse_results_of_tokens_here() -> None:
                 f"{names[0]}= was passed to the model. It would compute the loss of the tokens of this rank alone: call it "
                 "without, and compute the loss of its logits. For a causal language model this is "
                 'cp.mean(F.cross_entropy(logits.mT, labels, reduction="none"), labels >= 0), with labels of '
-                "cp.shard(rs.shift_labels(ids), dim=1)"
+                "cp.shard(rs.shift_labels(ids), dim=1), or rs.shift_labels(ids, documents=lengths) for packed documents"
             )
         if written_in.endswith(POOLS):
             raise UnplannedAttention(
