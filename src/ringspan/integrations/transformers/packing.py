@@ -147,7 +147,7 @@ def check_positions(
     """
     if position_ids.ndim != 2 or position_ids.shape[1] != len(tokens_S):
         # Several kinds of positions for each token, as in M-RoPE. Their meaning depends on the model, but positions
-        # that all count from 0 on this rank are wrong.
+        # that all count from 0 are wrong unless this rank has the first tokens, in their order.
         counted = np.arange(len(tokens_S))
         may_be_counted = position_ids.shape[-1] == len(counted) and (tokens_S != counted).any()
         if may_be_counted and (position_ids.cpu().numpy() == counted).all():
